@@ -1,0 +1,34 @@
+"""The table of commands, and what every command does with an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+
+from offbeat.cli.plan import app as plan_app
+from offbeat.cli.run import run
+from offbeat.errors import OffbeatError
+
+app = typer.Typer(
+    name="offbeat",
+    help="Train PyTorch models data-parallel on clusters that are not perfect.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.add_typer(plan_app, name="plan")
+
+
+def run_app() -> None:
+    """Run the command line; offbeat's own errors end it with one sentence and exit code 2."""
+    try:
+        app()
+    except OffbeatError as error:
+        if os.environ.get("OFFBEAT_DEBUG"):
+            raise
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"offbeat: {error}", style="red", markup=False)
+        sys.exit(2)

@@ -1,0 +1,248 @@
+"""Local worker processes: started together, ended together.
+
+Each worker is the leader of a session of its own, so that ending it ends what it started. Its output comes through a
+pipe, line by line, with the rank in front. When one ends badly, the others get a moment to say what they saw, and are
+then ended; the first to go, if it was not itself a victim of another's loss, is named with its traceback and gives the
+exit code.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from rich.console import Console
+
+from offbeat.cli.worker import VICTIM
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
+_OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
+_TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start.
+
+    Args:
+        timeout_s: waits longer than this are explained.
+        run_dir: absolute folder for metrics.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    workers: int
+    plan: str
+    timeout_s: float
+    run_dir: Path
+    debug: bool = False
+
+
+class Worker:
+    """One worker process and the last lines it wrote."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.process = process
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self.ended_s: float | None = None
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def describe_end(self) -> str:
+        code = self.code
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def signal(self, number: int) -> None:
+        """To the worker and all it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class Launch:
+    """A job's local workers.
+
+    Args:
+        job: what to start.
+        console: where output goes.
+    """
+
+    def __init__(self, job: Job, console: Console | None = None) -> None:
+        self._job = job
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._workers: list[Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._interrupted: int | None = None
+        self._live = None
+
+    def run(self) -> int:
+        """Start the workers, wait for all, and return the job's exit code."""
+        previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
+            try:
+                self._start(Path(private))
+                return self._watch()
+            finally:
+                self._end_all()
+                self._drain()
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = number
+
+    def _start(self, private: Path) -> None:
+        env = {**os.environ, **self._common_environment(private)}
+        for rank in range(self._job.workers):
+            command = [sys.executable, "-u", "-m", "offbeat.cli.worker", str(self._job.script), *self._job.arguments]
+            process = subprocess.Popen(
+                command,
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            worker = Worker(rank, process)
+            self._workers.append(worker)
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            self._selector.register(process.stdout, selectors.EVENT_READ, (worker, bytearray()))
+
+    def _common_environment(self, private: Path) -> dict[str, str]:
+        job = self._job
+        env = {
+            "WORLD_SIZE": str(job.workers),
+            "LOCAL_WORLD_SIZE": str(job.workers),
+            # The workers meet through a file: torch's TCPStore would listen on every interface.
+            "OFFBEAT_STORE": str(private / "store"),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OFFBEAT_PLAN": job.plan,
+            "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
+            "OFFBEAT_RUN_DIR": str(job.run_dir),
+            "OFFBEAT_TOKEN": secrets.token_hex(32),
+            "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        if job.debug:
+            env["OFFBEAT_DEBUG"] = "1"
+        cores = len(os.sched_getaffinity(0))
+        if job.workers > cores and "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = "1"
+            self._console.print(f"{job.workers} workers on {cores} cores: one torch thread each.", style="dim")
+        return env
+
+    def _watch(self) -> int:
+        while True:
+            self._read(timeout_s=0.1)
+            if self._interrupted is not None:
+                name = signal.Signals(self._interrupted).name
+                self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")
+                return 128 + self._interrupted
+            now_s = time.monotonic()
+            for worker in self._workers:
+                if worker.ended_s is None and worker.code is not None:
+                    worker.ended_s = now_s
+            failed = [w for w in self._workers if w.code not in (None, 0)]
+            if failed and (
+                all(w.code is not None for w in self._workers)
+                or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S
+            ):
+                return self._mourn(failed)
+            if all(w.code == 0 for w in self._workers):
+                return 0
+
+    def _mourn(self, failed: list[Worker]) -> int:
+        """Say who was lost, and how."""
+        self._end_all()
+        self._drain()
+        culprits = [w for w in failed if w.code != VICTIM] or failed
+        first = min(culprits, key=lambda w: (w.ended_s or 0.0, w.rank))
+        host = socket.gethostname()
+        self._console.print(f"\nrank {first.rank} on {host} {first.describe_end()}.", style="bold red")
+        for line in _traceback_of(first.tail):
+            self._console.print(f"  {line}", markup=False)
+        code = first.code or 1
+        return 128 - code if code < 0 else code
+
+    def _end_all(self) -> None:
+        alive = [w for w in self._workers if w.code is None]
+        for worker in alive:
+            worker.signal(signal.SIGTERM)
+            worker.signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
+        deadline_s = time.monotonic() + _TERM_GRACE_S
+        while any(w.code is None for w in alive) and time.monotonic() < deadline_s:
+            self._read(timeout_s=0.05)
+        for worker in self._workers:
+            worker.signal(signal.SIGKILL)
+            worker.process.wait()
+
+    def _read(self, timeout_s: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+            return
+        for key, _ in self._selector.select(timeout_s):
+            worker, partial = key.data
+            stream = key.fileobj
+            assert not isinstance(stream, int)
+            self._take(stream, worker, partial)  # type: ignore[arg-type]
+
+    def _take(self, stream: IO[bytes], worker: Worker, partial: bytearray) -> bool:
+        """Read once; whether there may be more."""
+        try:
+            data = os.read(stream.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        partial += data
+        *lines, rest = bytes(partial).split(b"\n")
+        partial[:] = rest
+        if not data:
+            self._selector.unregister(stream)
+            lines += [rest] if rest else []
+        for line in lines:
+            self._say(worker, line.decode(errors="replace").rstrip("\r"))
+        return bool(data)
+
+    def _say(self, worker: Worker, line: str) -> None:
+        worker.tail.append(line)
+        self._console.print(f"[{worker.rank}] {line}", markup=False)
+
+    def _drain(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            worker, partial = key.data
+            while self._take(key.fileobj, worker, partial):  # type: ignore[arg-type]
+                pass
+
+
+def _traceback_of(tail: collections.deque[str]) -> list[str]:
+    """The last traceback in the last lines, or the last lines."""
+    lines = list(tail)
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else lines[-20:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,63 @@
+"""A codec turns a bucket's gradient into payloads, and replies into an update.
+
+`exchange` is a generator: it yields a payload, receives the reply, and may do so again (a method of two rounds is two
+yields). The same definition serves every fabric, in process, over a network and in virtual time.
+
+Rules, checked by `offbeat.testing.check_codec`:
+
+1. `init(bucket)` returns the state for that bucket, keyed by parameter name; the engine owns and saves it.
+2. State is written only after the last yield, so an exchange can be thrown away and started again.
+3. `grad` arrives multiplied by this worker's share of the whole (1/N in an ordinary step), so sums are means.
+4. Conservation: with `keep_sent`, `sent` is what the others received of `grad`; `grad - sent` is the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.payload import Payload, Reply
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.layout import Bucket
+
+State = dict[str, dict[str, "torch.Tensor"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanged:
+    """What an exchange ends with.
+
+    Args:
+        update: [D] the weighted mean of the workers' gradients; may share memory with `grad`.
+        sent: [D] what of this worker's gradient the others received; None unless asked for.
+    """
+
+    update: torch.Tensor
+    sent: torch.Tensor | None = None
+
+
+Exchange = Generator[Payload, Reply, Exchanged]
+
+
+class Codec(Protocol):
+    """Describes how a gradient is sent."""
+
+    @property
+    def needs(self) -> frozenset[type]:
+        """The kinds of payload (`Sum`, `Gather`) that the fabric must carry for it."""
+
+    def init(self, bucket: Bucket) -> State:
+        """The state of the first exchange of `bucket`; empty for a stateless codec."""
+
+    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+        """Exchange one bucket.
+
+        Args:
+            grad: [D] flat; consumed: it may be overwritten.
+            state: what `init` returned, or the last exchange left.
+            keep_sent: whether to return `sent`.
+        """

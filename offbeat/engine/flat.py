@@ -1,0 +1,169 @@
+"""One bucket's memory.
+
+    memory = [ gradients of all its parameters | tail ]
+    tail   = [ weight | stamp | nonfinite | used, one per parameter ]
+
+The tail is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
+part, whether they are all at the same batch, and which parameters anyone used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.layout import Bucket
+
+_HEAD = 3
+# Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+
+
+class Entry:
+    """One parameter: its gradient's place, and what happened to it since the last exchange."""
+
+    __slots__ = ("expected", "fired", "flat", "name", "parameter", "used", "view")
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.used = False  # a gradient arrived since the last exchange
+        self.fired = 0  # times a gradient arrived in this backward
+        self.expected = 1  # times it arrives in a backward, as far as seen (checkpointing can make it several)
+        self.flat: Flat | None = None
+        self.view: torch.Tensor | None = None
+
+
+class Flat:
+    """A bucket's memory and the entries whose gradients are views into it."""
+
+    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int, wire_dtype: torch.dtype) -> None:
+        self.bucket = bucket
+        self.entries = list(entries)
+        self.memory = torch.zeros(bucket.numel + _HEAD + len(entries), dtype=bucket.dtype, device=bucket.device)
+        self.grad = self.memory[: bucket.numel]
+        self.tail = self.memory[bucket.numel :]
+        self.missing = 0
+        self.took_part = True  # whether this worker's weight in the exchange under way is above 0
+        self.nonfinite: list[str] = []  # parameters whose own gradient held NaN or Inf, if it was asked to check
+        self._world = world
+        self._all_used = torch.ones_like(self.tail)
+        self._all_used[1:_HEAD] = 0
+        self._stamps = max(1, _EXACT[wire_dtype] // world)
+        for entry, slot in zip(self.entries, bucket.slots, strict=True):
+            entry.flat = self
+            entry.view = _view(self.grad, slot.offset, entry.parameter)
+
+    def pack(self, *, weight: float, stamp: int, check_finite: bool) -> None:
+        """Bring every gradient into the bucket, multiplied by 1/world, and make `.grad` a view of it.
+
+        A parameter without a gradient contributes zeros. With `weight` 0 the whole bucket is zeros, whatever the
+        gradients hold.
+        """
+        share = 1.0 / self._world
+        self.took_part = weight > 0
+        with torch.no_grad():
+            if weight == 0:
+                self.memory.zero_()
+            else:
+                for entry in self.entries:
+                    self._pack_one(entry, share)
+            self._write_tail(weight, stamp, check_finite)
+
+    def _pack_one(self, entry: Entry, share: float) -> None:
+        view, grad = entry.view, entry.parameter.grad
+        assert view is not None
+        if grad is view:
+            if share != 1.0:
+                view.mul_(share)
+        elif grad is None:
+            view.zero_()
+        else:
+            # Same arithmetic as DistributedDataParallel: multiply by 1/N on the way into the bucket.
+            torch.mul(grad.detach(), share, out=view)
+            entry.parameter.grad = view
+
+    def _write_tail(self, weight: float, stamp: int, check_finite: bool) -> None:
+        self.tail.copy_(self._all_used)
+        self.tail[1] = stamp % self._stamps
+        if weight == 0:
+            self.tail[0] = 0
+            self.tail[_HEAD:] = 0
+        elif weight != 1:
+            self.tail[0] = weight
+        for i, entry in enumerate(self.entries):
+            if not entry.used:
+                self.tail[_HEAD + i] = 0
+        self.nonfinite = self._find_nonfinite() if check_finite else []
+        if self.nonfinite:
+            self.tail[2] = 1
+
+    def _find_nonfinite(self) -> list[str]:
+        if bool(torch.isfinite(self.grad).all()):
+            return []
+        return [e.name for e in self.entries if e.view is not None and not bool(torch.isfinite(e.view).all())]
+
+    def read_tail(self, tail: torch.Tensor, stamp: int) -> Tail:
+        """What the workers said together.
+
+        Args:
+            tail: [T] the summed tail.
+            stamp: this worker's own.
+        """
+        weight, stamps, nonfinite = tail[:_HEAD].tolist()
+        unused = [i for i, entry in enumerate(self.entries) if not (entry.used and self.took_part)]
+        used = set()
+        if unused:
+            counts = tail[_HEAD:].tolist()
+            used = {i for i in unused if counts[i] > 0}
+        same = stamps == (stamp % self._stamps) * self._world
+        return Tail(weight / self._world, same, nonfinite > 0, used)
+
+    def settle(self, used_elsewhere: set[int]) -> None:
+        """Give the parameters that only others used their gradient, too."""
+        for i in used_elsewhere:
+            self.entries[i].parameter.grad = self.entries[i].view
+        if not self.took_part:
+            for i, entry in enumerate(self.entries):
+                if i not in used_elsewhere and entry.parameter.grad is not entry.view:
+                    entry.parameter.grad = None  # a gradient of padding, which nobody shares
+
+
+class Tail:
+    """A bucket's summed tail, read.
+
+    Args:
+        weight: sum of the workers' weights, as a share of "everyone once".
+        in_step: whether all workers drew the same number of batches.
+        nonfinite: whether a worker's contribution held NaN or Inf (only if it was asked to check).
+        used_elsewhere: positions of entries that this worker did not use and another did.
+    """
+
+    __slots__ = ("in_step", "nonfinite", "used_elsewhere", "weight")
+
+    def __init__(self, weight: float, in_step: bool, nonfinite: bool, used_elsewhere: set[int]) -> None:
+        self.weight = weight
+        self.in_step = in_step
+        self.nonfinite = nonfinite
+        self.used_elsewhere = used_elsewhere
+
+
+def _view(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's stretch of the bucket, in the parameter's own memory order if that is dense (channels_last)."""
+    if _is_dense(parameter):
+        return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset() + offset)
+    return grad[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory without gaps or overlap, in any order of dims."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,146 @@
+"""One record per step: compute, communication, waiting, bytes, samples.
+
+    |<------------- compute ------------->|<- waiting ->|
+    loader, forward, backward, optimizer    fence          next step ...
+                        |<---- communication --->|
+
+Compute is what the worker did by itself before the fence, so a straggler stays visible: it computes longest and waits
+least. Communication runs from the first bucket issued to the last one done; what is not hidden behind compute is
+waiting. Records are encoded and written by a background thread; a step pays for appending to a deque.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.clock import Clock
+    from offbeat.engine.waiting import Waiter
+
+_FLUSH_S = 0.2
+
+
+class MetricsFile:
+    """Appends records to a JSON-lines file that all workers share; whole lines in one write, so they never mix.
+
+    Args:
+        path: the file; None writes nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._records: deque[dict[str, Any]] = deque()
+        self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._stop = threading.Event()
+        self._encoder = msgspec.json.Encoder()
+        self._thread = threading.Thread(target=self._run, name="offbeat-metrics", daemon=True)
+        if path is not None:
+            self._thread.start()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Queue one record; returns at once."""
+        if self._fd >= 0:
+            self._records.append(record)
+
+    def close(self) -> None:
+        """Write what is queued and close; a second call does nothing."""
+        if self._fd < 0:
+            return
+        self._stop.set()
+        self._thread.join()
+        os.close(self._fd)
+        self._fd = -1
+
+    def _run(self) -> None:
+        while not self._stop.wait(_FLUSH_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        lines = [self._encoder.encode(self._records.popleft()) for _ in range(len(self._records))]
+        if lines:
+            os.write(self._fd, b"\n".join(lines) + b"\n")
+
+
+class Meter:
+    """Measures one model's steps.
+
+    Args:
+        rank: this worker's.
+        clock: where time comes from.
+        file: where records go.
+    """
+
+    def __init__(self, rank: int, clock: Clock, file: MetricsFile, waiter: Waiter) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._file = file
+        self._waiter = waiter
+        self.sent_bytes = 0
+        self.samples = 0
+        self._offset_s = clock.unix_s() - clock.now_s()
+        self._step_began_s = clock.now_s()
+        self._fence_began_s = self._step_began_s
+        self._waited_before_s = 0.0
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    def fence_begins(self, step: int) -> None:
+        """The worker's own part of the step is done."""
+        self._fence_began_s = self._clock.now_s()
+        self._waited_before_s = self._waiter.waited_s
+
+    def fence_ends(self, step: int, spans: list[tuple[float, float]], weight: float) -> None:
+        """All exchanges of the step are done.
+
+        Args:
+            spans: when each bucket was issued and done, in clock seconds.
+            weight: this worker's in the step.
+        """
+        now_s, began_s = self._clock.now_s(), self._step_began_s
+        first_s = min((issued for issued, _ in spans), default=now_s)
+        last_s = max((done for _, done in spans), default=now_s)
+        self._file.append(
+            {
+                "kind": "step",
+                "rank": self._rank,
+                "step": step,
+                "time_s": began_s + self._offset_s,
+                "step_s": now_s - began_s,
+                "compute_s": self._fence_began_s - began_s,
+                "communication_s": last_s - first_s,
+                "wait_s": self._waiter.waited_s - self._waited_before_s,
+                "bytes_sent": self.sent_bytes,
+                "samples": self.samples,
+                "weight": weight,
+                "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
+            }
+        )
+        self.sent_bytes = self.samples = 0
+        self._step_began_s = now_s
+
+    def event(self, what: str, text: str, step: int = -1) -> None:
+        """Something worth telling people about."""
+        self._file.append({"kind": "event", **self._stamp(step), "what": what, "text": text})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Values of the user's, such as the loss."""
+        self._file.append({"kind": "log", **self._stamp(step), "values": values})
+
+    def begin(self, **about: Any) -> None:
+        """The first record: what runs where."""
+        self._file.append({"kind": "start", **self._stamp(0), **about})
+
+    def end(self, step: int, error: str | None) -> None:
+        """The last record."""
+        self._file.append({"kind": "end", **self._stamp(step), "steps": step, "error": error})
+
+    def _stamp(self, step: int) -> dict[str, Any]:
+        return {"rank": self._rank, "step": step, "time_s": self._clock.unix_s()}

@@ -1,0 +1,176 @@
+"""The one primitive for every blocking wait.
+
+It knows what is awaited (operation, step, bucket and its layer names) and since when. It polls, so that it can look up
+at any time; after the run's one timeout it asks the watch who has not arrived and why, prints one screen, leaves the
+same as JSON, and goes on waiting as long as the culprit can still come. Dead, departed or disagreeing workers cannot:
+then it raises, naming them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.errors import NetworkError, WorkerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from offbeat.clock import Clock
+    from offbeat.fabric import Pending
+    from offbeat.payload import Reply
+
+# Long enough to cost nothing, short enough that Ctrl-C and the timeout are noticed at once.
+_POLL = timedelta(milliseconds=200)
+# How long after a broken connection the watch may need to learn who died.
+_OBITUARY_S = 3.0
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What a worker waits for.
+
+    Args:
+        operation: such as "all-reduce".
+        step: the engine's count of exchanges, from 0.
+        bucket: index of the bucket, -1 if it is none.
+        buckets: how many there are.
+        label: the layer names the bucket covers.
+    """
+
+    operation: str
+    step: int = -1
+    bucket: int = -1
+    buckets: int = 0
+    label: str = ""
+
+    def __str__(self) -> str:
+        if self.bucket < 0:
+            return self.operation
+        return f"{self.operation} of bucket {self.bucket + 1}/{self.buckets} ({self.label})"
+
+
+class Findings(Protocol):
+    """What the watch found out about a stall."""
+
+    @property
+    def text(self) -> str:
+        """One screen for people."""
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a culprit can no longer come."""
+
+    def to_json(self) -> dict[str, object]:
+        """The same for programs."""
+
+
+class Witness(Protocol):
+    """Who knows about the other workers while this one waits."""
+
+    def waiting(self, awaited: Awaited, since_s: float) -> None:
+        """This worker begins to wait."""
+
+    def resumed(self) -> None:
+        """This worker computes again."""
+
+    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
+        """Who has not arrived, and why; None if nothing can be found out."""
+
+
+class Nobody:
+    """The witness of a worker that is alone, or of a run without a watch."""
+
+    def waiting(self, awaited: Awaited, since_s: float) -> None:
+        """Nobody listens."""
+
+    def resumed(self) -> None:
+        """Nobody listens."""
+
+    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
+        return None
+
+
+class Waiter:
+    """Waits, and explains itself.
+
+    Args:
+        clock: where time comes from.
+        timeout: after this long a stall is reported, and again after each doubling.
+        witness: who knows about the other workers.
+        tell: called with the text of each report.
+        report_path: where the last report is left as JSON; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        timeout: timedelta,
+        witness: Witness | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        report_path: Path | None = None,
+    ) -> None:
+        self._clock = clock
+        self._timeout_s = timeout.total_seconds()
+        self._poll = min(_POLL, timeout)
+        self.witness = witness or Nobody()
+        self._tell = tell
+        self._report_path = report_path
+        self.waited_s = 0.0
+
+    def wait(self, pending: Pending, awaited: Awaited) -> Reply:
+        """Block until `pending` is done and return its reply.
+
+        Raises:
+            WorkerLostError: if a worker that is needed died, left, or disagrees.
+            NetworkError: if a connection broke and nobody knows why.
+        """
+        if not pending.done() or not pending.wait(self._poll):
+            self._block(pending, awaited)
+        return pending.result()
+
+    def _block(self, pending: Pending, awaited: Awaited) -> None:
+        began_s = self._clock.now_s()
+        self.witness.waiting(awaited, began_s)
+        next_report_s = self._timeout_s
+        try:
+            while not pending.wait(self._poll):
+                waited_s = self._clock.now_s() - began_s
+                if waited_s >= next_report_s:
+                    next_report_s = 2 * waited_s
+                    self._report(awaited, waited_s)
+        except NetworkError as error:
+            self._explain_break(awaited, began_s, error)
+        finally:
+            self.waited_s += self._clock.now_s() - began_s
+            self.witness.resumed()
+
+    def _report(self, awaited: Awaited, waited_s: float) -> None:
+        findings = self.witness.investigate(awaited, waited_s)
+        if findings is None:
+            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}; no other worker can be asked why.")
+            return
+        self._leave(findings)
+        if findings.fatal:
+            raise WorkerLostError(findings.text)
+        self._tell(findings.text)
+
+    def _explain_break(self, awaited: Awaited, began_s: float, error: NetworkError) -> None:
+        broke_s = self._clock.now_s()
+        while True:
+            findings = self.witness.investigate(awaited, self._clock.now_s() - began_s)
+            if findings is not None and findings.fatal:
+                self._leave(findings)
+                raise WorkerLostError(findings.text) from error
+            if findings is None or self._clock.now_s() - broke_s > _OBITUARY_S:
+                known = "" if findings is None else f"\n{findings.text}"
+                raise NetworkError(f"step {awaited.step}: {awaited} failed. {error}{known}") from error
+            self._clock.sleep(0.1)
+
+    def _leave(self, findings: Findings) -> None:
+        if self._report_path is not None:
+            self._report_path.write_text(json.dumps(findings.to_json(), indent=1))

@@ -1,0 +1,53 @@
+"""Everything offbeat raises on purpose.
+
+    OffbeatError
+    ├── PlanError         what was composed cannot work (whose fault: the plan; exit code 2)
+    ├── ModelError        what was prepared cannot be trained: model, optimizer or loader (exit code 2)
+    ├── ScenarioError     a scenario file describes something that cannot be built (exit code 2)
+    ├── NetworkError      a host, link or address cannot be used
+    ├── PeerError         another process broke the protocol or may not speak to us
+    │   └── DisagreementError   the workers differ about plan, layout or step
+    ├── WorkerLostError   a worker died or left while others still need it
+    └── NumericsError     NaN or Inf where the plan says to stop on them
+
+The text of each says what cannot be, why (with both values), and what to do. Errors of configuration end with
+the path of the value (``plan.codec.dtype``).
+"""
+
+from __future__ import annotations
+
+
+class OffbeatError(Exception):
+    """Root of all errors that offbeat raises on purpose."""
+
+
+class PlanError(OffbeatError, ValueError):
+    """The plan cannot work, or cannot be read."""
+
+
+class ModelError(OffbeatError, ValueError):
+    """The model, optimizer or loader cannot be prepared."""
+
+
+class ScenarioError(OffbeatError, ValueError):
+    """The scenario file cannot be built."""
+
+
+class NetworkError(OffbeatError, ConnectionError):
+    """A host, link or address cannot be used."""
+
+
+class PeerError(OffbeatError):
+    """Another process broke the protocol, or is not allowed to speak to us."""
+
+
+class DisagreementError(PeerError):
+    """The workers differ about the plan, the layout or the step."""
+
+
+class WorkerLostError(OffbeatError):
+    """A worker died or left while the others still need it."""
+
+
+class NumericsError(OffbeatError, ArithmeticError):
+    """A gradient is NaN or Inf and the plan says to stop on it."""

@@ -1,0 +1,12 @@
+"""Where is it summed?
+
+* `fabric` - the nouns: `FabricSpec` describes, `Fabric` is bound and has handles, `Pending` is an exchange under way
+* `process_group` - the collectives of a torch process group (Gloo, NCCL)
+* `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
+"""
+
+from offbeat.fabric.fabric import Fabric, FabricSpec, Offers, Pending
+from offbeat.fabric.in_memory import InMemory, Meeting
+from offbeat.fabric.process_group import ProcessGroup
+
+__all__ = ["Fabric", "FabricSpec", "InMemory", "Meeting", "Offers", "Pending", "ProcessGroup"]

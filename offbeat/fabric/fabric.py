@@ -1,0 +1,87 @@
+"""A fabric carries payloads and adds them up.
+
+`FabricSpec` is the frozen description in a plan; `bind` makes the `Fabric`, which has handles. Call order on a fabric:
+
+1. (all ranks) `start`, `broadcast` and `gather_bytes` in the same order on every rank, if `offers.ordered`
+2. (each rank) `Pending.wait` until it says True, then `Pending.result`
+3. (each rank) `close`
+
+A fabric never decides how long to wait and never prints: the engine's one waiting primitive polls `Pending.wait`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.payload import Gather, Payload, Reply, Sum
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a fabric can do.
+
+    Args:
+        carries: kinds of payload.
+        ordered: exchanges match by order of issue, so every rank must issue the same ones in the same order.
+        exact: a sum of two workers has the bits of a float addition.
+    """
+
+    carries: frozenset[type] = frozenset({Sum, Gather})
+    ordered: bool = True
+    exact: bool = True
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this worker puts on the network for it, by the algorithm's count."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Block until it is done (True) or `timeout` has passed (False); the exchange goes on either way.
+
+        Raises:
+            NetworkError: if the connection to another worker broke.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def result(self) -> Reply:
+        """The reply; only after `wait` returned True."""
+
+
+class Fabric(Protocol):
+    """A bound fabric: one worker's end of it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def offers(self) -> Offers: ...
+
+    def start(self, payload: Payload) -> Pending:
+        """Begin the exchange of `payload`; the payload's tensors belong to the fabric until it is done."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin overwriting `tensor` on every rank with that of rank `source`; the reply is a `Total` of it."""
+
+    def close(self) -> None:
+        """Release the handles; a second call does nothing."""
+
+
+class FabricSpec(Protocol):
+    """Describes a fabric in a plan."""
+
+    @property
+    def offers(self) -> Offers: ...

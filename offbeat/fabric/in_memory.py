@@ -1,0 +1,149 @@
+"""Workers as threads of one process.
+
+For tests, for the docs, and for a worker that is alone. It adds in rank order, so results are the same on every run.
+
+>>> import torch
+>>> from datetime import timedelta
+>>> from offbeat.payload import Sum
+>>> fabric = InMemory().bind()
+>>> pending = fabric.start(Sum(torch.ones(2)))
+>>> pending.wait(timedelta(seconds=1)), pending.result().tensor
+(True, tensor([1., 1.]))
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.errors import DisagreementError
+from offbeat.fabric.fabric import Offers
+from offbeat.payload import Contribution, Payload, Reply, Sum, Total
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """All workers in one process.
+
+    >>> InMemory()
+    InMemory()
+    """
+
+    @property
+    def offers(self) -> Offers:
+        return Offers()
+
+    def bind(self, meeting: Meeting | None = None, rank: int = 0) -> BoundInMemory:
+        """One worker's end; the workers of a world share one `Meeting`."""
+        return BoundInMemory(meeting or Meeting(1), rank)
+
+
+class Meeting:
+    """Where `world` workers meet: one place per exchange, numbered by order of issue."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.lock = threading.Lock()
+        self.places: dict[int, Place] = {}
+
+
+class Place:
+    """One exchange: what each rank brought, and an event for when all have."""
+
+    def __init__(self, world: int) -> None:
+        self.brought: dict[int, tuple[int, Payload]] = {}
+        self.full = threading.Event()
+        self.left = world
+        self.reply: Reply | None = None
+
+
+class BoundInMemory:
+    """One worker's end of a `Meeting`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._issued = 0
+        self.rank = rank
+        self.world = meeting.world
+        self.offers = Offers()
+
+    def start(self, payload: Payload) -> Arrival:
+        return self._bring(payload, source=-1)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Arrival:
+        return self._bring(Sum(tensor), source)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _bring(self, payload: Payload, source: int) -> Arrival:
+        number, self._issued = self._issued, self._issued + 1
+        with self._meeting.lock:
+            place = self._meeting.places.setdefault(number, Place(self.world))
+            place.brought[self.rank] = (source, payload)
+            if len(place.brought) == self.world:
+                place.full.set()
+        return Arrival(self._meeting, number, self.rank, payload)
+
+
+class Arrival:
+    """An exchange that this rank has come to."""
+
+    def __init__(self, meeting: Meeting, number: int, rank: int, payload: Payload) -> None:
+        self._meeting, self._number, self._rank, self._payload = meeting, number, rank, payload
+        self._place = meeting.places[number]
+        self.sent_bytes = payload.size_bytes if meeting.world > 1 else 0
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._place.full.wait(timeout.total_seconds())
+
+    def done(self) -> bool:
+        return self._place.full.is_set()
+
+    def result(self) -> Reply:
+        with self._meeting.lock:
+            if self._place.reply is None:
+                self._place.reply = _combine(self._place.brought)
+            reply = self._own(self._place.reply)
+            self._place.left -= 1
+            if self._place.left == 0:
+                self._meeting.places.pop(self._number, None)
+        return reply
+
+    def _own(self, reply: Reply) -> Reply:
+        """This rank's copy, in the memory it brought, as a real all-reduce in place would leave it."""
+        if not isinstance(reply, Total):
+            return reply
+        assert isinstance(self._payload, Sum)
+        tensor = self._payload.tensor.copy_(reply.tensor)
+        tail = None if reply.tail is None or self._payload.tail is None else self._payload.tail.copy_(reply.tail)
+        return Total(tensor, tail=tail)
+
+
+def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
+    ordered = [brought[rank] for rank in sorted(brought)]
+    sources = {source for source, _ in ordered}
+    sums = [payload for _, payload in ordered if isinstance(payload, Sum)]
+    if len(sources) > 1 or len(sums) not in (0, len(ordered)):
+        raise DisagreementError(f"The workers brought different operations to one exchange: {ordered}.")
+    if not sums:
+        return [Contribution(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
+    (source,) = sources
+    if source >= 0:
+        return Total(sums[source].tensor.clone())
+    shapes = {(p.tensor.shape, p.tensor.dtype, None if p.tail is None else p.tail.shape) for p in sums}
+    if len(shapes) > 1:
+        raise DisagreementError(f"The workers brought tensors of different shape or dtype to one sum: {shapes}.")
+    total = sums[0].tensor.clone()
+    tail = None if sums[0].tail is None else sums[0].tail.clone()
+    for payload in sums[1:]:
+        total += payload.tensor
+        if tail is not None and payload.tail is not None:
+            tail += payload.tail
+    return Total(total, tail=tail)

@@ -1,0 +1,156 @@
+"""Which parameters lie where in which flat bucket.
+
+A `Layout` is immutable and versioned. Gradients are views into the buckets it describes. All state is keyed by
+parameter name, never by bucket index, so a new layout loses nothing.
+
+Buckets are filled in the order in which gradients are expected, which is the reverse of the order of registration
+until a backward pass has been seen. The first bucket is small, so that communication starts early (Li et al., "PyTorch
+Distributed", VLDB 2020, section 3.2.3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket; `offset` and `numel` count elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat stretch of gradients of one dtype on one device."""
+
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].offset + self.slots[-1].numel
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        """The layers it covers, for people: ``fc.bias … conv1.weight``."""
+        names = [slot.name for slot in self.slots]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each dense parameter's gradient lies.
+
+    Args:
+        buckets: in order of issue.
+        sparse: names of the parameters with sparse gradients, which travel outside the buckets, in order of issue.
+        version: 0 at first; grows by one with each new arrangement of the same parameters.
+    """
+
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...] = ()
+    version: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.buckets)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dense parameter names in order of issue."""
+        return tuple(slot.name for bucket in self.buckets for slot in bucket.slots)
+
+    def describe(self) -> str:
+        """One line per parameter, in order of issue: what two workers must have in common."""
+        lines = [
+            f"{slot.name} {list(slot.shape)} {str(bucket.dtype).removeprefix('torch.')} bucket {bucket.index}"
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+        return "\n".join(lines + [f"{name} sparse" for name in self.sparse])
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of `describe()`."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()
+
+
+def arrange(
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    bucket_bytes: int,
+    sparse: Iterable[str] = (),
+    order: Sequence[str] | None = None,
+    version: int = 0,
+) -> Layout:
+    """Pack `parameters` into buckets of about `bucket_bytes`.
+
+    Args:
+        parameters: trainable parameters by name, in order of registration.
+        bucket_bytes: a bucket is closed when it holds at least this much; the first at 1 MiB if that is less.
+        sparse: names that are kept out of the buckets.
+        order: names in the order in which gradients arrive; reverse of registration if None.
+
+    Parameters of different dtype or device never share a bucket; within one kind the order is kept. Buckets are
+    numbered by the position of their last parameter, the moment they can be sent.
+
+    >>> import torch
+    >>> layout = arrange({"a": torch.zeros(3), "b": torch.zeros(2)}, bucket_bytes=1 << 20)
+    >>> [slot.name for slot in layout.buckets[0].slots]
+    ['b', 'a']
+    """
+    outside = set(sparse)
+    arrival = list(order) if order is not None else list(parameters)[::-1]
+    open_: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    closed: list[list[str]] = []
+    for name in arrival:
+        if name in outside:
+            continue
+        kind = (parameters[name].dtype, parameters[name].device)
+        names = open_.setdefault(kind, [])
+        names.append(name)
+        limit = bucket_bytes if closed else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        if sum(_size_bytes(parameters[n]) for n in names) >= limit:
+            closed.append(open_.pop(kind))
+    position = {name: i for i, name in enumerate(arrival)}
+    closed += sorted(open_.values(), key=lambda names: position[names[-1]])
+    return Layout(
+        buckets=tuple(_bucket(i, names, parameters) for i, names in enumerate(closed)),
+        sparse=tuple(name for name in arrival if name in outside),
+        version=version,
+    )
+
+
+def _bucket(index: int, names: list[str], parameters: Mapping[str, torch.Tensor]) -> Bucket:
+    slots, offset = [], 0
+    for name in names:
+        shape = tuple(parameters[name].shape)
+        numel = math.prod(shape)
+        slots.append(Slot(name, shape, offset, numel))
+        offset += numel
+    first = parameters[names[0]]
+    return Bucket(index, first.dtype, first.device, tuple(slots))
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

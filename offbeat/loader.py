@@ -1,0 +1,194 @@
+"""Gives every worker its share of the data, and keeps all loops equally long.
+
+* A `DataLoader` over a dataset with a length is dealt out anew: worker r of N takes every N-th sample, starting at r,
+  of a permutation that is a function of seed and epoch (the one `DistributedSampler` uses, without its padding).
+  A loader that is already distributed (a sampler with `num_replicas`), or over an `IterableDataset`, is left as it is.
+* When this worker's data ends before another's, its last batch is repeated with weight 0: the loop, the learning-rate
+  schedule and the user's own collectives stay in step, and the repetition adds nothing to any gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from offbeat.engine import Awaited, Waiter, gather_texts
+from offbeat.errors import ModelError
+from offbeat.payload import Sum, Total
+
+if TYPE_CHECKING:
+    from offbeat.fabric import Fabric
+
+_END = object()
+
+
+class Drawn(Protocol):
+    """Called with each batch that is given out."""
+
+    def __call__(self, *, real: bool, source: int, samples: int) -> None: ...
+
+
+class Shard(Sampler[int]):
+    """Every N-th index of a seeded permutation, no padding, nothing left out.
+
+    Args:
+        size: number of samples in the dataset.
+        rank, world: worker `rank` of `world`.
+        shuffle: permute anew each epoch; in order if False.
+        seed: of the permutation; equal on all workers.
+
+    >>> [list(Shard(5, rank, 2, shuffle=False)) for rank in range(2)]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(self, size: int, rank: int, world: int, *, shuffle: bool, seed: int = 0) -> None:
+        self.size, self.rank, self.num_replicas = size, rank, world
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.rank, self.size, self.num_replicas))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.size, generator=generator)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.size, self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation; called by `Loader` at the start of each epoch."""
+        self.epoch = epoch
+
+
+class Loader:
+    """What `run.prepare` returns for a loader; iterate over it as before. Other attributes are the loader's own.
+
+    Args:
+        loader: any iterable of batches.
+        fabric, waiter: how the workers agree on the number of batches.
+        drawn: called with each batch.
+        seed: of the permutation.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, fabric: Fabric, waiter: Waiter, drawn: Drawn, seed: int = 0) -> None:
+        self._fabric, self._waiter, self._drawn = fabric, waiter, drawn
+        self.epoch = 0
+        self.loader = _deal_out(loader, fabric.rank, fabric.world, seed)
+        if isinstance(self.loader, Sized) and len(self.loader) == 0:
+            raise ModelError(
+                f"Cannot prepare a loader without batches: worker {fabric.rank} of {fabric.world} gets none. "
+                "Use a smaller batch size, no drop_last, or fewer workers."
+            )
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler = getattr(self.loader, "sampler", None)
+        if isinstance(sampler, Shard):
+            sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        lengths = self._lengths()
+        return self._iterate(lengths)
+
+    def _iterate(self, lengths: list[int] | None) -> Iterator[Any]:
+        batches, last, index = iter(self.loader), _END, 0
+        while True:
+            batch = next(batches, _END)
+            real = batch is not _END
+            who = self._who_has_data(real) if lengths is None else [n > index for n in lengths]
+            if not any(who):
+                if real:
+                    raise ModelError(
+                        f"The loader of rank {self._fabric.rank} gave more batches than its len() of {index}; "
+                        "make its __len__ right, or leave it out."
+                    )
+                return
+            last = batch if real else last
+            if last is _END:
+                raise ModelError(f"The loader of rank {self._fabric.rank} gave no batch at all while others did.")
+            self._drawn(real=real, source=who.index(True), samples=_samples(last) if real else 0)
+            index += 1
+            yield last
+
+    def _lengths(self) -> list[int] | None:
+        """How many batches each rank has in this epoch; None if a rank cannot know."""
+        mine = len(self.loader) if isinstance(self.loader, Sized) and _has_len(self.loader) else -1
+        if self._fabric.world == 1:
+            return [mine] if mine >= 0 else None
+        texts = gather_texts(self._fabric, self._waiter, str(mine), "the agreement on the number of batches")
+        lengths = [int(text) for text in texts]
+        return lengths if min(lengths) >= 0 else None
+
+    def _who_has_data(self, mine: bool) -> list[bool]:
+        if self._fabric.world == 1:
+            return [mine]
+        flags = torch.zeros(self._fabric.world)
+        flags[self._fabric.rank] = float(mine)
+        reply = self._waiter.wait(self._fabric.start(Sum(flags)), Awaited("the agreement on who has data"))
+        assert isinstance(reply, Total)
+        return [flag > 0 for flag in reply.tensor.tolist()]
+
+
+def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterable[Any]:
+    if world == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    own = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if hasattr(own, "num_replicas") or hasattr(loader.batch_sampler, "num_replicas"):
+        return loader
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if size < world:
+        raise ModelError(
+            f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
+        )
+    if type(own) not in (RandomSampler, SequentialSampler) or (
+        loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise ModelError(
+            f"Cannot deal out a loader with {type(own).__name__}: offbeat cannot know which samples it draws. Give the "
+            "loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), or none."
+        )
+    shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
+    # With workers forked per epoch torch draws a base seed from the generator; the loader's own is kept.
+    options: Mapping[str, Any] = {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "sampler": shard,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    return DataLoader(loader.dataset, **options)
+
+
+def _has_len(loader: Sized) -> bool:
+    try:
+        len(loader)
+    except TypeError:  # a DataLoader over an IterableDataset without a length
+        return False
+    return True
+
+
+def _samples(batch: Any) -> int:
+    """The batch size: the first dimension of the first tensor in it; 0 if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    parts: Iterable[Any] = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
+    )
+    if isinstance(batch, (str, bytes)):
+        return 0
+    return next((n for n in map(_samples, parts) if n), 0)

@@ -1,0 +1,197 @@
+"""`Plan`: the one frozen thing that is composed, checked, digested, diffed, run and saved.
+
+A plan is made of parts, one per question: `sync` (when may a worker go on?), `codec` (what is sent?), `fabric` (where
+is it summed?). Objects, not strings; names exist only in TOML, in one table at the end of this file.
+
+>>> from offbeat.codec import Cast
+>>> plan = Plan(codec=Cast("bf16"))
+>>> eval(repr(plan)) == plan
+True
+>>> print(plan.to_toml())
+bucket_bytes = 26214400
+nonfinite = "pass"
+<BLANKLINE>
+[sync]
+kind = "BSP"
+<BLANKLINE>
+[codec]
+kind = "Cast"
+dtype = "bf16"
+<BLANKLINE>
+[fabric]
+kind = "ProcessGroup"
+<BLANKLINE>
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import tomli_w
+
+from offbeat.codec import Cast, Codec, Dense
+from offbeat.errors import PlanError
+from offbeat.fabric import FabricSpec, InMemory, ProcessGroup
+from offbeat.sync import BSP, Policy
+
+Nonfinite = Literal["pass", "raise", "skip"]
+_NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is composed. The default is DistributedDataParallel's behaviour, bit for bit with two workers.
+
+    Args:
+        sync: when a worker may go on.
+        codec: what is sent.
+        fabric: where it is summed.
+        bucket_bytes: size at which a bucket of gradients is closed and sent.
+        nonfinite: what to do when a summed gradient holds NaN or Inf: "pass" it on as DDP does, "raise"
+            `NumericsError` on every rank, or "skip" the optimizer step on every rank.
+
+    Raises:
+        PlanError: if the parts cannot work together; the plan is checked when it is made.
+    """
+
+    sync: Policy = field(default_factory=BSP)
+    codec: Codec = field(default_factory=Dense)
+    fabric: FabricSpec = field(default_factory=ProcessGroup)
+    bucket_bytes: int = 25 << 20
+    nonfinite: Nonfinite = "pass"
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            PlanError: with what cannot be, why, and a way out.
+        """
+        for name, protocol in (("sync", "replicated"), ("codec", "exchange"), ("fabric", "offers")):
+            if not hasattr(getattr(self, name), protocol):
+                raise PlanError(
+                    f"Cannot use {getattr(self, name)!r} as {name}: it is no {name} part. "
+                    f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
+                )
+        missing = self.codec.needs - self.fabric.offers.carries
+        if missing:
+            needs, carries = _kinds(missing), _kinds(self.fabric.offers.carries)
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: it needs {needs}, this fabric carries only {carries}. "
+                "Use a codec of that kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`."
+            )
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise PlanError(
+                f"Cannot fill buckets of {self.bucket_bytes!r} bytes: a bucket holds at least one byte. "
+                "The default is 26214400 (25 MiB) - at `plan.bucket_bytes`."
+            )
+        if self.nonfinite not in _NONFINITE:
+            raise PlanError(
+                f"Cannot treat NaN and Inf with {self.nonfinite!r}: choose one of {', '.join(_NONFINITE)} "
+                "- at `plan.nonfinite`."
+            )
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the TOML form: equal plans, equal digests, on every machine."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
+
+    def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
+        """The fields in which `other` differs: name -> (here, there).
+
+        >>> from offbeat.codec import Cast
+        >>> Plan().diff(Plan(codec=Cast("bf16")))
+        {'codec': (Dense(), Cast(dtype='bf16'))}
+        """
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return {name: (here, there) for name, here, there in pairs if here != there}
+
+    def to_toml(self) -> str:
+        """The plan as TOML; `from_toml` reads it back."""
+        table = {f.name: _to_table(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
+        return tomli_w.dumps({**scalars, **table})
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """Read a plan; what is left out has its default.
+
+        Raises:
+            PlanError: if the text is not TOML, or a key or value is unknown; the text ends with the path.
+        """
+        try:
+            table = msgspec.toml.decode(text)
+        except msgspec.DecodeError as error:
+            raise PlanError(f"Cannot read the plan: it is not valid TOML ({error}).") from error
+        assert isinstance(table, dict)
+        fields = {f.name for f in dataclasses.fields(cls)}
+        values = {}
+        for key, value in table.items():
+            if key not in fields:
+                raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
+            values[key] = _from_table(value, key) if key in _KINDS else _value(value, cls, key, "plan")
+        return cls(**values)
+
+
+def _kinds(kinds: frozenset[type]) -> str:
+    return " and ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
+
+
+def _to_table(value: Any) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {f.name: _to_table(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return {"kind": type(value).__name__, **fields}
+
+
+def _from_table(table: Any, part: str) -> Any:
+    path = f"plan.{part}"
+    if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
+        raise PlanError(
+            f"Cannot read {table!r} as {part}: write a table with its kind, such as "
+            f'kind = "{next(iter(_KINDS[part]))}" - at `{path}`.'
+        )
+    kind = table["kind"]
+    if kind not in _KINDS[part]:
+        raise PlanError(f"Unknown {part} {kind!r}{_nearest(kind, _KINDS[part])} - at `{path}.kind`.")
+    cls = _KINDS[part][kind]
+    names = {f.name for f in dataclasses.fields(cls)}
+    arguments = {}
+    for key, value in table.items():
+        if key == "kind":
+            continue
+        if key not in names:
+            raise PlanError(f"Unknown key {key!r} of {kind}{_nearest(key, names)} - at `{path}.{key}`.")
+        arguments[key] = _value(value, cls, key, path)
+    return cls(**arguments)
+
+
+def _value(value: Any, cls: type, key: str, path: str) -> Any:
+    try:
+        return msgspec.convert(value, typing.get_type_hints(cls)[key])
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{error} - at `{path}.{key}`.") from error
+
+
+def _nearest(word: str, known: typing.Iterable[str]) -> str:
+    """How an unknown word might have been meant: `` (did you mean 'x'?)`` or the list of what there is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return f" (there is {', '.join(names)})" if names else " (it takes no keys)"
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "sync": {"BSP": BSP},
+    "codec": {"Cast": Cast, "Dense": Dense},
+    "fabric": {"InMemory": InMemory, "ProcessGroup": ProcessGroup},
+}

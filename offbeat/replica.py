@@ -1,0 +1,122 @@
+"""The model as `run.prepare` returns it: one of N replicas, used as a DistributedDataParallel model is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.errors import PlanError
+
+if TYPE_CHECKING:
+    from offbeat.engine import Reducer
+
+
+class Replica(torch.nn.Module):
+    """Wraps the user's model; its gradients are averaged over all workers during backward.
+
+    As with DistributedDataParallel the user's model is `.module`, keys of `state_dict()` begin with ``module.``, and
+    `no_sync()` accumulates. In addition attributes of the user's model can be read directly.
+
+    A copy (`copy.deepcopy`, such as for weight averaging) is a plain wrapper that does not communicate.
+    """
+
+    def __init__(self, module: torch.nn.Module, reducer: Reducer | None) -> None:
+        super().__init__()
+        self.module = module
+        self._reducer = reducer
+        self.train(module.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's model returns, unchanged."""
+        watched = self._before_forward()
+        output = self.module(*args, **kwargs)
+        if watched:
+            self._after_forward(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self) -> bool:
+        reducer = self._reducer
+        if reducer is None or not torch.is_grad_enabled():
+            return False
+        if reducer.sync:
+            reducer.on_forward()
+        return reducer.sync or reducer.padding
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, output: Any) -> None:
+        reducer = self._reducer
+        assert reducer is not None
+        padding = reducer.padding
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_Start(reducer, padding))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backward passes inside do not communicate; the next one outside sends the sum."""
+        reducer = self._reducer
+        if reducer is None:
+            yield
+            return
+        before, reducer.sync = reducer.sync, False
+        try:
+            yield
+        finally:
+            reducer.sync = before
+
+    @contextmanager
+    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Does nothing: a prepared loader already lets workers with less data take part with weight 0."""
+        yield
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: what is sent is the plan's codec.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            f"Cannot register {hook!r}: what is sent is decided by the plan. Use Plan(codec=...), such as Cast('bf16')."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reducer": None}
+
+
+class _Start:
+    """A hook on an output's gradient: the outermost backward has begun; padding sends no gradient into the model."""
+
+    def __init__(self, reducer: Reducer, padding: bool) -> None:
+        self._reducer = reducer
+        self._padding = padding
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self._reducer.on_output_grad()
+        return torch.zeros_like(grad) if self._padding else None
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))

@@ -1,0 +1,406 @@
+"""The front end: `offbeat.init()` and `Run`.
+
+    run = offbeat.init()
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+
+Call order: (all ranks) `init`; (all ranks) `prepare`, once per model; (each rank) the loop; (all ranks) `close`, or the
+end of a ``with`` block, or of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from offbeat.clock import WallClock
+from offbeat.engine import Awaited, Buffers, Meter, MetricsFile, Reducer, Waiter, agree_on
+from offbeat.engine.sparse import sparse_names
+from offbeat.errors import ModelError, NetworkError, PlanError, WorkerLostError
+from offbeat.fabric import InMemory, ProcessGroup
+from offbeat.layout import arrange
+from offbeat.loader import Loader
+from offbeat.payload import Sum
+from offbeat.plan import Plan
+from offbeat.replica import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from offbeat.fabric import Fabric
+
+_log = logging.getLogger("offbeat")
+_TIMEOUT = timedelta(seconds=5)
+_NEVER = timedelta(days=365)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def init(
+    plan: Plan | None = None,
+    *,
+    timeout: timedelta | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> Run:
+    """Join the other workers. Collective: every rank calls it.
+
+    It takes part in an already initialised process group; else it reads the environment that `offbeat run` and
+    `torchrun` set; else this worker is alone.
+
+    Args:
+        plan: what is composed; that of `offbeat run --plan`, or `Plan()`, if None.
+        timeout: a wait longer than this is explained (who has not arrived, and why); 5 s, or that of `offbeat run`.
+        run_dir: where metrics are written; that of `offbeat run`, or nowhere.
+        seed: of the order in which a prepared loader deals out samples.
+
+    Raises:
+        PlanError: if the plan cannot work here.
+    """
+    if plan is None:
+        text = os.environ.get("OFFBEAT_PLAN")
+        plan = Plan.from_toml(text) if text else Plan()
+    if timeout is None:
+        timeout = timedelta(seconds=float(os.environ.get("OFFBEAT_TIMEOUT_S", _TIMEOUT.total_seconds())))
+    if timeout <= timedelta(0):
+        raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
+    if run_dir is None:
+        run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
+    owns_group = _join_group()
+    return Run(plan, timeout=timeout, run_dir=None if run_dir is None else Path(run_dir), seed=seed, owns=owns_group)
+
+
+def _join_group() -> bool:
+    """Make sure torch's default process group exists if there is more than one worker; whether we made it."""
+    if dist.is_initialized():
+        return False
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return False
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    store = os.environ.get("OFFBEAT_STORE")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=f"file://{store}" if store else "env://",
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=_NEVER,
+    )
+    return True
+
+
+class Run:
+    """One worker's part in a job. Made by `init`."""
+
+    def __init__(self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int, owns: bool) -> None:
+        self.plan = plan
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.run_dir = run_dir
+        self._seed = seed
+        self._clock = WallClock()
+        self._resources = ExitStack()
+        if owns:
+            self._resources.callback(dist.destroy_process_group)
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
+        self._resources.callback(self._metrics.close)
+        self._waiter = Waiter(
+            clock=self._clock,
+            timeout=timeout,
+            tell=lambda text: _log.warning("%s", text),
+            report_path=None if run_dir is None else run_dir / f"stall-rank{self.rank}.json",
+        )
+        self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
+        self._reducers: list[Reducer] = []
+        self._loaders: list[Loader] = []
+        self._closed = False
+        self._control = self._bind("gloo")
+        agree_on(self._control, self._waiter, "plan", plan.to_toml(), "Start every worker with the same plan.")
+        atexit.register(self.close)
+
+    # -- preparing -----------------------------------------------------------------------------------------------
+
+    @overload
+    def prepare(self, model: torch.nn.Module, optimizer: OptimizerT) -> tuple[Replica, OptimizerT]: ...
+    @overload
+    def prepare(
+        self, model: torch.nn.Module, optimizer: OptimizerT, loader: Iterable[Any]
+    ) -> tuple[Replica, OptimizerT, Any]: ...
+    def prepare(
+        self, model: torch.nn.Module, optimizer: OptimizerT, loader: Iterable[Any] | None = None
+    ) -> tuple[Replica, OptimizerT] | tuple[Replica, OptimizerT, Any]:
+        """Make `model` one of `world` equal replicas. Collective: every rank calls it, with the same model.
+
+        Args:
+            model: on its device, in its final dtype. Rank 0's parameters and buffers overwrite the others'.
+            optimizer: any `torch.optim` optimizer over parameters of `model`; returned as it is.
+            loader: an iterable of batches; a `DataLoader` is dealt out to the workers (see `offbeat.loader`).
+
+        Returns:
+            The replica and the optimizer, and the loader if one was given.
+
+        Raises:
+            ModelError: if the model, the optimizer or the loader cannot be prepared.
+            DisagreementError: if the models differ between ranks; it names the first parameter that does.
+        """
+        parameters = _trainable(model)
+        _check_modules(model)
+        _check_optimizer(optimizer, model)
+        layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
+        agree_on(
+            self._control,
+            self._waiter,
+            "model",
+            layout.describe(),
+            "Build the same model on every worker: same layers, same order, same dtypes.",
+        )
+        prepared_loader = None if loader is None else self._prepare_loader(loader)
+        device = next(iter(parameters.values())).device
+        fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
+        self._broadcast(model, fabric)
+        reducer = Reducer(
+            parameters=parameters,
+            layout=layout,
+            plan=self.plan,
+            fabric=fabric,
+            buffers=Buffers(model, fabric) if self.world > 1 else None,
+            waiter=self._waiter,
+            meter=self._meter,
+        )
+        self._resources.callback(reducer.close)
+        self._reducers.append(reducer)
+        hook = optimizer.register_step_pre_hook(lambda *_: reducer.on_step())
+        self._resources.callback(hook.remove)
+        replica = Replica(model, reducer)
+        self._write_start(model, reducer)
+        if prepared_loader is None:
+            return replica, optimizer
+        return replica, optimizer, prepared_loader
+
+    def _prepare_loader(self, loader: Iterable[Any]) -> Loader:
+        prepared = Loader(loader, fabric=self._control, waiter=self._waiter, drawn=self._on_batch, seed=self._seed)
+        self._loaders.append(prepared)
+        return prepared
+
+    def _on_batch(self, *, real: bool, source: int, samples: int) -> None:
+        self._meter.samples += samples
+        for reducer in self._reducers:
+            reducer.on_batch(real=real, source=source)
+
+    def _bind(self, backend: str) -> Fabric:
+        fabric: Fabric
+        if self.world == 1:
+            fabric = InMemory().bind()
+        elif isinstance(self.plan.fabric, ProcessGroup):
+            fabric = self.plan.fabric.bind(backend=backend)
+        else:
+            raise PlanError(
+                f"Cannot run {self.world} worker processes over {self.plan.fabric!r}: it lives in one process. "
+                "Use ProcessGroup() - at `plan.fabric`."
+            )
+        self._resources.callback(fabric.close)
+        return fabric
+
+    def _broadcast(self, model: torch.nn.Module, fabric: Fabric) -> None:
+        """Give every rank rank 0's parameters (frozen ones too) and buffers."""
+        if self.world == 1:
+            return
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [*model.named_parameters(), *model.named_buffers()]
+        with torch.no_grad():
+            for name, tensor in named:
+                if name in ignored or not tensor.numel():
+                    continue
+                whole = tensor.detach().contiguous()
+                self._waiter.wait(fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    def _write_start(self, model: torch.nn.Module, reducer: Reducer) -> None:
+        from offbeat import __version__
+
+        buckets = [
+            {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
+            for b in reducer.layout.buckets
+        ]
+        self._meter.begin(
+            world=self.world,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            torch=str(torch.__version__),
+            offbeat=__version__,
+            plan=repr(self.plan),
+            model=type(model).__name__,
+            buckets=buckets,
+        )
+
+    # -- while training ------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Exchanges so far, of the model prepared first."""
+        return self._reducers[0].step if self._reducers else 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients: backward passes inside do not communicate, for any prepared model."""
+        before = [reducer.sync for reducer in self._reducers]
+        for reducer in self._reducers:
+            reducer.sync = False
+        try:
+            yield
+        finally:
+            for reducer, sync in zip(self._reducers, before, strict=True):
+                reducer.sync = sync
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Record values of this step, such as ``loss=loss``; shown live, in the report and in metrics.jsonl."""
+        numbers = {n: float(v.detach() if isinstance(v, torch.Tensor) else v) for n, v in values.items()}
+        self._meter.log(max(0, self.step - 1), numbers)
+
+    def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
+        """The weighted mean of a number over all workers, such as an accuracy. Collective.
+
+        Args:
+            value: this worker's.
+            weight: how much it counts, such as the number of samples behind it.
+
+        Raises:
+            ValueError: if all weights are 0.
+        """
+        pair = torch.tensor([float(value) * weight, weight], dtype=torch.float64)
+        reply = self._waiter.wait(self._control.start(Sum(pair)), Awaited("the mean over all workers"))
+        assert not isinstance(reply, list)
+        total, weights = reply.tensor.tolist()
+        if weights == 0:
+            raise ValueError("Cannot take a mean: all weights are 0.")
+        return float(total / weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan, counts of steps and epochs, and the codec's state, for a checkpoint beside model and optimizer."""
+        return {
+            "plan": self.plan.to_toml(),
+            "seed": self._seed,
+            "models": [reducer.state_dict() for reducer in self._reducers],
+            "epochs": [loader.epoch for loader in self._loaders],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; after `prepare`.
+
+        Raises:
+            ModelError: if another number of models or loaders was prepared.
+        """
+        for what, mine in (("models", self._reducers), ("epochs", self._loaders)):
+            if len(state[what]) != len(mine):
+                raise ModelError(
+                    f"Cannot load this state: it has {len(state[what])} {what}, this run {len(mine)}. "
+                    "Prepare the same models and loaders before load_state_dict."
+                )
+        saved = Plan.from_toml(state["plan"])
+        for name, (here, there) in self.plan.diff(saved).items():
+            _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
+        self._seed = int(state["seed"])
+        for reducer, one in zip(self._reducers, state["models"], strict=True):
+            reducer.load_state_dict(one)
+        for loader, epoch in zip(self._loaders, state["epochs"], strict=True):
+            loader.epoch = int(epoch)
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until every worker is done, then release everything; a second call does nothing."""
+        self._close(error=None)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")
+        if error is None and self.world > 1 and not hasattr(sys, "last_value"):
+            self._leave_together()
+        self._resources.close()
+
+    def _leave_together(self) -> None:
+        # A worker that closed its sockets while another still reads its last bucket would look like a crash.
+        try:
+            self._waiter.wait(self._control.start(Sum(torch.zeros(1))), Awaited("the end of the run"))
+        except (NetworkError, WorkerLostError) as error:
+            _log.warning("This worker is done, but not all are: %s", error)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close(error)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
+    if not parameters:
+        raise ModelError(
+            f"Cannot prepare {type(model).__name__}: it has no parameter with requires_grad. "
+            "Unfreeze one, or train without offbeat."
+        )
+    lazy = [n for n, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ModelError(f"Cannot prepare {lazy[0]}: its shape is not known yet. Run one forward pass first.")
+    devices = {str(p.device): n for n, p in reversed(parameters.items())}
+    if len(devices) > 1:
+        (first, one), (second, other), *_ = devices.items()
+        raise ModelError(
+            f"Cannot prepare a model on several devices: {one} is on {first}, {other} on {second}. "
+            "Move the whole model to one device; one worker drives one device."
+        )
+    return parameters
+
+
+def _check_modules(model: torch.nn.Module) -> None:
+    if isinstance(model, Replica):
+        raise ModelError("Cannot prepare a model twice: this one was returned by prepare. Prepare the original.")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            "Cannot prepare a DistributedDataParallel model: it averages gradients by itself. Prepare its .module."
+        )
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    for name, child in model.named_modules():
+        if isinstance(child, torch.nn.SyncBatchNorm) and on_cpu:
+            raise ModelError(
+                f"Cannot train {name or 'the model'} (SyncBatchNorm) on the CPU: torch has it for GPUs only. "
+                "Use BatchNorm, GroupNorm or LayerNorm."
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    own = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ModelError(
+                    f"Cannot prepare this optimizer: parameter {i} of group {g} (shape {list(parameter.shape)}) is not "
+                    f"one of the model's. Make the optimizer from model.parameters(), after the model is complete."
+                )
+
+
+def abandon() -> None:
+    """Let go of every run without waiting for anybody; the process is about to end."""

@@ -1,0 +1,159 @@
+"""Training jobs that run both ways: with DistributedDataParallel and with offbeat."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import offbeat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Make = Callable[[], nn.Module]
+    Batch = Callable[[torch.Generator], tuple[Any, torch.Tensor]]
+
+# Shapes: B batch, D features, T sequence.
+
+
+class MLP(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 5))
+
+
+class CNN(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(8 * 16, 5),
+        )
+
+
+class Transformer(nn.Module):
+    """A small language model whose embedding and output layer share their weight."""
+
+    def __init__(self, vocabulary: int = 30, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        length = tokens_BT.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        out: torch.Tensor = self.head(self.encoder(self.embed(tokens_BT), mask=mask, is_causal=True))
+        return out.flatten(0, 1)
+
+
+def vectors(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 20, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def images(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def sentences(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 30, (4, 11), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].flatten()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train.
+
+    Args:
+        model, batch, optimizer: how to make them.
+        loss: of the model and a batch.
+        ddp: further arguments of DistributedDataParallel.
+        accumulate: micro-batches per step.
+        before_step: called between backward and step.
+    """
+
+    model: Make
+    batch: Batch
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    loss: Callable[[nn.Module, Any, torch.Tensor], torch.Tensor] | None = None
+    ddp: dict[str, Any] | None = None
+    plan: offbeat.Plan | None = None
+    steps: int = 50
+    accumulate: int = 1
+    before_step: Callable[[nn.Module], object] | None = None
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    set_to_none: bool = True
+
+
+def cross_entropy(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def train(job: Job, system: str) -> dict[str, Any]:
+    """Train on this rank's own random batches; returns the final state and the losses."""
+    with contextlib.ExitStack() as stack:
+        torch.manual_seed(1)
+        model = job.model()
+        optimizer = job.optimizer(model)
+        if system == "ddp":
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, **(job.ddp or {}))
+        else:
+            run = stack.enter_context(offbeat.init(job.plan))
+            wrapped, optimizer = run.prepare(model, optimizer)
+        schedule = job.schedule(optimizer) if job.schedule else None
+        generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        compute_loss = job.loss or cross_entropy
+        losses = []
+        for _ in range(job.steps):
+            for micro in range(job.accumulate):
+                x, y = job.batch(generator)
+                quiet = micro < job.accumulate - 1
+                with wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+                    loss = compute_loss(wrapped, x, y) / job.accumulate
+                    loss.backward()
+            losses.append(loss.detach().clone())
+            if job.before_step:
+                job.before_step(wrapped)
+            optimizer.step()
+            if schedule:
+                schedule.step()
+            optimizer.zero_grad(set_to_none=job.set_to_none)
+        state = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+        return {"state": state, "losses": losses, "optimizer": optimizer.state_dict()}
+
+
+def both(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The job with DDP and with offbeat, one after the other in the same processes."""
+    import os
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['OFFBEAT_STORE']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    try:
+        return train(job, "ddp"), train(job, "offbeat")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,10 @@
+"""Imported once by the server that the tests' workers are forked from."""
+
+import torch
+import torch.nn.parallel
+
+import offbeat.run
+
+torch.set_num_threads(1)
+
+__all__ = ["offbeat"]

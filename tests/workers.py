@@ -1,0 +1,106 @@
+"""Worker processes for tests: cheap to start (forked from a server that has torch loaded), fresh for each test."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
+
+
+class WorkerFailed(AssertionError):
+    """A worker raised; the text holds its traceback."""
+
+
+def run_workers(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 50) -> list[Any]:
+    """Call `function(*arguments)` in `world` worker processes and return what they return, in rank order.
+
+    Raises:
+        WorkerFailed: with the tracebacks, if any of them raises or dies.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_main, args=(theirs, rank, world, str(Path(folder) / "store"), function, arguments)
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            return _collect(ends, timeout_s)
+        finally:
+            for process in processes:
+                process.join(2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+            for end in ends:
+                end.close()
+
+
+def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = dict(enumerate(ends))
+    while waiting:
+        ready = wait(list(waiting.values()), timeout_s if not failures else 5)
+        if not ready:
+            failures.setdefault(-1, f"ranks {sorted(waiting)} did not finish within {timeout_s} s")
+            break
+        for rank, end in list(waiting.items()):
+            if end not in ready:
+                continue
+            del waiting[rank]
+            try:
+                ok, data = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
+            except EOFError:
+                failures[rank] = "died"
+                continue
+            if ok:
+                results[rank] = data
+            else:
+                failures[rank] = data
+    if failures:
+        raise WorkerFailed("\n".join(f"--- rank {rank}: {text}" for rank, text in failures.items()))
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _main(
+    end: Connection, rank: int, world: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        OFFBEAT_STORE=store,
+        OFFBEAT_TOKEN="00" * 32,
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    data = io.BytesIO()
+    torch.save(answer, data)
+    end.send_bytes(data.getvalue())
+    end.close()
+    if not answer[0]:
+        os._exit(1)
