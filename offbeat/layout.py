@@ -25,7 +25,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket; `offset` and `numel` count elements."""
+    """One parameter's place in a bucket; `offset` and `numel` count the bucket's elements (a complex one takes two)."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,8 @@ def arrange(
         order: names in the order in which gradients arrive; reverse of registration if None.
 
     Parameters of different dtype or device never share a bucket; within one kind the order is kept. Buckets are
-    numbered by the position of their last parameter, the moment they can be sent.
+    numbered by the position of their last parameter, the moment they can be sent. Complex gradients lie in buckets of
+    real numbers, because not everything that adds can add complex ones.
 
     >>> import torch
     >>> layout = arrange({"a": torch.zeros(3), "b": torch.zeros(2)}, bucket_bytes=1 << 20)
@@ -145,11 +146,11 @@ def _bucket(index: int, names: list[str], parameters: Mapping[str, torch.Tensor]
     slots, offset = [], 0
     for name in names:
         shape = tuple(parameters[name].shape)
-        numel = math.prod(shape)
+        numel = math.prod(shape) * (2 if parameters[name].is_complex() else 1)
         slots.append(Slot(name, shape, offset, numel))
         offset += numel
     first = parameters[names[0]]
-    return Bucket(index, first.dtype, first.device, tuple(slots))
+    return Bucket(index, first.dtype.to_real(), first.device, tuple(slots))
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -78,9 +78,10 @@ class Loader:
         self._fabric, self._waiter, self._drawn = fabric, waiter, drawn
         self.epoch = 0
         self.loader = _deal_out(loader, fabric.rank, fabric.world, seed)
-        if isinstance(self.loader, Sized) and len(self.loader) == 0:
+        lengths = self._lengths() or []  # compared by all, so that all refuse
+        if 0 in lengths:
             raise ModelError(
-                f"Cannot prepare a loader without batches: worker {fabric.rank} of {fabric.world} gets none. "
+                f"Cannot prepare a loader without batches: worker {lengths.index(0)} of {fabric.world} gets none. "
                 "Use a smaller batch size, no drop_last, or fewer workers."
             )
 
@@ -120,7 +121,7 @@ class Loader:
 
     def _lengths(self) -> list[int] | None:
         """How many batches each rank has in this epoch; None if a rank cannot know."""
-        mine = len(self.loader) if isinstance(self.loader, Sized) and _has_len(self.loader) else -1
+        mine = _length(self.loader)
         if self._fabric.world == 1:
             return [mine] if mine >= 0 else None
         texts = gather_texts(self._fabric, self._waiter, str(mine), "the agreement on the number of batches")
@@ -174,12 +175,14 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
     return DataLoader(loader.dataset, **options)
 
 
-def _has_len(loader: Sized) -> bool:
+def _length(loader: Iterable[Any]) -> int:
+    """Its number of batches, or -1 if it does not know."""
+    if not isinstance(loader, Sized):
+        return -1
     try:
-        len(loader)
+        return len(loader)
     except TypeError:  # a DataLoader over an IterableDataset without a length
-        return False
-    return True
+        return -1
 
 
 def _samples(batch: Any) -> int:

@@ -154,6 +154,8 @@ class Tail:
 
 def _view(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's stretch of the bucket, in the parameter's own memory order if that is dense (channels_last)."""
+    if parameter.is_complex():
+        grad, offset = torch.view_as_complex(grad.view(-1, 2)), offset // 2
     if _is_dense(parameter):
         return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset() + offset)
     return grad[offset : offset + parameter.numel()].view(parameter.shape)

@@ -109,7 +109,7 @@ class Reducer:
         self._arrivals: list[str] = []
         self._forward_due = False  # a forward pass that should lead to an exchange has run
         self._exchanged = False  # an exchange happened since the last optimizer step
-        self._told_unused = False
+        self._told_unused = self._told_graph = False
         self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(functools.partial(self._on_grad, entry))
             for entry in self._entries.values()
@@ -188,6 +188,12 @@ class Reducer:
             self._begin()
         self._any_fired = True
         entry.fired += 1
+        if not self._told_graph and parameter.grad is not None and parameter.grad.requires_grad:
+            self._told_graph = True
+            _log.warning(
+                "backward(create_graph=True): the averaged gradients carry no graph, as with DistributedDataParallel. "
+                "For second derivatives call torch.autograd.grad(..., create_graph=True) inside the loss."
+            )
         flat = entry.flat
         if self._learning:
             self._arrivals.append(entry.name)

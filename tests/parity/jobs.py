@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,47 +111,57 @@ def cross_entropy(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
+@contextlib.contextmanager
+def wrapped(system: str, *pairs: Any, plan: offbeat.Plan | None = None, ddp: dict[str, Any] | None = None) -> Any:
+    """Models with their optimizers (model, optimizer, model, optimizer ...) as `system` wraps them."""
+    models, optimizers = pairs[::2], pairs[1::2]
+    if system == "ddp":
+        replicas = [nn.parallel.DistributedDataParallel(model, **(ddp or {})) for model in models]
+        yield replicas[0] if len(replicas) == 1 else replicas
+        return
+    with offbeat.init(plan) as run:
+        replicas = [run.prepare(m, o)[0] for m, o in zip(models, optimizers, strict=True)]
+        yield replicas[0] if len(replicas) == 1 else replicas
+
+
 def train(job: Job, system: str) -> dict[str, Any]:
     """Train on this rank's own random batches; returns the final state and the losses."""
-    with contextlib.ExitStack() as stack:
-        torch.manual_seed(1)
-        model = job.model()
-        optimizer = job.optimizer(model)
-        if system == "ddp":
-            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, **(job.ddp or {}))
-        else:
-            run = stack.enter_context(offbeat.init(job.plan))
-            wrapped, optimizer = run.prepare(model, optimizer)
+    torch.manual_seed(1)
+    model = job.model()
+    optimizer = job.optimizer(model)
+    with wrapped(system, model, optimizer, plan=job.plan, ddp=job.ddp) as replica:
         schedule = job.schedule(optimizer) if job.schedule else None
-        generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        generator = torch.Generator().manual_seed(100 + _rank())
         compute_loss = job.loss or cross_entropy
         losses = []
         for _ in range(job.steps):
             for micro in range(job.accumulate):
                 x, y = job.batch(generator)
                 quiet = micro < job.accumulate - 1
-                with wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-                    loss = compute_loss(wrapped, x, y) / job.accumulate
+                with replica.no_sync() if quiet else contextlib.nullcontext():
+                    loss = compute_loss(replica, x, y) / job.accumulate
                     loss.backward()
             losses.append(loss.detach().clone())
             if job.before_step:
-                job.before_step(wrapped)
+                job.before_step(replica)
             optimizer.step()
             if schedule:
                 schedule.step()
             optimizer.zero_grad(set_to_none=job.set_to_none)
-        state = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+        state = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
         return {"state": state, "losses": losses, "optimizer": optimizer.state_dict()}
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def both(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """The job with DDP and with offbeat, one after the other in the same processes."""
-    import os
-
     dist.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['OFFBEAT_STORE']}",
-        rank=int(os.environ["RANK"]),
+        rank=_rank(),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     try:
