@@ -16,6 +16,7 @@ end of a ``with`` block, or of the process.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
 _NEVER = timedelta(days=365)
+_joins = itertools.count()
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -94,7 +96,8 @@ def _join_group() -> bool:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
     if cuda:
         torch.cuda.set_device(local_rank)
-    store = os.environ.get("OFFBEAT_STORE")
+    # A file of its own for each time, because the last group's addresses stay in the file.
+    store = f"{os.environ['OFFBEAT_STORE']}-{next(_joins)}" if "OFFBEAT_STORE" in os.environ else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"file://{store}" if store else "env://",
@@ -365,7 +368,9 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     lazy = [n for n, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
         raise ModelError(f"Cannot prepare {lazy[0]}: its shape is not known yet. Run one forward pass first.")
-    devices = {str(p.device): n for n, p in reversed(parameters.items())}
+    devices: dict[str, str] = {}
+    for name, parameter in parameters.items():
+        devices.setdefault(str(parameter.device), name)
     if len(devices) > 1:
         (first, one), (second, other), *_ = devices.items()
         raise ModelError(

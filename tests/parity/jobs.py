@@ -116,7 +116,7 @@ def wrapped(system: str, *pairs: Any, plan: offbeat.Plan | None = None, ddp: dic
     """Models with their optimizers (model, optimizer, model, optimizer ...) as `system` wraps them."""
     models, optimizers = pairs[::2], pairs[1::2]
     if system == "ddp":
-        replicas = [nn.parallel.DistributedDataParallel(model, **(ddp or {})) for model in models]
+        replicas: list[nn.Module] = [nn.parallel.DistributedDataParallel(model, **(ddp or {})) for model in models]
         yield replicas[0] if len(replicas) == 1 else replicas
         return
     with offbeat.init(plan) as run:

@@ -104,7 +104,8 @@ class Checkpointed(nn.Module):
         return out
 
     def _inside(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.second(hidden).tanh()
+        out: torch.Tensor = self.second(hidden).tanh()
+        return out
 
 
 @dataclasses.dataclass
@@ -113,15 +114,21 @@ class Answer:
     extra: dict[str, Any]
 
 
-class DataclassOutput(jobs.MLP):
-    def forward(self, input: torch.Tensor) -> Answer:  # type: ignore[override]
-        logits = super().forward(input)
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = jobs.MLP()
+
+
+class DataclassOutput(Wrapping):
+    def forward(self, x_BD: torch.Tensor) -> Answer:
+        logits = self.inner(x_BD)
         return Answer(logits, {"norm": logits.square().mean(), "name": "mlp"})
 
 
-class DictOutput(jobs.MLP):
-    def forward(self, input: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-        logits = super().forward(input)
+class DictOutput(Wrapping):
+    def forward(self, x_BD: torch.Tensor) -> dict[str, Any]:
+        logits = self.inner(x_BD)
         return {"logits": logits, "nested": [logits * 2, None]}
 
 
@@ -188,7 +195,8 @@ def autocast(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
 
 def dataclass_loss(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
     answer = model(x)
-    return F.cross_entropy(answer.logits, y) + 0.01 * answer.extra["norm"]
+    loss: torch.Tensor = F.cross_entropy(answer.logits, y) + 0.01 * answer.extra["norm"]
+    return loss
 
 
 def dict_loss(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
@@ -201,7 +209,8 @@ def gradient_penalty(model: nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
     x = x.requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    return F.cross_entropy(out, y) + 0.01 * slope.square().mean()
+    loss: torch.Tensor = F.cross_entropy(out, y) + 0.01 * slope.square().mean()
+    return loss
 
 
 def make(kind: type[torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -281,7 +290,7 @@ OPTIMIZERS = {
 
 
 def all_optimizers(steps: int) -> dict[str, Any]:
-    """Every optimizer in one pair of processes: `both` joins the group anew each time, which costs more than training."""
+    """Every optimizer in one pair of processes: to start them costs more than to train."""
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=_rank(), world_size=2)
     try:
         return {

@@ -1,0 +1,383 @@
+"""The front end: joining, preparing, state, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.errors import DisagreementError, ModelError, NumericsError, PlanError
+from tests.parity import jobs
+from tests.workers import run_workers
+
+# -- what a DDP user's evaluation and checkpoint code expects ------------------------------------------------------
+
+
+@pytest.fixture
+def run() -> Any:
+    with offbeat.init() as run:
+        yield run
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = jobs.MLP()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_the_replica_is_used_as_ddp_is(run: offbeat.Run) -> None:
+    model, optimizer = small()
+    model.temperature = 3.0  # type: ignore[assignment]
+    replica, same = run.prepare(model, optimizer)
+    assert same is optimizer
+    assert replica.module is model
+    assert replica.temperature == 3.0
+    assert [key.removeprefix("module.") for key in replica.state_dict()] == list(model.state_dict())
+    assert all(key.startswith("module.") for key in replica.state_dict())
+    assert [id(p) for p in replica.parameters()] == [id(p) for p in model.parameters()]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = replica.no_such_thing
+    replica.eval()
+    assert not model.training
+    replica.load_state_dict({f"module.{n}": torch.zeros_like(t) for n, t in model.state_dict().items()})
+    assert all(not t.any() for t in model.state_dict().values())
+
+
+def test_a_copy_does_not_communicate(run: offbeat.Run) -> None:
+    model, optimizer = small()
+    replica, _ = run.prepare(model, optimizer)
+    ema = torch.optim.swa_utils.AveragedModel(replica)
+    F.cross_entropy(copy.deepcopy(replica)(torch.randn(2, 20)), torch.tensor([0, 1])).backward()
+    assert run.step == 0
+    assert all(p.grad is None for p in replica.parameters())
+    ema.update_parameters(replica)
+
+
+def test_comm_hooks_are_refused(run: offbeat.Run) -> None:
+    replica, _ = run.prepare(*small())
+    with pytest.raises(PlanError, match="Plan\\(codec="):
+        replica.register_comm_hook(None, print)
+
+
+def test_join_is_a_shim(run: offbeat.Run) -> None:
+    replica, optimizer = run.prepare(*small())
+    with replica.join():
+        replica(torch.randn(2, 20)).sum().backward()
+        optimizer.step()
+
+
+def test_an_inner_autograd_grad_is_no_step(run: offbeat.Run) -> None:
+    replica, _ = run.prepare(*small())
+    x = torch.randn(2, 20, requires_grad=True)
+    torch.autograd.grad(replica(x).sum(), x)
+    assert run.step == 0
+    replica(x).sum().backward()
+    assert run.step == 1
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_no_trainable_parameter(run: offbeat.Run) -> None:
+    model, optimizer = small()
+    model.requires_grad_(False)
+    with pytest.raises(ModelError, match="no parameter with requires_grad"):
+        run.prepare(model, optimizer)
+
+
+def test_several_devices(run: offbeat.Run) -> None:
+    model, _ = small()
+    model[4] = nn.Linear(32, 5, device="meta")  # type: ignore[operator]
+    with pytest.raises(ModelError, match=r"0\.weight is on cpu, 4\.weight on meta"):
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_stranger_in_the_optimizer(run: offbeat.Run) -> None:
+    model, _ = small()
+    stranger = nn.Parameter(torch.zeros(3, 7))
+    with pytest.raises(ModelError, match=r"parameter 6 of group 0 \(shape \[3, 7\]\)"):
+        run.prepare(model, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
+
+
+def test_sync_batchnorm_on_the_cpu(run: offbeat.Run) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(jobs.CNN())
+    with pytest.raises(ModelError, match=r"Cannot train 1 \(SyncBatchNorm\) on the CPU"):
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_prepared_twice(run: offbeat.Run) -> None:
+    model, optimizer = small()
+    replica, _ = run.prepare(model, optimizer)
+    with pytest.raises(ModelError, match="twice"):
+        run.prepare(replica, optimizer)
+
+
+def test_lazy_parameters(run: offbeat.Run) -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ModelError, match="shape is not known"):
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_no_batches(run: offbeat.Run) -> None:
+    with pytest.raises(ModelError, match="loader without batches"):
+        run.prepare(*small(), [])
+
+
+def test_a_timeout_of_nothing() -> None:
+    from datetime import timedelta
+
+    with pytest.raises(PlanError, match="above 0"):
+        offbeat.init(timeout=timedelta(0))
+
+
+def refusals(samples: int, batch: int) -> str:
+    with offbeat.init() as run:
+        data = TensorDataset(torch.zeros(samples, 20), torch.zeros(samples, dtype=torch.int64))
+        with pytest.raises(ModelError) as caught:
+            run.prepare(*small(), DataLoader(data, batch_size=batch, drop_last=True))
+        return str(caught.value)
+
+
+def test_a_loader_shorter_than_the_workers() -> None:
+    assert all("Cannot deal out 2 samples to 3 workers" in text for text in run_workers(3, refusals, 2, 1))
+
+
+def test_a_loader_with_batches_for_some_only() -> None:
+    """Every rank refuses, not only the one that has no batch."""
+    assert all("worker 1 of 2 gets none" in text for text in run_workers(2, refusals, 7, 4))
+
+
+def odd_model(what: str) -> str:
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)]
+    if rank == 1:
+        layers[2] = {
+            "shape": nn.Linear(64, 6),
+            "dtype": nn.Linear(64, 5, dtype=torch.float64),
+            "more": nn.Sequential(nn.Linear(64, 5), nn.Linear(5, 5)),
+        }[what]
+    model = nn.Sequential(*layers)
+    with offbeat.init() as run, pytest.raises(DisagreementError) as caught:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "named"), [("shape", "2.bias [6]"), ("dtype", "float64"), ("more", "2.1.bias")])
+def test_models_that_differ(what: str, named: str) -> None:
+    for text in run_workers(3, odd_model, what):
+        assert "rank 1" in text
+        assert named in text
+
+
+def odd_plan() -> str:
+    rank = int(os.environ["RANK"])
+    with pytest.raises(DisagreementError) as caught:
+        offbeat.init(offbeat.Plan(bucket_bytes=(1 << 20) + rank // 2))
+    return str(caught.value)
+
+
+def test_plans_that_differ() -> None:
+    for text in run_workers(3, odd_plan):
+        assert "rank 2" in text
+        assert "bucket_bytes" in text
+
+
+# -- NaN and Inf ---------------------------------------------------------------------------------------------------
+
+
+def nonfinite(policy: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    model, optimizer = small()
+    with offbeat.init(offbeat.Plan(nonfinite=policy)) as run:  # type: ignore[arg-type]
+        replica, optimizer = run.prepare(model, optimizer)
+        error = ""
+        for step in range(3):
+            x = torch.ones(2, 20) * (float("nan") if rank == 1 and step == 1 else 1.0)
+            try:
+                replica(x).sum().backward()
+            except NumericsError as caught:
+                error = str(caught)
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"finite": all(bool(t.isfinite().all()) for t in model.state_dict().values()), "error": error}
+
+
+def test_nan_passes_by_default() -> None:
+    assert all(result == {"finite": False, "error": ""} for result in run_workers(2, nonfinite, "pass"))
+
+
+def test_nan_is_skipped() -> None:
+    assert all(result == {"finite": True, "error": ""} for result in run_workers(2, nonfinite, "skip"))
+
+
+def test_nan_raises_on_every_rank_and_names_the_culprit() -> None:
+    for result in run_workers(3, nonfinite, "raise"):
+        assert "NaN or Inf in the gradient of rank 1: 4.weight" in result["error"]
+        assert "rank 0:" not in result["error"]
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
+def resume(folder: str) -> list[bool]:
+    """Train 6 steps at once; 3 steps, save, begin anew, load, 3 steps: the same bits."""
+    whole = _train(0, 6)
+    half = _train(0, 3)
+    checkpoint = {"model": half["model"].state_dict(), "optimizer": half["optimizer"].state_dict(), "run": half["run"]}
+    if os.environ["RANK"] == "0":
+        torch.save(checkpoint, Path(folder) / "checkpoint.pt")
+    rest = _train(3, 6, checkpoint)
+    ours, theirs = rest["model"].state_dict(), whole["model"].state_dict()
+    return [torch.equal(ours[name], theirs[name]) for name in theirs]
+
+
+def _train(first: int, last: int, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = jobs.CNN()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(24, 1, 8, 8), torch.randint(0, 5, (24,)))
+    with offbeat.init(seed=7) as run:
+        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+        if checkpoint:
+            replica.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            run.load_state_dict(checkpoint["run"])
+        for _ in range(first // 3, last // 3):  # three batches in an epoch of each of two workers
+            for x, y in loader:
+                F.cross_entropy(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert run.step == last
+        return {"model": replica, "optimizer": optimizer, "run": run.state_dict()}
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    for same in run_workers(2, resume, str(tmp_path)):
+        assert same
+        assert all(same)
+
+
+def save_and_load_with_dcp(folder: str) -> bool:
+    with offbeat.init() as run:
+        model, optimizer = small()
+        replica, optimizer = run.prepare(model, optimizer)
+        for _ in range(2):
+            replica(torch.randn(2, 20)).sum().backward()
+            optimizer.step()
+        before = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
+        save({"model": replica.state_dict(), "run": run}, checkpoint_id=folder)
+    with offbeat.init() as run:
+        torch.manual_seed(9)
+        model = jobs.MLP()
+        replica, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state: dict[str, Any] = {"model": replica.state_dict(), "run": run}
+        load(state, checkpoint_id=folder)
+        replica.load_state_dict(state["model"])
+        return run.step == 2 and all(torch.equal(t, before[n]) for n, t in replica.state_dict().items())
+
+
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    """`Run` is Stateful: it goes into `torch.distributed.checkpoint` as it is."""
+    assert run_workers(2, save_and_load_with_dcp, str(tmp_path / "checkpoint")) == [True, True]
+
+
+def test_state_of_another_run_is_refused(run: offbeat.Run) -> None:
+    state = run.state_dict()
+    run.prepare(*small())
+    with pytest.raises(ModelError, match="it has 0 models, this run 1"):
+        run.load_state_dict(state)
+
+
+# -- joining -------------------------------------------------------------------------------------------------------
+
+
+def join_existing() -> tuple[int, int, float]:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=2)
+    with offbeat.init() as run:
+        mean = run.mean(float(rank), weight=1.0 + rank)
+        result = run.rank, run.world, mean
+    assert dist.is_initialized(), "the group is its owner's"
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    dist.destroy_process_group()
+    return result
+
+
+def test_joins_a_group_that_exists() -> None:
+    results = run_workers(2, join_existing)
+    assert [r[:2] for r in results] == [(0, 2), (1, 2)]
+    assert all(r[2] == pytest.approx(2 / 3) for r in results)
+
+
+def owns_and_closes() -> bool:
+    with offbeat.init() as run:
+        run.prepare(*small())
+    return dist.is_initialized()
+
+
+def test_its_own_group_is_closed_with_the_run() -> None:
+    assert run_workers(2, owns_and_closes) == [False, False]
+
+
+def different_start() -> dict[str, torch.Tensor]:
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = jobs.CNN()
+    model[1].running_mean.fill_(float(os.environ["RANK"]))  # type: ignore[operator]
+    model[0].weight.requires_grad_(False)
+    with offbeat.init() as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_everyone_starts_from_rank_0() -> None:
+    """Parameters, frozen ones too, and buffers."""
+    states = run_workers(3, different_start)
+    torch.manual_seed(0)
+    expected = jobs.CNN().state_dict()
+    for state in states:
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
+
+
+def compiled(backend: str) -> bool:
+    """A compiled model inside, and the replica compiled as a whole, against the same without torch.compile."""
+    results = []
+    for how in ("eager", "inside", "outside"):
+        torch.manual_seed(0)
+        model: Any = jobs.MLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.init() as run:
+            if how == "inside":
+                model = torch.compile(model, backend=backend)
+            replica: Any
+            replica, optimizer = run.prepare(model, optimizer)
+            if how == "outside":
+                replica = torch.compile(replica, backend=backend)
+            generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+            for _ in range(4):
+                x, y = jobs.vectors(generator)
+                F.cross_entropy(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert run.step == 4
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return all(torch.allclose(results[0], other, atol=1e-6) for other in results[1:])
+
+
+def test_torch_compile() -> None:
+    assert run_workers(2, compiled, "aot_eager") == [True, True]
