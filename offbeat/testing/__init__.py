@@ -1,0 +1,15 @@
+"""Conformance checks, for offbeat's own parts and for yours.
+
+Each takes an instance and raises `AssertionError` with one sentence where it breaks a rule of its room. They need
+nothing but offbeat and torch, so they run under any test runner.
+
+    codec.py    check_codec: rules of `offbeat.codec.codec`
+    fabric.py   check_fabric: rules of `offbeat.fabric.fabric`
+"""
+
+from __future__ import annotations
+
+from offbeat.testing.codec import check_codec
+from offbeat.testing.fabric import check_fabric
+
+__all__ = ["check_codec", "check_fabric"]

@@ -1,0 +1,117 @@
+"""Every fabric, with one to four workers, and proof that the check finds what it looks for."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import DisagreementError
+from offbeat.fabric import InMemory, ProcessGroup
+from offbeat.fabric.in_memory import Arrival, BoundInMemory, Meeting
+from offbeat.payload import Gather, Payload, Reply, Sum, Total
+from offbeat.testing import check_fabric
+from tests.workers import run_workers
+
+
+def check_in_threads(world: int, kind: type[BoundInMemory] = BoundInMemory) -> None:
+    meeting = Meeting(world)
+    with ThreadPoolExecutor(world) as pool:
+        for future in [
+            pool.submit(check_fabric, kind(meeting, rank), timeout=timedelta(seconds=2)) for rank in range(world)
+        ]:
+            future.result()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_in_memory(world: int) -> None:
+    check_in_threads(world)
+
+
+def check_process_group() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
+    check_fabric(ProcessGroup().bind())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_process_group(world: int) -> None:
+    run_workers(world, check_process_group)
+
+
+def check_on_gpu() -> None:
+    dist.init_process_group("nccl", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=0, world_size=1)
+    fabric = ProcessGroup().bind()
+    total = fabric.start(Sum(torch.ones(3, device="cuda")))
+    assert total.wait(timedelta(seconds=10))
+    reply = total.result()
+    assert isinstance(reply, Total)
+    assert reply.tensor.tolist() == [1, 1, 1]
+    fabric.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_process_group_on_a_gpu() -> None:
+    run_workers(1, check_on_gpu)
+
+
+def test_workers_that_bring_different_things() -> None:
+    meeting = Meeting(2)
+    ends = [InMemory().bind(meeting, rank) for rank in range(2)]
+    pending = [ends[0].start(Sum(torch.ones(2))), ends[1].start(Gather((torch.ones(2),)))]
+    assert all(p.wait(timedelta(seconds=1)) for p in pending)
+    with pytest.raises(DisagreementError, match="different operations"):
+        pending[0].result()
+
+
+class HalfSum(BoundInMemory):
+    """Loses the last rank's contribution."""
+
+    def start(self, payload: Payload) -> Arrival:
+        if isinstance(payload, Sum) and self.rank == self.world - 1:
+            payload.tensor.zero_()
+        return super().start(payload)
+
+
+class _Overwrites(Arrival):
+    def result(self) -> Reply:
+        reply = super().result()
+        if not isinstance(reply, Total):
+            assert isinstance(self._payload, Gather)
+            self._payload.tensors[0].fill_(9)
+        return reply
+
+
+class Overwrites(BoundInMemory):
+    """Scribbles over what is gathered."""
+
+    def _bring(self, payload: Payload, source: int) -> Arrival:
+        arrival = super()._bring(payload, source)
+        arrival.__class__ = _Overwrites
+        return arrival
+
+
+class Swaps(BoundInMemory):
+    """Gives the reply of one flight to another."""
+
+    def start(self, payload: Payload) -> Arrival:
+        arrival = super().start(payload)
+        if isinstance(payload, Sum) and payload.tensor.shape == (3,) and payload.tail is None:
+            payload.tensor.add_(1)
+        return arrival
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(HalfSum, "is wrong"), (Overwrites, "overwrote"), (Swaps, "another's sum|spoilt")]
+)
+def test_the_check_finds(kind: Any, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_in_threads(2, kind)
