@@ -34,6 +34,11 @@ def main() -> None:
         else:
             sys.stderr.write(f"offbeat: {error}\n")
         _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else 2)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            sys.stderr.write(f"{stop.code}\n")
+        if stop.code not in (None, 0):
+            _leave(stop.code if isinstance(stop.code, int) else 1)
     except Exception as error:  # what the interpreter would print, without the frames of this file and of runpy
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != os.path.abspath(script):

@@ -1,0 +1,176 @@
+"""`offbeat run`: output with ranks in front, one culprit named, nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from offbeat import Plan
+from tests.cli.commands import TRAIN, alive, clean_environment, descendants, offbeat, script, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_any_script_and_its_arguments(tmp_path: Path) -> None:
+    path = script(
+        tmp_path, "import sys, os; print('hello', sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __name__)"
+    )
+    code, output = offbeat("run", "--workers", 3, path, "--flag", "-x", "5", folder=tmp_path)
+    assert code == 0, output
+    for rank in range(3):
+        assert f"[{rank}] hello ['--flag', '-x', '5'] {rank} 3 __main__" in output
+    assert ("one torch thread each" in output) == (len(__import__("os").sched_getaffinity(0)) < 3)
+
+
+def test_training_leaves_a_run_folder(tmp_path: Path) -> None:
+    code, output = offbeat("run", "--run-dir", "out", script(tmp_path, TRAIN), folder=tmp_path)
+    assert code == 0, output
+    assert Plan.from_toml((tmp_path / "out/plan.toml").read_text()) == Plan()
+    records = [msgspec.json.decode(line) for line in (tmp_path / "out/metrics.jsonl").read_bytes().splitlines()]
+    steps = [r for r in records if r["kind"] == "step"]
+    assert sorted((r["rank"], r["step"]) for r in steps) == [(rank, step) for rank in (0, 1) for step in range(4)]
+    for record in steps:
+        assert 0 < record["compute_s"] <= record["step_s"]
+        assert 0 <= record["wait_s"] <= record["step_s"]
+        assert record["communication_s"] > 0
+        assert record["bytes_sent"] > 0
+    assert sum(r["kind"] == "end" and r["error"] is None for r in records) == 2
+
+
+def test_the_plan_reaches_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[codec]\nkind = 'Cast'\n")
+    text = "import offbeat\nwith offbeat.init() as run: print(run.plan.codec)"
+    code, output = offbeat("run", "--plan", "plan.toml", script(tmp_path, text), folder=tmp_path)
+    assert code == 0, output
+    assert output.count("Cast(dtype='bf16')") == 2
+
+
+FAILS = TRAIN.replace(
+    "for step in range(4):",
+    "def fail():\n    raise RuntimeError('the disk is full')\n"
+    "for step in range(4):\n    if run.rank == 1 and step == 2: fail()",
+)
+
+
+def test_the_culprit_is_named_with_its_traceback(tmp_path: Path) -> None:
+    code, output = offbeat("run", "--workers", 3, script(tmp_path, FAILS), folder=tmp_path)
+    assert code == 1
+    tail = output[output.rindex("rank 1 on ") :]
+    assert "ended with exit code 1" in tail
+    assert "in fail" in tail
+    assert "RuntimeError: the disk is full" in tail
+    assert "runpy" not in tail
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("import sys; sys.exit(7)", 7, "ended with exit code 7"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 128 + 11, "was killed by SIGSEGV"),
+    ],
+)
+def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: str) -> None:
+    text = TRAIN.replace("for step in range(4):", f"for step in range(4):\n    if run.rank == 1 and step == 1: {fault}")
+    got, output = offbeat("run", "--workers", 2, script(tmp_path, text), folder=tmp_path)
+    assert got == code, output
+    assert f"rank 1 on {__import__('socket').gethostname()} {says}" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Signals) -> None:
+    """Also workers that ignore signals, are stopped, or started something themselves."""
+    text = """
+    import os, signal, subprocess, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "1000"])
+    print("ready", flush=True)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+    """
+    with start("run", "--workers", 2, script(tmp_path, text), folder=tmp_path) as process:
+        assert process.stdout is not None
+        ready = 0
+        while ready < 2:
+            ready += "ready" in process.stdout.readline()
+        below = descendants(process.pid)
+        assert len(below) >= 4
+        began_s = time.monotonic()
+        process.send_signal(number)
+        process.communicate(timeout=10)
+        assert time.monotonic() - began_s < 3
+        assert process.returncode == 128 + number
+        assert not alive(below)
+
+
+def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
+    text = "import time; print('ready', flush=True); time.sleep(1000)"
+    with start("run", script(tmp_path, text), folder=tmp_path) as process:
+        assert process.stdout is not None
+        while "ready" not in process.stdout.readline():
+            pass
+        below = descendants(process.pid)
+        process.kill()
+    deadline_s = time.monotonic() + 3
+    while alive(below) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not alive(below)
+
+
+def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
+    text = TRAIN + "print('weights', run.rank, round(float(model.module.weight.detach().sum()), 4), run.world)\nrun.close()\n"
+    path = script(tmp_path, text)
+    code, ours = offbeat("run", path, folder=tmp_path)
+    assert code == 0, ours
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = sorted(line for line in done.stdout.splitlines() if line.startswith("weights"))
+    assert len(theirs) == 2
+    assert theirs == sorted(line.partition("] ")[2] for line in ours.splitlines() if "weights" in line)
+
+
+# -- bad input: one sentence, exit code 2, no traceback ----------------------------------------------------------
+
+MODELS = {
+    "model.requires_grad_(False)": "no parameter with requires_grad",
+    "model = torch.nn.Linear(4, 2 + run.rank)": "The model differs between workers",
+}
+
+
+@pytest.mark.parametrize("line", MODELS)
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_refused_model_ends_with_code_2(tmp_path: Path, line: str, debug: bool) -> None:
+    text = TRAIN.replace("model = torch.nn.Linear(4, 2)\n", f"model = torch.nn.Linear(4, 2)\n{line}\n")
+    options = ["--debug"] if debug else []
+    code, output = offbeat("run", *options, script(tmp_path, text), folder=tmp_path)
+    assert code == 2, output
+    assert MODELS[line] in output
+    assert ("Traceback" in output) == debug
+
+
+def test_a_bad_plan_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[codec]\nkind = 'Cats'\n")
+    for arguments in (["run", "--plan", "plan.toml", "train.py"], ["plan", "show", "plan.toml"]):
+        script(tmp_path, TRAIN)
+        code, output = offbeat(*arguments, folder=tmp_path)
+        assert code == 2
+        assert "plan.toml: Unknown codec 'Cats' (did you mean 'Cast'?) - at `plan.codec.kind`." in output
+        assert "Traceback" not in output
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    code, output = offbeat("run", "nothing.py", folder=tmp_path)
+    assert code == 2
+    assert "Cannot run nothing.py: there is no such file." in output
