@@ -127,7 +127,10 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> No
 
 
 def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
-    text = TRAIN + "print('weights', run.rank, round(float(model.module.weight.detach().sum()), 4), run.world)\nrun.close()\n"
+    text = (
+        TRAIN
+        + "print('weights', run.rank, round(float(model.module.weight.detach().sum()), 4), run.world)\nrun.close()\n"
+    )
     path = script(tmp_path, text)
     code, ours = offbeat("run", path, folder=tmp_path)
     assert code == 0, ours

@@ -1,0 +1,68 @@
+"""What observing a step costs, and that a straggler stays visible."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.clock import WallClock
+from offbeat.engine import Meter, MetricsFile, Waiter
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
+    """Counted in processor time of the whole process, so that the background thread's part is in it."""
+    clock = WallClock()
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    meter = Meter(0, clock, file, Waiter(clock=clock, timeout=timedelta(seconds=5)))
+    spans = [(clock.now_s(), clock.now_s()) for _ in range(8)]
+    steps = 5000
+    began_s = time.process_time()
+    for step in range(steps):
+        meter.samples = 32
+        meter.fence_begins(step)
+        meter.fence_ends(step, spans, 1.0)
+    file.close()
+    cost_s = (time.process_time() - began_s) / steps
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == steps
+    assert cost_s < 0.01 * 0.020, f"{cost_s * 1e6:.0f} us per step"
+
+
+def straggle(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    with offbeat.init(run_dir=folder) as run:
+        model = nn.Linear(4, 2)
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(6):
+            if rank == 1:
+                time.sleep(0.1)  # the fault: one slow worker
+            replica(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            run.log(loss=1.0)
+
+
+def test_a_straggler_computes_longest_and_waits_least(tmp_path: Path) -> None:
+    run_workers(3, straggle, str(tmp_path))
+    records = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    steps = [r for r in records if r["kind"] == "step" and r["step"] > 0]
+
+    def mean(rank: int, key: str) -> float:
+        return statistics.fmean(r[key] for r in steps if r["rank"] == rank)
+
+    for other in (0, 2):
+        assert mean(1, "compute_s") > 0.1 > mean(other, "compute_s")
+        assert mean(other, "wait_s") > 0.07 > mean(1, "wait_s")
+    logs = [r for r in records if r["kind"] == "log"]
+    assert len(logs) == 18
+    assert {tuple(r["values"]) for r in logs} == {("loss",)}
