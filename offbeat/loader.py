@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from offbeat.engine import Awaited, Waiter, gather_texts
 from offbeat.errors import ModelError
-from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
-    from offbeat.fabric import Fabric
+    from offbeat.engine import Control
 
 _END = object()
+_MOST_BITS = 52  # of an exact integer in float64
 
 
 class Drawn(Protocol):
@@ -69,19 +68,19 @@ class Loader:
 
     Args:
         loader: any iterable of batches.
-        fabric, waiter: how the workers agree on the number of batches.
+        control: how the workers agree on the number of batches.
         drawn: called with each batch.
         seed: of the permutation.
     """
 
-    def __init__(self, loader: Iterable[Any], *, fabric: Fabric, waiter: Waiter, drawn: Drawn, seed: int = 0) -> None:
-        self._fabric, self._waiter, self._drawn = fabric, waiter, drawn
+    def __init__(self, loader: Iterable[Any], *, control: Control, drawn: Drawn, seed: int = 0) -> None:
+        self._control, self._drawn = control, drawn
         self.epoch = 0
-        self.loader = _deal_out(loader, fabric.rank, fabric.world, seed)
+        self.loader = _deal_out(loader, control.rank, control.world, seed)
         lengths = self._lengths() or []  # compared by all, so that all refuse
         if 0 in lengths:
             raise ModelError(
-                f"Cannot prepare a loader without batches: worker {lengths.index(0)} of {fabric.world} gets none. "
+                f"Cannot prepare a loader without batches: worker {lengths.index(0)} of {control.world} gets none. "
                 "Use a smaller batch size, no drop_last, or fewer workers."
             )
 
@@ -108,13 +107,13 @@ class Loader:
             if not any(who):
                 if real:
                     raise ModelError(
-                        f"The loader of rank {self._fabric.rank} gave more batches than its len() of {index}; "
+                        f"The loader of rank {self._control.rank} gave more batches than its len() of {index}; "
                         "make its __len__ right, or leave it out."
                     )
                 return
             last = batch if real else last
             if last is _END:
-                raise ModelError(f"The loader of rank {self._fabric.rank} gave no batch at all while others did.")
+                raise ModelError(f"The loader of rank {self._control.rank} gave no batch at all while others did.")
             self._drawn(real=real, source=who.index(True), samples=_samples(last) if real else 0)
             index += 1
             yield last
@@ -122,20 +121,17 @@ class Loader:
     def _lengths(self) -> list[int] | None:
         """How many batches each rank has in this epoch; None if a rank cannot know."""
         mine = _length(self.loader)
-        if self._fabric.world == 1:
+        if self._control.world == 1:
             return [mine] if mine >= 0 else None
-        texts = gather_texts(self._fabric, self._waiter, str(mine), "the agreement on the number of batches")
-        lengths = [int(text) for text in texts]
+        lengths = [int(text) for text in self._control.texts("the agreement on the number of batches", str(mine))]
         return lengths if min(lengths) >= 0 else None
 
     def _who_has_data(self, mine: bool) -> list[bool]:
-        if self._fabric.world == 1:
-            return [mine]
-        flags = torch.zeros(self._fabric.world)
-        flags[self._fabric.rank] = float(mine)
-        reply = self._waiter.wait(self._fabric.start(Sum(flags)), Awaited("the agreement on who has data"))
-        assert isinstance(reply, Total)
-        return [flag > 0 for flag in reply.tensor.tolist()]
+        world, question = self._control.world, "the agreement on who has data"
+        if world > _MOST_BITS:
+            return [text == "1" for text in self._control.texts(question, str(int(mine)))]
+        (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
+        return [bool(int(flags) >> rank & 1) for rank in range(world)]
 
 
 def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterable[Any]:

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import sys
+import traceback
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,15 @@ import torch
 import torch.distributed as dist
 
 from offbeat.clock import WallClock
-from offbeat.engine import Awaited, Buffers, Meter, MetricsFile, Reducer, Waiter, agree_on
+from offbeat.engine import Awaited, Buffers, Control, Meter, MetricsFile, Reducer, Waiter, Watched, start_watch
 from offbeat.engine.sparse import sparse_names
-from offbeat.errors import ModelError, NetworkError, PlanError, WorkerLostError
+from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import InMemory, ProcessGroup
 from offbeat.layout import arrange
 from offbeat.loader import Loader
-from offbeat.payload import Sum
 from offbeat.plan import Plan
 from offbeat.replica import Replica
+from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,7 @@ _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
 _NEVER = timedelta(days=365)
 _joins = itertools.count()
+_runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -135,8 +137,12 @@ class Run:
         self._reducers: list[Reducer] = []
         self._loaders: list[Loader] = []
         self._closed = False
-        self._control = self._bind("gloo")
-        agree_on(self._control, self._waiter, "plan", plan.to_toml(), "Start every worker with the same plan.")
+        self._control = Control(self._bind("gloo"), self._waiter)
+        self._watch = start_watch(self._control) if self.world > 1 else None
+        if self._watch is not None:
+            self._waiter.witness = Watched(self._watch, self.rank)
+        _runs.add(self)
+        self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
         atexit.register(self.close)
 
     # -- preparing -----------------------------------------------------------------------------------------------
@@ -168,12 +174,8 @@ class Run:
         _check_modules(model)
         _check_optimizer(optimizer, model)
         layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
-        agree_on(
-            self._control,
-            self._waiter,
-            "model",
-            layout.describe(),
-            "Build the same model on every worker: same layers, same order, same dtypes.",
+        self._control.agree(
+            "model", layout.describe(), "Build the same model on every worker: same layers, same order, same dtypes."
         )
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         device = next(iter(parameters.values())).device
@@ -184,6 +186,7 @@ class Run:
             layout=layout,
             plan=self.plan,
             fabric=fabric,
+            control=self._control,
             buffers=Buffers(model, fabric) if self.world > 1 else None,
             waiter=self._waiter,
             meter=self._meter,
@@ -199,7 +202,7 @@ class Run:
         return replica, optimizer, prepared_loader
 
     def _prepare_loader(self, loader: Iterable[Any]) -> Loader:
-        prepared = Loader(loader, fabric=self._control, waiter=self._waiter, drawn=self._on_batch, seed=self._seed)
+        prepared = Loader(loader, control=self._control, drawn=self._on_batch, seed=self._seed)
         self._loaders.append(prepared)
         return prepared
 
@@ -289,10 +292,7 @@ class Run:
         Raises:
             ValueError: if all weights are 0.
         """
-        pair = torch.tensor([float(value) * weight, weight], dtype=torch.float64)
-        reply = self._waiter.wait(self._control.start(Sum(pair)), Awaited("the mean over all workers"))
-        assert not isinstance(reply, list)
-        total, weights = reply.tensor.tolist()
+        total, weights = self._control.sum("the mean over all workers", (float(value) * weight, weight))
         if weights == 0:
             raise ValueError("Cannot take a mean: all weights are 0.")
         return float(total / weights)
@@ -338,17 +338,32 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
+        _runs.discard(self)
+        # What the interpreter dies of, at exit; or what a wait ended with, whoever caught it: the workers are apart.
+        error = error or getattr(sys, "last_value", None) or self._waiter.failure
         self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")
-        if error is None and self.world > 1 and not hasattr(sys, "last_value"):
-            self._leave_together()
+        if error is not None:
+            self._say_last_words(error)
+        elif self.world > 1:
+            error = self._leave_together()
+        if self._watch is not None:
+            self._watch.close(well=error is None)
         self._resources.close()
 
-    def _leave_together(self) -> None:
+    def _say_last_words(self, error: BaseException) -> None:
+        """Let the other workers know what this one dies of."""
+        if self._watch is not None:
+            phase = "lost" if isinstance(error, (WorkerLostError, NetworkError)) else "raised"
+            self._watch.last_words(phase, "".join(traceback.format_exception(error)))
+
+    def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.
         try:
-            self._waiter.wait(self._control.start(Sum(torch.zeros(1))), Awaited("the end of the run"))
-        except (NetworkError, WorkerLostError) as error:
+            self._control.sum(END_OF_RUN)
+        except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
+            return error
+        return None
 
     def __enter__(self) -> Run:
         return self
@@ -407,5 +422,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
                 )
 
 
-def abandon() -> None:
-    """Let go of every run without waiting for anybody; the process is about to end."""
+def say_last_words(error: BaseException) -> None:
+    """Let the other workers know what this process dies of; for whoever ends it without closing its runs."""
+    for run in tuple(_runs):
+        run._say_last_words(error)

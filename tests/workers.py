@@ -24,8 +24,13 @@ class WorkerFailed(AssertionError):
     """A worker raised; the text holds its traceback."""
 
 
-def run_workers(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 50) -> list[Any]:
+def run_workers(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 50, faulty: int | None = None
+) -> list[Any]:
     """Call `function(*arguments)` in `world` worker processes and return what they return, in rank order.
+
+    Args:
+        faulty: a rank that a test makes fail; what it does or returns is not looked at.
 
     Raises:
         WorkerFailed: with the tracebacks, if any of them raises or dies.
@@ -42,7 +47,7 @@ def run_workers(world: int, function: Callable[..., Any], *arguments: Any, timeo
             ends.append(ours)
             processes.append(process)
         try:
-            return _collect(ends, timeout_s)
+            return _collect(ends, timeout_s, faulty)
         finally:
             for process in processes:
                 process.join(2)
@@ -54,10 +59,10 @@ def run_workers(world: int, function: Callable[..., Any], *arguments: Any, timeo
                 end.close()
 
 
-def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(ends: list[Connection], timeout_s: float, faulty: int | None) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    waiting = dict(enumerate(ends))
+    waiting = {rank: end for rank, end in enumerate(ends) if rank != faulty}
     while waiting:
         ready = wait(list(waiting.values()), timeout_s if not failures else 5)
         if not ready:
@@ -78,7 +83,7 @@ def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
                 failures[rank] = data
     if failures:
         raise WorkerFailed("\n".join(f"--- rank {rank}: {text}" for rank, text in failures.items()))
-    return [results[rank] for rank in range(len(ends))]
+    return [results.get(rank) for rank in range(len(ends))]
 
 
 def _main(

@@ -33,12 +33,12 @@ def main() -> None:
             traceback.print_exc()
         else:
             sys.stderr.write(f"offbeat: {error}\n")
-        _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else 2)
+        _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else 2, error)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")
         if stop.code not in (None, 0):
-            _leave(stop.code if isinstance(stop.code, int) else 1)
+            _leave(stop.code if isinstance(stop.code, int) else 1, stop)
     except Exception as error:  # what the interpreter would print, without the frames of this file and of runpy
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != os.path.abspath(script):
@@ -46,14 +46,13 @@ def main() -> None:
                 break
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames or error.__traceback__)
-        _leave(1)
+        _leave(1, error)
 
 
-def _leave(code: int) -> None:
+def _leave(code: int, error: BaseException) -> None:
     """End now: closing in order would wait for workers that will never come."""
-    from offbeat.run import abandon
-
-    abandon()
+    if "offbeat.run" in sys.modules:
+        sys.modules["offbeat.run"].say_last_words(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -43,9 +43,11 @@ class Cast:
         return frozenset({Sum})
 
     def init(self, bucket: Bucket) -> State:
+        """No state."""
         return {}
 
     def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+        """One round: the gradient in 16 bits."""
         wire = grad.to(_DTYPES[self.dtype])
         sent = wire.to(grad.dtype) if keep_sent else None
         reply = yield Sum(wire)

@@ -27,9 +27,11 @@ class Dense:
         return frozenset({Sum})
 
     def init(self, bucket: Bucket) -> State:
+        """No state."""
         return {}
 
     def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+        """One round: the gradient as it is."""
         sent = grad.clone() if keep_sent else None
         reply = yield Sum(grad)
         assert isinstance(reply, Total)

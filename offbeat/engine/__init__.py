@@ -5,14 +5,26 @@
 * `sparse` - gradients that are no dense tensors
 * `buffers` - BatchNorm statistics and other buffers, kept equal
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
-* `agreement` - what the workers must have in common before the first step
+* `witness` - ties the waiting primitive to the sentinel beside each worker
+* `control` - collective questions beside the data's path: are we the same, who has data
 * `meter` - one record per step, written by a background thread
 """
 
-from offbeat.engine.agreement import agree_on, gather_texts
 from offbeat.engine.buffers import Buffers
+from offbeat.engine.control import Control
 from offbeat.engine.meter import Meter, MetricsFile
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.waiting import Awaited, Waiter
+from offbeat.engine.witness import Watched, start_watch
 
-__all__ = ["Awaited", "Buffers", "Meter", "MetricsFile", "Reducer", "Waiter", "agree_on", "gather_texts"]
+__all__ = [
+    "Awaited",
+    "Buffers",
+    "Control",
+    "Meter",
+    "MetricsFile",
+    "Reducer",
+    "Waiter",
+    "Watched",
+    "start_watch",
+]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.engine import sparse
-from offbeat.engine.agreement import gather_texts
+from offbeat.engine.control import odd_ones
 from offbeat.engine.flat import Entry, Flat
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import DisagreementError, ModelError, NumericsError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from offbeat.codec import Codec, Exchange, Exchanged, State
     from offbeat.engine.buffers import Buffers
+    from offbeat.engine.control import Control
     from offbeat.engine.meter import Meter
     from offbeat.engine.waiting import Waiter
     from offbeat.fabric import Fabric, Pending
@@ -68,6 +69,7 @@ class Reducer:
         layout: where their gradients lie.
         plan: codec and policies.
         fabric: this worker's end of the fabric.
+        control: this worker's end of the control group.
         buffers: the model's buffers, or None if they are not to be synchronised.
         waiter: the one waiting primitive.
         meter: where measurements go.
@@ -80,6 +82,7 @@ class Reducer:
         layout: Layout,
         plan: Plan,
         fabric: Fabric,
+        control: Control,
         buffers: Buffers | None,
         waiter: Waiter,
         meter: Meter,
@@ -93,7 +96,7 @@ class Reducer:
         self.sync = True  # False inside no_sync()
         self.padding = False  # the batch at hand only keeps the loop going
         self._codec: Codec = plan.codec
-        self._fabric = fabric
+        self._fabric, self._control = fabric, control
         self._buffers = buffers
         self._waiter = waiter
         self._meter = meter
@@ -329,6 +332,7 @@ class Reducer:
         weight = self.weight
         self._batches = self._batches_with_data = 0
         self._meter.fence_ends(step, spans, weight)
+        self._waiter.witness.exchanged(self.stamp)
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():
             entry.used = False
@@ -382,16 +386,17 @@ class Reducer:
         self._sparse = [self._entries[name] for name in layout.sparse]
 
     def _disagree(self) -> None:
-        texts = self._gather(str(self.stamp))
-        majority = max(texts, key=texts.count)
-        odd = ", ".join(f"rank {r} is at batch {t}" for r, t in enumerate(texts) if t != majority)
+        texts = self._control.texts("the comparison of batches", str(self.stamp))
+        odd, usual = odd_ones(texts)
+        where = ", ".join(f"rank {rank} is at batch {texts[rank]}" for rank in odd)
         raise DisagreementError(
-            f"The workers disagree about the step: at exchange {self.step} {odd}, the others at batch {majority}. "
-            "A worker skipped a step, or took one more; let every worker call backward once per batch."
+            f"The workers disagree about the step: at exchange {self.step} {where}, the others at batch "
+            f"{texts[usual]}. A worker skipped a step, or took one more; let every worker call backward once per batch."
         )
 
     def _on_nonfinite(self, step: int, bad: list[Flat]) -> None:
-        texts = self._gather(_some([name for flat in bad for name in flat.nonfinite]))
+        mine = _some([name for flat in bad for name in flat.nonfinite])
+        texts = self._control.texts("the search for NaN and Inf", mine)
         culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         text = f"step {step}: NaN or Inf in the gradient of {culprits}"
         if self.plan.nonfinite == "raise":
@@ -405,9 +410,6 @@ class Reducer:
     def _tell(self, step: int, what: str, text: str) -> None:
         self._meter.event(what, text, step)
         _log.warning("%s", text)
-
-    def _gather(self, text: str) -> list[str]:
-        return gather_texts(self._fabric, self._waiter, text, "the comparison after a disagreement")
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-from offbeat.errors import NetworkError, WorkerLostError
+from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Long enough to cost nothing, short enough that Ctrl-C and the timeout are noticed at once.
 _POLL = timedelta(milliseconds=200)
+# Part of the timeout after which to ask, so that the report is out when the timeout has passed.
+_LOOK_EARLY = 0.85
 # How long after a broken connection the watch may need to learn who died.
 _OBITUARY_S = 3.0
 
@@ -71,11 +73,14 @@ class Findings(Protocol):
 class Witness(Protocol):
     """Who knows about the other workers while this one waits."""
 
-    def waiting(self, awaited: Awaited, since_s: float) -> None:
+    def waiting(self, awaited: Awaited) -> None:
         """This worker begins to wait."""
 
     def resumed(self) -> None:
         """This worker computes again."""
+
+    def exchanged(self, stamp: int) -> None:
+        """An exchange is complete, after `stamp` batches."""
 
     def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
         """Who has not arrived, and why; None if nothing can be found out."""
@@ -84,10 +89,13 @@ class Witness(Protocol):
 class Nobody:
     """The witness of a worker that is alone, or of a run without a watch."""
 
-    def waiting(self, awaited: Awaited, since_s: float) -> None:
+    def waiting(self, awaited: Awaited) -> None:
         """Nobody listens."""
 
     def resumed(self) -> None:
+        """Nobody listens."""
+
+    def exchanged(self, stamp: int) -> None:
         """Nobody listens."""
 
     def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
@@ -115,12 +123,13 @@ class Waiter:
         report_path: Path | None = None,
     ) -> None:
         self._clock = clock
-        self._timeout_s = timeout.total_seconds()
-        self._poll = min(_POLL, timeout)
+        self._report_after_s = _LOOK_EARLY * timeout.total_seconds()
+        self._poll = min(_POLL, timeout / 10)
         self.witness = witness or Nobody()
         self._tell = tell
         self._report_path = report_path
         self.waited_s = 0.0
+        self.failure: OffbeatError | None = None  # what a wait ended with; from then on the workers are apart
 
     def wait(self, pending: Pending, awaited: Awaited) -> Reply:
         """Block until `pending` is done and return its reply.
@@ -129,14 +138,18 @@ class Waiter:
             WorkerLostError: if a worker that is needed died, left, or disagrees.
             NetworkError: if a connection broke and nobody knows why.
         """
-        if not pending.done() or not pending.wait(self._poll):
-            self._block(pending, awaited)
+        try:
+            if not pending.done() or not pending.wait(self._poll):
+                self._block(pending, awaited)
+        except OffbeatError as error:
+            self.failure = error
+            raise
         return pending.result()
 
     def _block(self, pending: Pending, awaited: Awaited) -> None:
         began_s = self._clock.now_s()
-        self.witness.waiting(awaited, began_s)
-        next_report_s = self._timeout_s
+        self.witness.waiting(awaited)
+        next_report_s = self._report_after_s
         try:
             while not pending.wait(self._poll):
                 waited_s = self._clock.now_s() - began_s

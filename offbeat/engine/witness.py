@@ -1,0 +1,139 @@
+"""Ties the waiting primitive to the watch: this worker says where it is, and learns who has not arrived."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import NetworkError
+from offbeat.wire import Diagnosis, Watch, explain
+
+if TYPE_CHECKING:
+    from offbeat.engine.control import Control
+    from offbeat.engine.waiting import Awaited
+    from offbeat.wire.messages import Roster
+
+_log = logging.getLogger("offbeat")
+_ASK = timedelta(seconds=2.5)
+_MOST_STACKS = 4
+# A stack tells more about these than the reason does.
+_HAVE_A_STACK = frozenset({"computing", "sleeping", "gil", "starting"})
+_SIOCGIFADDR = 0x8915
+
+
+class Watched:
+    """The witness of a worker with a sentinel.
+
+    Args:
+        watch: this worker's handle on it.
+        rank: this worker's.
+    """
+
+    def __init__(self, watch: Watch, rank: int) -> None:
+        self._watch, self._rank = watch, rank
+        self._exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
+
+    def waiting(self, awaited: Awaited) -> None:
+        self._watch.say(
+            _phase(awaited),
+            step=self._exchanges,
+            bucket=awaited.bucket,
+            buckets=awaited.buckets,
+            stamp=self._stamp,
+            operation=awaited.operation.encode(),
+        )
+
+    def resumed(self) -> None:
+        self._watch.say("computing", step=self._exchanges, stamp=self._stamp)
+
+    def exchanged(self, stamp: int) -> None:
+        self._exchanges, self._stamp = self._exchanges + 1, stamp
+        self.resumed()
+
+    def investigate(self, awaited: Awaited, waited_s: float) -> Diagnosis | None:
+        try:
+            roster = self._watch.roster(_ASK)
+            diagnosis = self._explain(roster, awaited, waited_s)
+            late = [c.rank for c in diagnosis.culprits if c.reason in _HAVE_A_STACK][:_MOST_STACKS]
+            if late:
+                stacks = self._watch.roster(_ASK, tuple(late))
+                diagnosis = self._explain(_with_stacks(roster, stacks), awaited, waited_s)
+        except NetworkError as error:
+            _log.warning("%s", error)
+            return None
+        return diagnosis
+
+    def _explain(self, roster: Roster, awaited: Awaited, waited_s: float) -> Diagnosis:
+        return explain(
+            roster,
+            rank=self._rank,
+            step=self._exchanges,
+            phase=_phase(awaited),
+            operation=awaited.operation,
+            place=str(awaited),
+            waited_s=waited_s,
+        )
+
+
+def _phase(awaited: Awaited) -> str:
+    return "exchanging" if awaited.step >= 0 else "waiting"
+
+
+def start_watch(control: Control) -> Watch | None:
+    """Give this worker a sentinel, and connect it with the others'. Collective.
+
+    The hub's address and the run's token, fresh for each run, travel over the control group: who can read there could
+    read the gradients as well.
+
+    Returns:
+        None if rank 0's hub cannot be opened; training works without, only silently.
+    """
+    here = control.texts("the comparison of machines", _machine())
+    bind = "127.0.0.1" if len(set(here)) == 1 else _address()
+    token, watch, announced = secrets.token_bytes(32), None, ""
+    if control.rank == 0:
+        try:
+            watch = Watch.start(rank=0, world=control.world, token=token, hub=None, bind=bind)
+            announced = f"{watch.hub} {token.hex()}"
+        except NetworkError as error:
+            announced = f"! {error}"
+    hub, _, secret = control.texts("the hub's address", announced)[0].partition(" ")
+    if hub == "!":
+        _log.warning("Stalls will not be explained in this run: %s", secret)
+        return None
+    if watch is None:
+        watch = Watch.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
+    return watch
+
+
+def _with_stacks(roster: Roster, stacks: Roster) -> Roster:
+    """What was known before the stacks were asked for, with them: to be asked may wake a sleeper."""
+    by_rank = {words.rank: words.stack for words in stacks.words}
+    words = tuple(msgspec.structs.replace(w, stack=by_rank.get(w.rank, "")) for w in roster.words)
+    return msgspec.structs.replace(roster, words=words)
+
+
+def _machine() -> str:
+    """Equal for workers that can reach each other over loopback: same host, same network namespace."""
+    return f"{socket.gethostname()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _address() -> str:
+    """This machine's address on the network that Gloo uses."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(packed[20:24])
+        # Connecting a datagram socket sends nothing; it chooses the address by which that host would be reached.
+        probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
+        address: str = probe.getsockname()[0]
+        return address

@@ -1,0 +1,232 @@
+"""Who has not arrived, and why. A pure function over the last words of all workers.
+
+Each worker counts the exchanges it has completed. In an exchange, who waits in the same one has arrived, and who has
+completed more is ahead: it owes nothing. Everyone else needs a reason, looked for from the certain to the vague:
+
+    dead, raised, done         it will not come: fatal
+    unreachable, paused        it may come
+    holds the GIL, computes    it will come
+    waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
+
+That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
+still on its way to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.wire.messages import Roster, Words
+
+# A thread ticks every 0.2 s; on a crowded machine it may be late, but not by this much.
+GIL_S = 1.0
+# Last words may be up to a second old; who waits where is only taken for settled after this.
+SETTLED_S = 1.5
+_IDLE = 0.05
+_STACK_LINES = 8
+END_OF_RUN = "the end of the run"
+_FATAL = frozenset({"dead", "raised", "done"})
+_DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
+_ALL_HERE = "All have arrived: what is left is the transfer itself, or a network that lost it."
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """One worker that has not arrived.
+
+    Args:
+        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting" or
+            "elsewhere".
+        text: the same in words, with what is known.
+        detail: a traceback or a stack, or "".
+    """
+
+    rank: int
+    host: str
+    reason: str
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known about a stall.
+
+    Args:
+        rank: of the worker that waits.
+        place: what it waits for, in words.
+        waited_s: for how long.
+        arrived: ranks that wait at the same place.
+        culprits: those that do not, and why.
+        fatal: whether a culprit can no longer come.
+        note: what else is to be said.
+    """
+
+    rank: int
+    step: int
+    place: str
+    waited_s: float
+    arrived: tuple[int, ...]
+    culprits: tuple[Culprit, ...]
+    fatal: bool
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """One screen."""
+        lines = [f"step {self.step}: rank {self.rank} has waited {self.waited_s:.1f} s in {self.place}."]
+        for culprit in self.culprits:
+            lines.append(f"  rank {culprit.rank} on {culprit.host or 'an unknown host'} {culprit.text}")
+            lines += [f"    | {line}" for line in culprit.detail.splitlines()]
+        if self.arrived:
+            lines.append(f"  arrived: {_ranks(self.arrived)}")
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "place": self.place,
+            "waited_s": self.waited_s,
+            "arrived": list(self.arrived),
+            "culprits": [vars(culprit) for culprit in self.culprits],
+            "fatal": self.fatal,
+            "note": self.note,
+        }
+
+
+def explain(
+    roster: Roster, *, rank: int, step: int, phase: str, operation: str, place: str, waited_s: float
+) -> Diagnosis:
+    """Explain why `rank` still waits.
+
+    Args:
+        roster: last words of all workers.
+        rank: of the worker that asks.
+        step, phase, operation: where it waits, as its own last words have it.
+        place: the same for people.
+        waited_s: for how long it has.
+    """
+    if roster.hub_lost_s is not None:
+        culprits = (_hub_lost(roster.hub_lost_s),) if rank != 0 else ()
+        note = "What the other workers do is not known without it."
+        return Diagnosis(rank, step, place, waited_s, (rank,), culprits, False, note)
+    here = _Place(step, phase, operation)
+    others = [words for words in roster.words if words.rank != rank]
+    verdicts = {words.rank: _judge(words, here) for words in others}
+    late = [c for c in verdicts.values() if c is not None and c.reason != "elsewhere"]
+    elsewhere = [c for c in verdicts.values() if c is not None and c.reason == "elsewhere"]
+    certain = [c for c in late if c.reason in _FATAL]
+    # Who died only because another had died is no culprit if that other is known.
+    lost = {words.rank for words in others if words.phase == "lost"}
+    first_hand = [c for c in certain if c.rank not in lost] or certain
+    arrived = tuple(sorted([rank, *(w.rank for w in others if verdicts[w.rank] is None and here.same(w))]))
+    if first_hand:
+        return Diagnosis(rank, step, place, waited_s, arrived, tuple(first_hand), True)
+    if late:
+        return Diagnosis(rank, step, place, waited_s, arrived, tuple(late), False)
+    if elsewhere and waited_s > SETTLED_S:
+        return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), True, _DISAGREE)
+    return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a worker waits."""
+
+    step: int
+    phase: str
+    operation: str
+
+    def same(self, words: Words) -> bool:
+        if words.phase != self.phase or words.step != self.step:
+            return False
+        return self.phase == "exchanging" or words.operation == self.operation
+
+
+def _judge(words: Words, here: _Place) -> Culprit | None:
+    """Why this worker has not arrived; None if it has, or is ahead."""
+    at = f"last seen {_doing(words)}"
+
+    def culprit(reason: str, text: str, detail: str = "") -> Culprit:
+        return Culprit(words.rank, words.host, reason, text, detail)
+
+    ahead = here.phase == "exchanging" and words.step > here.step
+    if words.phase == "finished":
+        return None if ahead else culprit("done", f"has left: it was done after {_steps(words.step)}.")
+    if words.phase in ("raised", "lost"):
+        return culprit("raised", f"raised an exception after {_steps(words.step)}:", words.traceback)
+    if words.process == "dead":
+        ago_s = words.state_since_s + words.age_s
+        return culprit("dead", f"died {ago_s:.1f} s ago without a word (killed?), {at}.", words.traceback)
+    if words.process == "unreachable":
+        if not words.host:
+            return culprit("unreachable", "has not reported yet: it may still be starting, or cannot reach rank 0.")
+        return culprit("unreachable", f"has been out of reach for {words.age_s:.1f} s (machine or link down?), {at}.")
+    if words.process == "paused":
+        return culprit("paused", f"has been paused (SIGSTOP) for {words.state_since_s + words.age_s:.1f} s, {at}.")
+    if ahead or here.same(words):
+        return None
+    if words.phase in ("exchanging", "waiting"):
+        return _judge_waiting(words, here)
+    if words.heartbeat_age_s > GIL_S:
+        return culprit("gil", f"has held the GIL for {words.heartbeat_age_s:.1f} s, {at}.", _tail_of(words.stack))
+    if words.phase == "starting":
+        return culprit("starting", "is still starting.", _tail_of(words.stack))
+    return _judge_computing(words)
+
+
+def _judge_waiting(words: Words, here: _Place) -> Culprit | None:
+    """A worker that waits, but not here."""
+    if words.step < here.step:
+        return None  # data of an earlier exchange is still on its way to it
+    if words.operation == END_OF_RUN:
+        text = f"is done after {_steps(words.step)}: it has waited {words.since_s:.1f} s in {END_OF_RUN}."
+        return Culprit(words.rank, words.host, "done", text)
+    text = f"waits elsewhere, for {words.since_s:.1f} s now: {_doing(words)}."
+    return Culprit(words.rank, words.host, "elsewhere", text)
+
+
+def _judge_computing(words: Words) -> Culprit:
+    since_s = words.since_s + words.age_s
+    stack = _tail_of(words.stack)
+    if words.busy < _IDLE:
+        text = f"has been in its own part of step {words.step} for {since_s:.1f} s, sleeping: it uses no processor."
+        return Culprit(words.rank, words.host, "sleeping", text, stack)
+    text = f"has been computing step {words.step} for {since_s:.1f} s ({words.busy:.0%} of a core)."
+    return Culprit(words.rank, words.host, "computing", text, stack)
+
+
+def _hub_lost(lost_s: float) -> Culprit:
+    text = f"cannot be reached since {lost_s:.1f} s, nor can its sentinel (machine or link down?)."
+    return Culprit(0, "its host", "unreachable", text)
+
+
+def _doing(words: Words) -> str:
+    if words.phase in ("exchanging", "waiting"):
+        return f"waiting in {words.operation} at step {words.step}"
+    return f"computing step {words.step}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _tail_of(stack: str) -> str:
+    """The main thread's innermost frames; faulthandler writes the main thread last."""
+    blocks = stack.strip().split("\n\n")
+    lines = blocks[-1].splitlines()[: _STACK_LINES + 1]
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 16:
+        return " ".join(map(str, ranks))
+    return f"{len(ranks)} ranks"

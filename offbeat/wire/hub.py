@@ -1,0 +1,181 @@
+"""Where the last words of all workers come together; lives in rank 0's sentinel, so it outlives rank 0's death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+
+import msgspec
+
+from offbeat.errors import NetworkError, PeerError
+from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
+from offbeat.wire.talk import Talk
+
+_log = logging.getLogger("offbeat.wire")
+
+# A peer reports every second; after this long without a word it is unreachable.
+SILENCE_S = 3.0
+_MAX_PEER_BYTES = 64 << 10
+_MAX_STRANGER_BYTES = 512
+_STRANGER_S = 5.0
+_MAX_STRANGERS = 64
+_STACK_S = 0.6
+_FINAL = frozenset({"raised", "lost", "finished"})
+
+
+class Hub:
+    """Keeps the latest words of each rank.
+
+    Args:
+        token: shared secret of the run.
+        world: number of workers.
+    """
+
+    def __init__(self, *, token: bytes, world: int) -> None:
+        self._token, self._world = token, world
+        self._words: dict[int, tuple[Words, float]] = {}
+        self._links: dict[int, Talk] = {}
+        self._strangers = 0
+        self._server: asyncio.Server | None = None
+        self._news = asyncio.Event()
+
+    async def serve(self, bind: str) -> str:
+        """Listen on `bind`, at a port of the kernel's choice; returns "address:port".
+
+        Raises:
+            NetworkError: if the address is not loopback and there is no token, or it cannot be bound.
+        """
+        if not self._token and not ipaddress.ip_address(bind).is_loopback:
+            raise NetworkError(
+                f"Cannot open the control connection on {bind} without a token: anybody could join. "
+                "Set OFFBEAT_TOKEN to the same secret on every worker, or use a loopback address."
+            )
+        try:
+            self._server = await asyncio.start_server(self._welcome, bind, 0, family=socket.AF_INET)
+        except OSError as error:
+            raise NetworkError(f"Cannot open the control connection on {bind}: {error}.") from error
+        address, port = self._server.sockets[0].getsockname()[:2]
+        return f"{address}:{port}"
+
+    def report(self, words: Words) -> None:
+        """Take in what a sentinel says about its worker."""
+        self._words[words.rank] = (words, time.monotonic())
+        self._news.set()
+
+    async def roster(self, stacks: tuple[int, ...] = ()) -> tuple[Words, ...]:
+        """The latest words of all ranks, in order of rank.
+
+        Args:
+            stacks: ranks that are asked first where their threads are.
+        """
+        wanted = {rank for rank in stacks if rank in self._links}
+        asked_s = time.monotonic()
+        for rank in wanted:
+            self._links[rank].say(Show())
+        await self._wait_for_reports(wanted, asked_s)
+        now_s = time.monotonic()
+        return tuple(self._latest(rank, now_s) for rank in range(self._world))
+
+    def leave(self, rank: int) -> None:
+        """The worker is done, and all is well."""
+        words = self._words.get(rank)
+        if words is not None:
+            self._words[rank] = (msgspec.structs.replace(words[0], phase="finished"), words[1])
+
+    @property
+    def peers(self) -> int:
+        """Sentinels connected now."""
+        return len(self._links)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links.values()):
+            link.close()
+
+    def _latest(self, rank: int, now_s: float) -> Words:
+        if rank not in self._words:
+            return Words(rank=rank, process="unreachable", phase="starting")
+        words, heard_s = self._words[rank]
+        age_s = now_s - heard_s
+        silent = age_s > SILENCE_S and words.process != "dead" and words.phase not in _FINAL
+        if silent:
+            words = msgspec.structs.replace(words, process="unreachable", state_since_s=age_s)
+        return msgspec.structs.replace(words, age_s=age_s)
+
+    async def _wait_for_reports(self, ranks: set[int], since_s: float) -> None:
+        # A paused machine does not answer; what is known is good enough then.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACK_S):
+                while any(rank not in self._words or self._words[rank][1] <= since_s for rank in ranks):
+                    self._news.clear()
+                    await self._news.wait()
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talk = Talk(reader, writer, max_bytes=_MAX_STRANGER_BYTES)
+        if self._strangers >= _MAX_STRANGERS:
+            writer.transport.abort()
+            return
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(_STRANGER_S):
+                rank = await self._authenticate(talk)
+        except (PeerError, TimeoutError) as error:
+            _log.warning("Refused %s on the control connection: %s", talk.peer, str(error) or "it took too long")
+            talk.close()
+            return
+        finally:
+            self._strangers -= 1
+        talk.trust(_MAX_PEER_BYTES)
+        self._links[rank] = talk
+        try:
+            await self._converse(talk, rank)
+        except PeerError as error:
+            _log.warning("Closed the control connection of rank %d (%s): %s", rank, talk.peer, error)
+        finally:
+            if self._links.get(rank) is talk:
+                del self._links[rank]
+            talk.close()
+
+    async def _authenticate(self, talk: Talk) -> int:
+        nonce = secrets.token_bytes(32)
+        talk.say(Hello(nonce))
+        join = await talk.hear()
+        if not isinstance(join, Join):
+            raise PeerError("it did not prove that it knows the token")
+        if join.rank >= self._world:
+            raise PeerError(f"it says it is rank {join.rank} of {self._world}")
+        if not hmac.compare_digest(join.proof, proof(self._token, "peer", join.rank, nonce, join.nonce)):
+            raise PeerError("its token is wrong")
+        talk.say(Welcome(proof(self._token, "hub", join.rank, join.nonce, nonce)))
+        return join.rank
+
+    async def _converse(self, talk: Talk, rank: int) -> None:
+        answers: set[asyncio.Task[None]] = set()
+        while (message := await talk.hear()) is not None:
+            if isinstance(message, Report):
+                if message.words.rank != rank:
+                    raise PeerError(f"it speaks for rank {message.words.rank}")
+                self.report(message.words)
+            elif isinstance(message, Ask):
+                if len(answers) > 8:
+                    raise PeerError("it asks faster than it can be answered")
+                answer = asyncio.create_task(self._answer(talk, message))
+                answers.add(answer)
+                answer.add_done_callback(answers.discard)
+            elif isinstance(message, Bye):
+                self.leave(rank)
+                return
+            else:
+                raise PeerError(f"it sent {type(message).__name__}, which is not for a peer to send")
+
+    async def _answer(self, talk: Talk, ask: Ask) -> None:
+        talk.say(Roster(ask.number, await self.roster(ask.stacks)))

@@ -1,0 +1,119 @@
+"""The page of last words: shared memory that a worker writes and its sentinel reads.
+
+One process writes, one reads, nobody locks: the writer makes the sequence number odd, writes, and makes it even; the
+reader takes what it copied only if the number was even and the same before and after. The heartbeat lies outside,
+because another thread ticks it.
+
+It is an unlinked file, so nothing is left behind whoever dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+
+from offbeat.wire.messages import MAX_TEXT
+
+PHASES = ("starting", "computing", "exchanging", "waiting", "raised", "lost", "finished")
+_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+_SEQUENCE = struct.Struct("<Q")
+_HEARTBEAT = struct.Struct("<d")
+_LABEL_BYTES = 240
+# phase, since (monotonic seconds), step, bucket, buckets, stamp, length of the label
+_STATE = struct.Struct(f"<Bxxxxxxxdqiiqi{_LABEL_BYTES}s")
+_TEXT = struct.Struct(f"<I{MAX_TEXT}s")
+_AT_HEARTBEAT = _SEQUENCE.size
+_AT_STATE = _AT_HEARTBEAT + _HEARTBEAT.size
+_AT_TEXT = _AT_STATE + _STATE.size
+PAGE_BYTES = _AT_TEXT + _TEXT.size
+_TRIES = 1000
+
+
+@dataclass(frozen=True)
+class State:
+    """What the page says; times in seconds of the monotonic clock."""
+
+    phase: str = "starting"
+    since_s: float = 0.0
+    step: int = -1
+    bucket: int = -1
+    buckets: int = 0
+    stamp: int = 0
+    operation: str = ""
+
+
+class Page:
+    """Both ends' view of the memory.
+
+    Args:
+        fd: of a file of `PAGE_BYTES`; None makes one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+            os.ftruncate(fd, PAGE_BYTES)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, PAGE_BYTES)
+        self._sequence = 0
+
+    def say(
+        self, phase: str, *, step: int, bucket: int = -1, buckets: int = 0, stamp: int = 0, operation: bytes = b""
+    ) -> None:
+        """Write down where the worker is; takes about a microsecond.
+
+        Args:
+            operation: UTF-8; cut after 240 bytes.
+        """
+        memory, sequence = self._memory, self._sequence
+        _SEQUENCE.pack_into(memory, 0, sequence + 1)
+        size = min(len(operation), _LABEL_BYTES)
+        now_s = time.monotonic()
+        _STATE.pack_into(memory, _AT_STATE, _NUMBERS[phase], now_s, step, bucket, buckets, stamp, size, operation)
+        self._sequence = sequence + 2
+        _SEQUENCE.pack_into(memory, 0, self._sequence)
+
+    def last_words(self, phase: str, text: str) -> None:
+        """Write down the exception that ends the worker; the end of `text` if it is long."""
+        data = text.encode()[-MAX_TEXT:].decode(errors="ignore").encode()
+        _TEXT.pack_into(self._memory, _AT_TEXT, len(data), data)
+        state = self.read()
+        self.say(phase, step=state.step, stamp=state.stamp, operation=state.operation.encode())
+
+    def tick(self) -> None:
+        """A thread of the worker has run."""
+        _HEARTBEAT.pack_into(self._memory, _AT_HEARTBEAT, time.monotonic())
+
+    def read(self) -> State:
+        """What was said last. A writer that died between two writes is read as it left it."""
+        for _ in range(_TRIES):
+            (before,) = _SEQUENCE.unpack_from(self._memory, 0)
+            raw = self._memory[_AT_STATE:_AT_TEXT]
+            (after,) = _SEQUENCE.unpack_from(self._memory, 0)
+            if before == after and before % 2 == 0:
+                break
+        phase, since_s, step, bucket, buckets, stamp, size, label = _STATE.unpack(raw)
+        # The page is written by the user's process, where anything may run wild: nothing in it is an index unchecked.
+        name = PHASES[phase] if phase < len(PHASES) else "computing"
+        text = label[: max(0, min(size, _LABEL_BYTES))].decode(errors="replace")
+        return State(name, since_s, step, bucket, buckets, stamp, text)
+
+    def heartbeat_s(self) -> float:
+        """When the heartbeat last ticked, in seconds of the monotonic clock."""
+        (tick_s,) = _HEARTBEAT.unpack_from(self._memory, _AT_HEARTBEAT)
+        return float(tick_s)
+
+    def text(self) -> str:
+        """The traceback that ended the worker, or ""."""
+        size, data = _TEXT.unpack_from(self._memory, _AT_TEXT)
+        return str(data[: min(size, MAX_TEXT)].decode(errors="replace"))[:MAX_TEXT]
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self._memory.close()
+        os.close(self.fd)

@@ -1,0 +1,207 @@
+"""A small process beside each worker that can speak for it when it cannot.
+
+    python -m offbeat.wire SOCKET PAGE STACK      (three file descriptors, inherited from the worker)
+
+The worker may be stopped, hold the GIL in C, or be dead: then no thread of it can answer. The sentinel loads no torch,
+looks at the worker four times a second (its page of last words, and what the kernel says of the process), and tells the
+hub. It ends with its worker: at once after a good-bye, else as soon as the others have had time to ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+
+from offbeat.errors import NetworkError
+from offbeat.wire.hub import Hub
+from offbeat.wire.messages import MAX_TEXT, Ask, Bye, Config, Ready, Roster, Words
+from offbeat.wire.page import Page
+from offbeat.wire.process import Busy, glance
+from offbeat.wire.talk import Talk
+from offbeat.wire.uplink import Uplink
+
+# Makes the worker write its stack, from C, whether or not it holds the GIL.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+
+_LOOK_S = 0.25
+_REPORT_S = 1.0
+_ASK_S = 2.0
+# How long the hub outlives its own worker, so that the others can ask what happened.
+_LINGER_S = 3.0
+_STACK_TRIES = 20
+
+
+class Sentinel:
+    """Looks at one worker.
+
+    Args:
+        config: who it is.
+        page: its last words.
+        stack_fd: the file its stack is written to.
+    """
+
+    def __init__(self, config: Config, page: Page, stack_fd: int) -> None:
+        self._config, self._page, self._stack_fd = config, page, stack_fd
+        self._busy = Busy()
+        self._process, self._process_since_s = "running", time.monotonic()
+        self._stack = ""
+        self.died = asyncio.Event()
+        self.left = False  # said good-bye
+
+    def look(self) -> Words:
+        """What is to be said about the worker now."""
+        now_s = time.monotonic()
+        seen = glance(self._config.pid)
+        process = "dead" if self.died.is_set() else seen.state
+        if process != self._process:
+            self._process, self._process_since_s = process, now_s
+        state = self._page.read()
+        return Words(
+            rank=self._config.rank,
+            host=self._config.host,
+            pid=self._config.pid,
+            phase="finished" if self.left else state.phase,
+            operation=state.operation,
+            step=state.step,
+            bucket=state.bucket,
+            buckets=state.buckets,
+            stamp=state.stamp,
+            since_s=now_s - state.since_s if state.since_s else 0.0,
+            process=process,
+            state_since_s=now_s - self._process_since_s,
+            heartbeat_age_s=now_s - self._page.heartbeat_s(),
+            busy=self._busy.share(now_s, seen.cpu_s),
+            traceback=self._page.text(),
+            stack=self._stack,
+        )
+
+    async def ask_for_stack(self) -> None:
+        """Make the worker write down where its threads are; nothing if it is stopped or dead."""
+        if self.died.is_set() or glance(self._config.pid).state != "running":
+            return
+        os.ftruncate(self._stack_fd, 0)
+        try:
+            os.kill(self._config.pid, STACK_SIGNAL)
+        except OSError:
+            return
+        size = -1
+        for _ in range(_STACK_TRIES):
+            await asyncio.sleep(0.02)
+            before, size = size, os.fstat(self._stack_fd).st_size
+            if size and size == before:
+                break
+        self._stack = os.pread(self._stack_fd, 4 * MAX_TEXT, 0).decode(errors="replace")[-MAX_TEXT:]
+
+
+async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
+    """Be the sentinel of `config`'s worker until it is gone."""
+    sentinel = Sentinel(config, page, stack_fd)
+    _watch_for_death(config.pid, sentinel.died)
+    tasks: set[asyncio.Task[None]] = set()
+
+    def show() -> None:
+        task = asyncio.create_task(_show())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _show() -> None:
+        await sentinel.ask_for_stack()
+        report(sentinel.look())
+
+    hub: Hub | None = None
+    uplink: Uplink | None = None
+    if config.hub is None:
+        hub = Hub(token=config.token, world=config.world)
+        report = hub.report
+        talk.say(Ready(hub=await hub.serve(config.bind)))
+    else:
+        uplink = Uplink(config.hub, token=config.token, rank=config.rank, show=show)
+        report = uplink.report
+        tasks.add(asyncio.create_task(uplink.run()))
+        talk.say(Ready(hub=config.hub))
+
+    async def ask(stacks: tuple[int, ...]) -> tuple[Words, ...]:
+        if config.rank in stacks:
+            await sentinel.ask_for_stack()
+        report(sentinel.look())
+        return await (hub.roster(stacks) if hub is not None else uplink.ask(stacks))  # type: ignore[union-attr]
+
+    async def answer(message: Ask) -> None:
+        try:
+            async with asyncio.timeout(_ASK_S):
+                talk.say(Roster(message.number, await ask(message.stacks)))
+        except (TimeoutError, NetworkError):
+            since_s = time.monotonic() if uplink is None else uplink.lost_since_s
+            lost_s = _ASK_S if since_s is None else time.monotonic() - since_s
+            talk.say(Roster(message.number, (sentinel.look(),), lost_s))
+
+    async def listen() -> None:
+        while (message := await talk.hear()) is not None:
+            if isinstance(message, Ask):
+                task = asyncio.create_task(answer(message))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            elif isinstance(message, Bye):
+                sentinel.left = message.well
+                return
+        # Closed without a good-bye: the worker is ending, or a child of it still holds the other end.
+        await sentinel.died.wait()
+
+    async def observe() -> None:
+        told: tuple[object, ...] = ()
+        told_s = 0.0
+        while not sentinel.died.is_set():
+            words = sentinel.look()
+            mark = (words.phase, words.step, words.bucket, words.process)
+            if mark != told or time.monotonic() - told_s > _REPORT_S:
+                report(words)
+                told, told_s = mark, time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(sentinel.died.wait(), _LOOK_S)
+
+    observer, listener = asyncio.create_task(observe()), asyncio.create_task(listen())
+    await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
+    report(sentinel.look())
+    if hub is not None:
+        if sentinel.left:
+            hub.leave(config.rank)
+        deadline_s = time.monotonic() + _LINGER_S
+        while hub.peers and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        hub.close()
+    elif uplink is not None:
+        await uplink.leave(bye=sentinel.left)
+
+
+def _watch_for_death(pid: int, died: asyncio.Event) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        died.set()
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_death() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        died.set()
+
+    loop.add_reader(pidfd, on_death)
+
+
+async def main(socket_fd: int, page_fd: int, stack_fd: int) -> None:
+    """Take the worker's `Config` from the socket and serve."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=socket_fd))
+    talk = Talk(reader, writer, max_bytes=64 << 10)
+    config = await talk.hear()
+    if not isinstance(config, Config):
+        return
+    try:
+        await serve(talk, config, Page(page_fd), stack_fd)
+    except NetworkError as error:
+        talk.say(Ready(error=str(error)))
+    await talk.flush(0.2)

@@ -1,0 +1,67 @@
+"""Messages over an asyncio stream."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+
+from offbeat.wire.frame import Decoder
+from offbeat.wire.messages import Message, pack, unpack
+
+_READ_BYTES = 1 << 16
+# A peer that does not read may not make us keep more than this for it.
+_MAX_UNSENT_BYTES = 1 << 20
+
+
+class Talk:
+    """One connection.
+
+    Args:
+        max_bytes: the longest message that is taken from the peer.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, max_bytes: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder = Decoder(max_metadata_bytes=max_bytes)
+        self._heard: collections.deque[Message] = collections.deque()
+
+    def trust(self, max_bytes: int) -> None:
+        """From now on take messages of up to `max_bytes`; between two messages only."""
+        self._decoder = Decoder(max_metadata_bytes=max_bytes)
+
+    def say(self, message: Message) -> None:
+        """Send; never blocks. A peer that does not read is cut off."""
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            self._writer.transport.abort()
+        elif not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    async def hear(self) -> Message | None:
+        """The next message; None when the peer has gone.
+
+        Raises:
+            PeerError: if the peer broke the protocol.
+        """
+        while not self._heard:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._heard.extend(unpack(frame) for frame in self._decoder.feed(data))
+        return self._heard.popleft()
+
+    @property
+    def peer(self) -> str:
+        """The other end's address, for logs."""
+        return str(self._writer.get_extra_info("peername"))
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until what was said is on its way, or give up."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), timeout_s)
+
+    def close(self) -> None:
+        self._writer.close()

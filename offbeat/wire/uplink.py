@@ -1,0 +1,132 @@
+"""A sentinel's connection to the hub; kept up as long as the sentinel lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError, PeerError
+from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
+from offbeat.wire.talk import Talk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("offbeat.wire")
+# A roster of the largest world.
+_MAX_HUB_BYTES = 64 << 20
+_CONNECT_S = 3.0
+_RETRY_S = 1.0
+
+
+class Uplink:
+    """To a hub in another process.
+
+    Args:
+        hub: "address:port".
+        token: shared secret of the run.
+        rank: the worker's.
+        show: called when the hub wants this worker's stack.
+    """
+
+    def __init__(self, hub: str, *, token: bytes, rank: int, show: Callable[[], None]) -> None:
+        self._hub, self._token, self._rank, self._show = hub, token, rank, show
+        self._talk: Talk | None = None
+        self._answers: dict[int, asyncio.Future[Roster]] = {}
+        self._number = 0
+        self._latest: Words | None = None
+        self.lost_since_s: float | None = time.monotonic()
+
+    async def run(self) -> None:
+        """Connect, and again whenever the connection is lost."""
+        while True:
+            try:
+                await self._converse()
+            except PeerError as error:
+                _log.warning("The control connection to %s failed: %s", self._hub, error)
+            except (OSError, TimeoutError):
+                pass  # the hub's machine is not there, or not yet
+            self._lose()
+            await asyncio.sleep(_RETRY_S)
+
+    def report(self, words: Words) -> None:
+        """Say something about the worker; forgotten if the hub is out of reach, but for the latest."""
+        self._latest = words
+        if self._talk is not None:
+            self._talk.say(Report(words))
+
+    async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
+        """The latest words of all ranks.
+
+        Raises:
+            NetworkError: if the hub is out of reach.
+        """
+        if self._talk is None:
+            raise NetworkError("the hub is out of reach")
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._talk.say(Ask(number, stacks))
+        try:
+            return (await answer).words
+        finally:
+            self._answers.pop(number, None)
+
+    async def leave(self, *, bye: bool) -> None:
+        """Send what is left, and say good-bye if the worker is done."""
+        if self._talk is not None:
+            if bye:
+                self._talk.say(Bye())
+            await self._talk.flush(1.0)
+            self._talk.close()
+
+    async def _converse(self) -> None:
+        address, _, port = self._hub.rpartition(":")
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(address, int(port))
+            talk = Talk(reader, writer, max_bytes=_MAX_HUB_BYTES)
+            try:
+                await self._join(talk)
+            except BaseException:
+                talk.close()
+                raise
+        self._talk, self.lost_since_s = talk, None
+        if self._latest is not None:
+            talk.say(Report(self._latest))
+        try:
+            while (message := await talk.hear()) is not None:
+                if isinstance(message, Roster):
+                    answer = self._answers.get(message.number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                elif isinstance(message, Show):
+                    self._show()
+                else:
+                    raise PeerError(f"the hub sent {type(message).__name__}")
+        finally:
+            talk.close()
+
+    async def _join(self, talk: Talk) -> None:
+        hello = await talk.hear()
+        if not isinstance(hello, Hello):
+            raise PeerError("it is no hub")
+        nonce = secrets.token_bytes(32)
+        talk.say(Join(self._rank, nonce, proof(self._token, "peer", self._rank, hello.nonce, nonce)))
+        welcome = await talk.hear()
+        expected = proof(self._token, "hub", self._rank, nonce, hello.nonce)
+        if not isinstance(welcome, Welcome) or not hmac.compare_digest(welcome.proof, expected):
+            raise PeerError("it does not know the token")
+
+    def _lose(self) -> None:
+        self._talk = None
+        if self.lost_since_s is None:
+            self.lost_since_s = time.monotonic()
+        for answer in self._answers.values():
+            with contextlib.suppress(asyncio.InvalidStateError):
+                answer.set_exception(NetworkError("the hub is out of reach"))

@@ -1,0 +1,179 @@
+"""A worker's handle on its sentinel."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+from offbeat.wire.frame import Decoder
+from offbeat.wire.messages import Ask, Bye, Config, Message, Ready, Roster, pack, unpack
+from offbeat.wire.page import Page
+from offbeat.wire.sentinel import STACK_SIGNAL
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+_TICK_S = 0.2
+_START_S = 20.0
+_END_S = 4.0
+_MAX_ROSTER_BYTES = 64 << 20
+
+
+class Watch:
+    """Says where this worker is, and asks where the others are. Made by `Watch.start`."""
+
+    def __init__(self, page: Page, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int) -> None:
+        self._page, self._link, self._process, self._stack_fd = page, link, process, stack_fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._decoder = Decoder(max_metadata_bytes=_MAX_ROSTER_BYTES)
+        self._heard: list[Message] = []
+        self._number = 0
+        self._closed = threading.Event()
+        self.hub = ""
+        self.say = page.say
+
+    @classmethod
+    def start(
+        cls, *, rank: int, world: int, token: bytes, hub: str | None, bind: str = "127.0.0.1", host: str | None = None
+    ) -> Watch:
+        """Start this worker's sentinel.
+
+        Args:
+            rank, world: worker `rank` of `world`.
+            token: shared secret of the run.
+            hub: "address:port" of rank 0's, or None to open it here (see `Watch.hub` for where).
+            bind: address to open it on.
+            host: this machine's name, for people.
+
+        Raises:
+            NetworkError: if the sentinel or the hub cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        page = Page()
+        page.tick()
+        stack_fd = _append_only_file()
+        command = [sys.executable, "-m", "offbeat.wire", *map(str, (theirs.fileno(), page.fd, stack_fd))]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), page.fd, stack_fd), env=_light_environment()
+        )
+        theirs.close()
+        watch = cls(page, ours, process, stack_fd)
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind)
+        watch._begin(config)
+        return watch
+
+    def _begin(self, config: Config) -> None:
+        self._link.sendall(pack(config))
+        ready = self._hear(time.monotonic() + _START_S)
+        if not isinstance(ready, Ready) or ready.error:
+            self.close()
+            reason = ready.error if isinstance(ready, Ready) else "it did not start"
+            raise NetworkError(f"Cannot start the sentinel of rank {config.rank}: {reason}")
+        self.hub = ready.hub
+        threading.Thread(target=self._tick, name="offbeat-heartbeat", daemon=True).start()
+
+    def roster(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> Roster:
+        """The last words of all workers; this worker's own sentinel answers for itself if the hub is out of reach.
+
+        Args:
+            timeout: how long to wait for the answer.
+            stacks: ranks whose Python stack is wanted as well.
+
+        Raises:
+            NetworkError: if this worker's own sentinel is gone or does not answer in time.
+        """
+        with self._lock:
+            self._number += 1
+            self._send(Ask(self._number, stacks))
+            deadline_s = time.monotonic() + timeout.total_seconds()
+            while True:
+                message = self._hear(deadline_s)
+                if message is None:
+                    raise NetworkError("This worker's sentinel does not answer.")
+                if isinstance(message, Roster) and message.number == self._number:
+                    return message
+
+    def last_words(self, phase: str, text: str) -> None:
+        """Write down the exception that ends this worker.
+
+        Args:
+            phase: "raised", or "lost" if it only ends because of another worker.
+            text: the traceback.
+        """
+        if self._owns():
+            self._page.last_words(phase, text)
+
+    def close(self, *, well: bool = True) -> None:
+        """Let the sentinel go; `well` if the worker is done, else its last words say why. Again does nothing."""
+        if self._closed.is_set() or not self._owns():
+            return
+        self._closed.set()
+        with contextlib.suppress(NetworkError):
+            self._send(Bye(well))
+        faulthandler.unregister(STACK_SIGNAL)
+        self._link.close()
+        # With the hub in it, it stays for a moment, so that the others can ask what happened.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+        self._page.close()
+        os.close(self._stack_fd)
+
+    def _owns(self) -> bool:
+        return os.getpid() == self._pid  # a forked child of the worker is not the worker
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            with contextlib.suppress(ValueError):  # the page was closed meanwhile
+                self._page.tick()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._link.sendall(pack(message))
+        except OSError as error:
+            raise NetworkError("This worker's sentinel is gone.") from error
+
+    def _hear(self, deadline_s: float) -> Message | None:
+        while not self._heard:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._link.settimeout(left_s)
+            try:
+                data = self._link.recv(1 << 16)
+            except TimeoutError:
+                return None
+            except OSError:
+                data = b""
+            finally:
+                self._link.settimeout(None)
+            if not data:
+                return None
+            self._heard += [unpack(frame) for frame in self._decoder.feed(data)]
+        return self._heard.pop(0)
+
+
+def _append_only_file() -> int:
+    """An unlinked file; every write goes to its end, so that it can be cut to nothing from the other side."""
+    fd, path = tempfile.mkstemp()
+    os.unlink(path)
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_APPEND)
+    os.close(fd)
+    return own
+
+
+def _light_environment() -> dict[str, str]:
+    """The sentinel's environment: nothing that makes its start slower or its memory larger."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

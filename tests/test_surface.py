@@ -1,0 +1,105 @@
+"""The public names, and what they promise in their docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offbeat
+import offbeat.testing
+
+ROOT = Path(__file__).parent.parent
+
+# A name that leaves this list breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
+NAMES = {"BSP", "Cast", "Dense", "InMemory", "Plan", "ProcessGroup", "Replica", "Run", "init"}
+RUN = {
+    "close",
+    "load_state_dict",
+    "log",
+    "mean",
+    "no_sync",
+    "plan",
+    "prepare",
+    "rank",
+    "run_dir",
+    "state_dict",
+    "step",
+    "world",
+}
+TESTING = {"check_codec", "check_fabric"}
+
+
+def test_public_names_are_frozen() -> None:
+    assert set(offbeat.__all__) == NAMES
+    assert set(offbeat.testing.__all__) == TESTING
+    with offbeat.init() as run:
+        assert {name for name in dir(run) if not name.startswith("_")} == RUN
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_public_names_have_docstrings(name: str) -> None:
+    thing = getattr(offbeat, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        for method, function in vars(thing).items():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                assert inspect.getdoc(getattr(thing, method)), f"{name}.{method} has no docstring"
+
+
+def modules() -> list[str]:
+    return [m.name for m in pkgutil.walk_packages(offbeat.__path__, "offbeat.") if not m.name.endswith("__main__")]
+
+
+def test_doctests() -> None:
+    """Every example in a docstring gives what it says, and there are some."""
+    tried = 0
+    for name in modules():
+        module = importlib.import_module(name)
+        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+        assert result.failed == 0, name
+        tried += result.attempted
+    assert tried > 10
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for name in modules():
+        assert (importlib.import_module(name).__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_imports_are_light() -> None:
+    """Importing offbeat loads no torch, so the sentinel and the command line start fast; and it has no effects."""
+    code = "import sys, offbeat; assert 'torch' not in sys.modules; offbeat.BSP"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=20)
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "changes").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_files_that_exist(page: Path) -> None:
+    text = page.read_text()
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text)
+    named = re.findall(r"`((?:offbeat|tests|examples|benchmarks|docs)/[\w./-]+)`", text)
+    for path in linked:
+        assert (page.parent / path).exists(), f"{page.name} links to {path}"
+    for path in named:
+        assert (ROOT / path).exists() or "yours" in path, f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_pages_is_python(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, page.name, "exec")
+
+
+def test_news_fragments_are_named_by_kind() -> None:
+    for path in (ROOT / "changes").iterdir():
+        assert re.fullmatch(r"\d+\.(breaking|added|changed|fixed)\.md", path.name), path.name
