@@ -1,0 +1,127 @@
+"""Who is late, and why: the function alone, case by case."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from offbeat.wire.culprit import END_OF_RUN, Diagnosis, explain
+from offbeat.wire.messages import Roster, Words
+
+HERE = {"phase": "exchanging", "operation": "all-reduce", "step": 7}
+
+
+def look(*others: dict[str, Any], waited_s: float = 4.5, hub_lost_s: float | None = None, me: Any = HERE) -> Diagnosis:
+    """Rank 0 waits in an exchange; the others are as given."""
+    words = [Words(rank=0, host="a", **me)]
+    words += [Words(rank=rank, host=f"host{rank}", **other) for rank, other in enumerate(others, 1)]
+    return explain(
+        Roster(1, tuple(words), hub_lost_s),
+        rank=0,
+        step=me["step"],
+        phase=me["phase"],
+        operation=me["operation"],
+        place="all-reduce of bucket 2/3 (fc.bias … conv.weight)",
+        waited_s=waited_s,
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
+    "computing": ({"phase": "computing", "step": 7, "since_s": 6.0, "busy": 0.9}, "computing", False, "6.0 s (90% of"),
+    "sleeping": ({"phase": "computing", "step": 7, "since_s": 6.0, "busy": 0.0}, "sleeping", False, "no processor"),
+    "gil": ({"phase": "computing", "step": 7, "heartbeat_age_s": 4.0}, "gil", False, "held the GIL for 4.0 s"),
+    "paused": ({"phase": "computing", "step": 7, "process": "paused", "state_since_s": 3.0}, "paused", False, "3.0 s"),
+    "paused while it waits here": ({**HERE, "process": "paused"}, "paused", False, "SIGSTOP"),
+    "dead": ({"phase": "computing", "step": 7, "process": "dead"}, "dead", True, "without a word"),
+    "raised": ({"phase": "raised", "step": 7, "traceback": "ValueError: x"}, "raised", True, "| ValueError: x"),
+    "raised and dead": ({"phase": "raised", "process": "dead", "traceback": "E: y"}, "raised", True, "| E: y"),
+    "left": ({"phase": "finished", "step": 7, "process": "dead"}, "done", True, "done after 7 steps"),
+    "at the end": ({"phase": "waiting", "operation": END_OF_RUN, "step": 7}, "done", True, "is done after 7 steps"),
+    "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
+    "starting": ({"phase": "starting"}, "starting", False, "still starting"),
+    "elsewhere": ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere", True, "waits elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_one_that_is_late(name: str) -> None:
+    words, reason, fatal, says = CASES[name]
+    found = look(HERE, words, HERE)
+    assert [(c.rank, c.host, c.reason) for c in found.culprits] == [(2, "host2", reason)]
+    assert found.fatal == fatal
+    assert found.arrived == (0, 1, 3)
+    assert says in found.text
+    assert "step 7: rank 0 has waited 4.5 s in all-reduce of bucket 2/3 (fc.bias … conv.weight)" in found.text
+    assert "arrived: 0 1 3" in found.text
+    assert json.loads(json.dumps(found.to_json()))["culprits"][0]["rank"] == 2
+
+
+AHEAD: dict[str, dict[str, Any]] = {
+    "computing the next step": {"phase": "computing", "step": 8},
+    "holding the GIL in the next step": {"phase": "computing", "step": 8, "heartbeat_age_s": 5.0},
+    "in the next exchange": {**HERE, "step": 8},
+    "at the end": {"phase": "waiting", "operation": END_OF_RUN, "step": 8},
+    "gone": {"phase": "finished", "step": 8},
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_who_is_ahead_owes_nothing(name: str) -> None:
+    found = look(HERE, AHEAD[name])
+    assert found.culprits == ()
+    assert not found.fatal
+    assert found.arrived == (0, 1)
+    assert "the transfer itself" in found.text
+
+
+def test_a_slow_transfer_is_no_disagreement() -> None:
+    """One rank has this exchange behind it, another still waits for data of the one before."""
+    found = look({**HERE, "step": 6}, {**HERE, "step": 8})
+    assert found.culprits == ()
+    assert not found.fatal
+
+
+def test_another_bucket_of_the_same_exchange_is_here() -> None:
+    found = look({**HERE, "bucket": 0, "operation": "broadcast of the buffers"})
+    assert found.arrived == (0, 1)
+
+
+def test_a_disagreement_has_to_settle() -> None:
+    words = {"phase": "waiting", "operation": "a mean", "step": 7}
+    assert look(words, waited_s=0.5).fatal is False
+    assert look(words, waited_s=4.5).fatal is True
+
+
+def test_who_died_of_another_is_no_culprit() -> None:
+    found = look({"phase": "lost", "process": "dead", "traceback": "WorkerLostError"}, {"process": "dead"})
+    assert [c.rank for c in found.culprits] == [2]
+    only = look({"phase": "lost", "process": "dead", "traceback": "WorkerLostError"}, HERE)
+    assert [c.rank for c in only.culprits] == [1]
+
+
+def test_the_certain_come_before_the_slow() -> None:
+    found = look({"phase": "computing", "busy": 1.0}, {"process": "dead"})
+    assert [(c.rank, c.reason) for c in found.culprits] == [(2, "dead")]
+
+
+def test_several_are_late() -> None:
+    found = look({"phase": "computing", "busy": 1.0}, {"process": "paused"})
+    assert [(c.rank, c.reason) for c in found.culprits] == [(1, "computing"), (2, "paused")]
+    assert not found.fatal
+
+
+def test_the_hub_is_out_of_reach() -> None:
+    found = look(hub_lost_s=4.0, me={**HERE})
+    assert found.culprits == ()
+    lost = explain(
+        Roster(1, (Words(rank=1),), 4.0),
+        rank=1,
+        step=7,
+        phase="exchanging",
+        operation="all-reduce",
+        place="x",
+        waited_s=5.0,
+    )
+    assert [(c.rank, c.reason) for c in lost.culprits] == [(0, "unreachable")]

@@ -1,0 +1,214 @@
+"""The hub and its door: who may speak, who is silent, who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from offbeat.errors import NetworkError
+from offbeat.wire import hub as hub_module
+from offbeat.wire.frame import Decoder
+from offbeat.wire.hub import Hub
+from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Words, pack, proof, unpack
+from offbeat.wire.uplink import Uplink
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+TOKEN = b"t" * 32
+
+
+def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> None:
+    async def play() -> None:
+        hub = Hub(token=TOKEN, world=world)
+        address = await hub.serve("127.0.0.1")
+        try:
+            await story(hub, address)
+        finally:
+            hub.close()
+
+    asyncio.run(play())
+
+
+async def join(address: str, rank: int, token: bytes = TOKEN, shown: Any = None) -> tuple[Uplink, asyncio.Task[None]]:
+    uplink = Uplink(address, token=token, rank=rank, show=shown or (lambda: None))
+    task = asyncio.create_task(uplink.run())
+    for _ in range(200):
+        if uplink.lost_since_s is None:
+            break
+        await asyncio.sleep(0.005)
+    return uplink, task
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.05)
+
+
+def test_reports_meet_in_the_roster() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task_one = await join(address, 1)
+        two, task_two = await join(address, 2)
+        one.report(Words(rank=1, host="b", phase="computing", step=4))
+        two.report(Words(rank=2, host="c", phase="exchanging", step=5))
+        await settle()
+        words = await one.ask(())
+        assert [(w.rank, w.phase, w.step) for w in words[1:]] == [(1, "computing", 4), (2, "exchanging", 5)]
+        assert words[0].process == "unreachable", "rank 0 has never reported"
+        task_one.cancel()
+        task_two.cancel()
+
+    with_hub(story)
+
+
+def test_a_wrong_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(hub: Hub, address: str) -> None:
+        with caplog.at_level(logging.WARNING):
+            uplink, task = await join(address, 1, token=b"x" * 32)
+        assert uplink.lost_since_s is not None
+        assert hub.peers == 0
+        with pytest.raises(NetworkError):
+            await uplink.ask(())
+        assert "its token is wrong" in caplog.text
+        task.cancel()
+
+    with_hub(story)
+
+
+async def speak(address: str, data: bytes) -> bytes:
+    """Connect, say `data` after the hub's hello, and return what else comes until the hub hangs up."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    await reader.read(1000)
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), 3)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        pack(Report(Words(rank=1))),
+        pack(Join(9, b"n" * 32, b"p" * 32)),
+        pack(Join(1, b"n" * 32, b"p" * 32)),
+        b"OFFB\x01\x00\x00\x00" + (2**31).to_bytes(4, "big") + bytes(12),
+    ],
+    ids=["http", "report without joining", "rank out of range", "wrong proof", "two gigabytes"],
+)
+def test_a_stranger_is_cut_off_and_the_hub_lives(data: bytes) -> None:
+    async def story(hub: Hub, address: str) -> None:
+        assert await speak(address, data) == b""
+        uplink, task = await join(address, 1)
+        assert uplink.lost_since_s is None
+        task.cancel()
+
+    with_hub(story)
+
+
+def test_a_proof_cannot_be_used_again() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        (frame,) = Decoder().feed(await reader.read(1000))
+        hello = unpack(frame)
+        assert isinstance(hello, Hello)
+        recorded = pack(Join(1, b"n" * 32, proof(TOKEN, "peer", 1, hello.nonce, b"n" * 32)))
+        writer.write(recorded)
+        assert await reader.read(1000), "the first time it is welcome"
+        writer.close()
+        assert await speak(address, recorded) == b"", "the second time the hub's nonce is another"
+
+    with_hub(story)
+
+
+def test_a_rank_speaks_for_itself_only() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task = await join(address, 1)
+        one.report(Words(rank=2, phase="raised", traceback="forged"))
+        await settle()
+        assert (await hub.roster())[2].phase == "starting"
+        assert hub.peers == 0, "and is cut off"
+        task.cancel()
+
+    with_hub(story)
+
+
+def test_silence_becomes_unreachable_but_good_byes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "SILENCE_S", 0.05)
+
+    async def story(hub: Hub, address: str) -> None:
+        for rank, last in ((1, None), (2, Bye())):
+            uplink, task = await join(address, rank)
+            uplink.report(Words(rank=rank, host="h", phase="computing", step=3))
+            await settle()
+            await uplink.leave(bye=last is not None)
+            task.cancel()
+        await asyncio.sleep(0.2)
+        _, one, two = await hub.roster()
+        assert (one.process, one.phase) == ("unreachable", "computing")
+        assert (two.process, two.phase) == ("running", "finished")
+
+    with_hub(story)
+
+
+def test_stacks_are_asked_for_and_waited_for() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        def show() -> None:
+            one.report(Words(rank=1, stack="in f"))
+
+        one, task = await join(address, 1, shown=show)
+        words = await hub.roster((1,))
+        assert words[1].stack == "in f"
+        task.cancel()
+
+    with_hub(story)
+
+
+def test_the_uplink_comes_back() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task = await join(address, 1)
+        one.report(Words(rank=1, step=3))
+        await settle()
+        hub._links[1].close()  # the fault: the connection breaks
+        await settle()
+        assert one.lost_since_s is not None
+        await asyncio.sleep(1.3)
+        assert one.lost_since_s is None
+        assert (await one.ask(()))[1].step == 3, "the latest words were said again"
+        task.cancel()
+
+    with_hub(story)
+
+
+def test_an_open_door_without_token_is_refused() -> None:
+    async def play() -> None:
+        with pytest.raises(NetworkError, match="without a token"):
+            await Hub(token=b"", world=2).serve("0.0.0.0")
+
+    asyncio.run(play())
+
+
+def test_questions_faster_than_answers_are_cut_off() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task = await join(address, 1)
+        assert one._talk is not None
+        for number in range(50):
+            one._talk.say(Ask(number, (1,)))  # each waits for a stack that never comes
+        await asyncio.sleep(0.2)
+        assert hub.peers == 0
+        task.cancel()
+
+    with_hub(story)
+
+
+def test_roster_of_the_hub_has_every_rank() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        hub.report(Words(rank=0, phase="computing"))
+        roster = Roster(1, await hub.roster())
+        assert [w.rank for w in roster.words] == [0, 1, 2]
+
+    with_hub(story)

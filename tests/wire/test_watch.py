@@ -1,0 +1,94 @@
+"""A sentinel lives as long as its worker, and not longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+
+from offbeat.errors import NetworkError
+from offbeat.wire import Watch
+from tests.cli.commands import alive, descendants
+
+WORKER = """
+import os, sys, time
+from offbeat.wire import Watch
+watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+watch.say("computing", step=3)
+print("ready", flush=True)
+sys.stdin.read()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["os.kill(os.getpid(), 9)", "os._exit(0)", "watch.close()", "os.fork() or time.sleep(30); os._exit(1)"],
+    ids=["killed", "exits", "closes", "leaves a child behind that holds its sockets"],
+)
+def test_it_ends_with_its_worker(end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER.format(end=end)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdin is not None
+        assert worker.stdout.readline() == "ready\n"
+        sentinels = {pid for pid in descendants(worker.pid) if "offbeat.wire" in command_of(pid)}
+        assert len(sentinels) == 1
+        worker.stdin.close()
+        deadline_s = time.monotonic() + 5
+        while alive(sentinels) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not alive(sentinels)
+
+
+def command_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read().replace("\0", " ")
+
+
+def test_a_dead_sentinel_is_no_hang() -> None:
+    watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+    try:
+        assert len(watch.roster(timedelta(seconds=5)).words) == 2
+        watch._process.kill()
+        watch._process.wait()
+        began_s = time.monotonic()
+        with pytest.raises(NetworkError, match="sentinel"):
+            watch.roster(timedelta(seconds=5))
+        assert time.monotonic() - began_s < 1
+        watch.say("computing", step=1)  # training goes on without
+    finally:
+        watch.close()
+
+
+def test_a_hub_that_is_not_there() -> None:
+    """The worker's own sentinel answers for itself."""
+    watch = Watch.start(rank=1, world=2, token=b"x" * 32, hub="127.0.0.1:9")
+    try:
+        roster = watch.roster(timedelta(seconds=5))
+        assert roster.hub_lost_s is not None
+        assert [words.rank for words in roster.words] == [1]
+    finally:
+        watch.close()
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(NetworkError, match=r"control connection on 192\.0\.2\.1"):
+        Watch.start(rank=0, world=2, token=b"x" * 32, hub=None, bind="192.0.2.1")
+
+
+def test_a_forked_child_is_not_the_worker() -> None:
+    watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+    try:
+        if (child := os.fork()) == 0:
+            watch.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert len(watch.roster(timedelta(seconds=5)).words) == 2
+    finally:
+        watch.close()
