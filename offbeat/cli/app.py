@@ -8,6 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
+from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
 from offbeat.cli.run import run
 from offbeat.errors import OffbeatError
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(plan_app, name="plan")
+app.add_typer(lab_app, name="lab")
 
 
 def run_app() -> None:

@@ -1,0 +1,172 @@
+"""`offbeat lab`: build a network of shaped links on this machine, and measure in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from offbeat.errors import ScenarioError
+
+if TYPE_CHECKING:
+    from offbeat.lab.results import Report
+    from offbeat.scenario import Scenario
+
+app = typer.Typer(help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True)
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="A scenario as TOML.", show_default=False)]
+
+
+@app.command()
+def run(
+    scenario: ScenarioFile,
+    json: Annotated[Path, typer.Option(help="Where the result goes.", show_default=False)],
+    png: Annotated[Path | None, typer.Option(help="Where a picture of it goes.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.repeats.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.steps.")] = None,
+) -> None:
+    """Run every row of a scenario, interleaved and repeated, and write what was measured. Needs root."""
+    import msgspec
+
+    from offbeat.lab import machine, plots, results, rounds
+
+    parsed, text = _read(scenario)
+    changes = {name: value for name, value in (("repeats", repeats), ("steps", steps)) if value is not None}
+    if changes:
+        parsed = msgspec.structs.replace(parsed, run=msgspec.structs.replace(parsed.run, **changes))
+    _check_writable(json, png)
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("building", total=parsed.run.repeats * len(parsed.row))
+        begun = 0
+
+        def tell(row: str, repeat: int) -> None:
+            nonlocal begun
+            progress.update(task, description=f"repeat {repeat + 1}: {row}", completed=begun)
+            begun += 1
+
+        report = rounds.run(parsed, text, scenario.parent, command=machine.command_line(), tell=tell)
+        progress.update(task, description="done", completed=begun)
+    results.write(report, json)
+    if png is not None:
+        plots.draw(report, png)
+    _show_table(report)
+
+
+@app.command()
+def show(scenario: ScenarioFile) -> None:
+    """Draw a scenario's hosts and links, and say what it measures."""
+    from offbeat.scenario import Replay
+
+    parsed, _ = _read(scenario)
+    workload = parsed.workload
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{parsed.scenario.name}: {parsed.scenario.description}", markup=False)
+    drawing = "plain processes on loopback: " if parsed.loopback else ""
+    names = ", ".join(host.name for host in parsed.topology.hosts)
+    console.print(f"\n{drawing + names if parsed.loopback else parsed.topology.draw()}\n", markup=False)
+    if isinstance(workload, Replay):
+        from offbeat.lab import profiles
+
+        layers = profiles.timed(workload)
+        size_bytes = profiles.size_bytes(layers)
+        compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+        bound_s = parsed.topology.allreduce_bound_s(size_bytes)
+        name = workload.profile or "a table of layers"
+        console.print(
+            f"replay of {name}: {size_bytes / 1e6:.2f} MB of gradients in {len(layers)} layers; "
+            f"computation {compute_s:.3f} s, all-reduce at least {bound_s:.3f} s per step",
+            markup=False,
+        )
+    else:
+        console.print(f"script {workload.path} {' '.join(workload.args)}", markup=False)
+    rows = ", ".join(row.name for row in parsed.row)
+    console.print(f"{parsed.run.repeats} x {parsed.run.steps} steps of: {rows}", markup=False)
+
+
+@app.command()
+def clean(
+    force: Annotated[bool, typer.Option("--force", help="Remove what living labs hold, too.")] = False,
+) -> None:
+    """Remove what a dead lab left behind, and nothing else."""
+    from offbeat.lab import state
+    from offbeat.lab.network import require_rights
+
+    require_rights()
+    removed, kept = state.clean(force=force)
+    for claim in removed:
+        typer.echo(f"removed lab {claim.lab} of process {claim.owner_pid}: {len(claim.namespaces)} namespaces")
+    for claim in kept:
+        typer.echo(f"kept lab {claim.lab}: process {claim.owner_pid} still runs it (--force removes it, too)")
+    if not removed and not kept:
+        typer.echo("nothing to remove")
+
+
+def _read(path: Path) -> tuple[Scenario, str]:
+    """The scenario in a file, and its text.
+
+    Raises:
+        ScenarioError: if the file cannot be read, or holds no scenario.
+    """
+    from offbeat.scenario import Scenario
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(
+            f"Cannot read the scenario {path}: {error}. Give the path of a TOML file, such as those in "
+            "benchmarks/scenarios."
+        ) from error
+    try:
+        return Scenario.from_toml(text), text
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}") from error
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Minutes of measuring should not end in a folder that is not there."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ScenarioError(f"Cannot write {path}: there is no folder {path.parent}. Make it, or choose another.")
+
+
+def _show_table(report: Report) -> None:
+    table = Table(title=report.name, title_justify="left")
+    table.add_column("row")
+    for heading in ("ms per step", "min", "max", "limit", "% of limit", f"x {report.rows[0].baseline}", "MB sent"):
+        table.add_column(heading, justify="right")
+    timed = any(row.time_to_target_s is not None for row in report.rows)
+    if timed:
+        table.add_column("s to target", justify="right")
+        table.add_column("final", justify="right")
+    for row in report.rows:
+        step = row.seconds_per_step
+        cells = [
+            row.row,
+            f"{step.median * 1e3:.4g}",
+            f"{step.min * 1e3:.4g}",
+            f"{step.max * 1e3:.4g}",
+            f"{row.bound_s * 1e3:.4g}",
+            f"{row.percent_of_bound:.1f}",
+            f"{row.ratio_to_baseline:.3f}",
+            f"{sum(row.bytes_sent_per_worker) / len(row.bytes_sent_per_worker) / 1e6:.2f}",
+        ]
+        if timed:
+            cells.append("never" if row.time_to_target_s is None else f"{row.time_to_target_s:.2f}")
+            cells.append("" if row.final_metric is None else f"{row.final_metric:.4f}")
+        table.add_row(*cells)
+    Console().print(table)
+    for name, overhead_us in report.overhead_us_per_bucket.items():
+        typer.echo(f"{name}: {overhead_us:+.0f} us per bucket against {report.rows[0].baseline}")

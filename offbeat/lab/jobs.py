@@ -1,0 +1,133 @@
+"""What the worker programs of one row are told: the command, the plan, and how exact the sum must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import tomli_w
+
+from offbeat.errors import PlanError, ScenarioError
+from offbeat.lab import programs
+from offbeat.lab.recorder import WORK, Work
+from offbeat.scenario import Replay, Row, Scenario, Script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.lab.launch import Place
+
+_ROUNDING = 1e-5
+"""Largest error of a mean of standard-normal float32 numbers."""
+_ROUNDING_16_BIT = 0.1
+"""The same with 8 bits of precision, summed in that type by up to a few dozen workers."""
+_PEERS: dict[str, tuple[str, float | None]] = {
+    "ddp": ("DistributedDataParallel", _ROUNDING),
+    "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT),
+    "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row, ready to run. `plan` is for people, `toml` for offbeat; `folder` is the scenario's."""
+
+    row: Row
+    scenario: Scenario
+    folder: Path
+    plan: str
+    toml: str
+    tolerance: float | None
+
+    @property
+    def command(self) -> list[str]:
+        """The worker program and its arguments."""
+        workload = self.scenario.workload
+        if isinstance(workload, Replay):
+            return programs.module("offbeat.lab.replay")
+        script = find(workload.path, self.folder)
+        if script is None:
+            raise ScenarioError(
+                f"Cannot run the script {workload.path!r}: it is neither in {self.folder} nor in {Path.cwd()}. "
+                "Give its path from one of the two (workload.path)."
+            )
+        return programs.script(script, *workload.args)
+
+    def environment(self, run_dir: Path) -> dict[str, str]:
+        """Variables for all workers; offbeat writes its metrics to `run_dir`."""
+        own: dict[str, str] = {"OFFBEAT_LAB_SYSTEM": self.row.system}
+        if self.row.system == "offbeat":
+            own |= {"OFFBEAT_PLAN": self.toml, "OFFBEAT_RUN_DIR": str(run_dir)}
+        return own
+
+    def each(self, places: Sequence[Place]) -> list[dict[str, str]]:
+        """Variables for each worker: its work."""
+        return [{WORK: msgspec.json.encode(self._work(place)).decode()} for place in places]
+
+    def _work(self, place: Place) -> Work:
+        workload = self.scenario.workload
+        data = None
+        if isinstance(workload, Script) and workload.data is not None:
+            # A script falls back to other data where the folder is missing, and notes it.
+            data = str(find(workload.data, self.folder) or workload.data)
+        return Work(
+            system=self.row.system,
+            steps=self.scenario.run.steps,
+            warmup_steps=self.scenario.run.warmup_steps,
+            compute_factor=place.compute_factor,
+            bucket_bytes=workload.bucket_bytes,
+            data=data,
+            tolerance=self.tolerance,
+            replay=workload if isinstance(workload, Replay) else None,
+        )
+
+
+def jobs(scenario: Scenario, folder: Path) -> list[Job]:
+    """The rows of a scenario, ready to run; `folder` is where its file lies.
+
+    Raises:
+        ScenarioError: if a plan cannot be read or cannot work, or a script is missing.
+    """
+    made = [_job(index, row, scenario, folder) for index, row in enumerate(scenario.row)]
+    for job in made:
+        _ = job.command
+    return made
+
+
+def find(name: str, folder: Path) -> Path | None:
+    """The file or folder of that name, from the scenario's folder or else from ours."""
+    for candidate in (folder / name, Path(name)):
+        if candidate.exists():
+            return candidate.resolve()
+    return None
+
+
+def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
+    if row.system != "offbeat":
+        plan, tolerance = _PEERS[row.system]
+        return Job(row, scenario, folder, plan, "", tolerance)
+    # Imported here: plans stand on torch, which takes seconds to load.
+    from offbeat.codec import Cast, Dense
+    from offbeat.plan import Plan
+
+    try:
+        made = Plan.from_toml(_plan_toml(index, row, scenario, folder))
+    except PlanError as error:
+        raise ScenarioError(f"Cannot use the plan of row {row.name!r} (row[{index}].plan): {error}") from error
+    tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
+    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerances.get(type(made.codec)))
+
+
+def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
+    if isinstance(row.plan, str):
+        path = find(row.plan, folder)
+        if path is None:
+            raise ScenarioError(
+                f"Cannot use the plan of row {row.name!r}: there is no file {row.plan!r} in {folder} or {Path.cwd()}. "
+                f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."
+            )
+        return path.read_text()
+    size = scenario.workload.bucket_bytes
+    return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

@@ -1,0 +1,208 @@
+"""One worker per host, with the environment that torchrun would give it.
+
+Workers run in sessions of their own, so a Ctrl-C reaches the lab alone and the lab ends them; the kernel ends them if
+the lab is killed. When one dies the others are ended at once, and the one that died first is named with its last words.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.errors import WorkerLostError
+from offbeat.lab import programs, recorder, state
+from offbeat.lab.network import INTERFACE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from offbeat.lab.network import Network
+
+MASTER_PORT = 29500
+"""Every host of a lab has all ports to itself."""
+LAST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast."""
+
+    host: str
+    namespace: str | None
+    address: str
+    interface: str
+    compute_factor: float = 1.0
+
+
+def places(network: Network) -> list[Place]:
+    """One place per host of a network."""
+    return [
+        Place(host.name, network.namespace(host.name), network.address(host.name), INTERFACE, host.compute_factor)
+        for host in network.topology.hosts
+    ]
+
+
+def loopback_places(names: Sequence[str]) -> list[Place]:
+    """Plain processes of this machine on its loopback interface."""
+    return [Place(name, None, "127.0.0.1", "lo") for name in names]
+
+
+class Workers:
+    """The workers of one run: started on construction, gone when the `with` block ends.
+
+    Args:
+        command: the program and its arguments, the same for all.
+        places: where rank 0, 1, ... run.
+        folder: an empty folder for their output (`rank0.log`) and results (`rank0.jsonl`).
+        environment: variables for all of them, beside those of torchrun.
+        each: variables for one rank each, in order of rank.
+        lab: the lab's identity, which marks its processes; None outside of namespaces.
+
+    Start them from the main thread: the kernel ties a worker to the thread that started it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        places: Sequence[Place],
+        folder: Path,
+        environment: Mapping[str, str],
+        each: Sequence[Mapping[str, str]],
+        lab: str | None = None,
+    ) -> None:
+        self.places = list(places)
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        port = MASTER_PORT if lab is not None else _free_port()
+        together = {
+            **programs.environment(),
+            "WORLD_SIZE": str(len(self.places)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.places[0].address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **({state.MARK: lab} if lab is not None else {}),
+            **environment,
+        }
+        try:
+            for rank, (place, own) in enumerate(zip(self.places, each, strict=True)):
+                self._processes.append(
+                    self._start(
+                        programs.entered(place.namespace, command),
+                        self.log(rank),
+                        {
+                            **together,
+                            "RANK": str(rank),
+                            "GROUP_RANK": str(rank),
+                            "GLOO_SOCKET_IFNAME": place.interface,
+                            recorder.RESULT: str(self.result(rank)),
+                            **own,
+                        },
+                    )
+                )
+        except BaseException:
+            self.end()
+            raise
+
+    def log(self, rank: int) -> Path:
+        """Where the output of a worker goes."""
+        return self.folder / f"rank{rank}.log"
+
+    def result(self, rank: int) -> Path:
+        """Where a worker's recorder writes."""
+        return self.folder / f"rank{rank}.jsonl"
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all workers have ended well.
+
+        Raises:
+            WorkerLostError: if one ends otherwise, or not all have ended after `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector, ExitStack() as handles:
+            for rank, process in enumerate(self._processes):
+                handle = os.pidfd_open(process.pid)
+                handles.callback(os.close, handle)
+                selector.register(handle, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    raise WorkerLostError(self._overdue([key.data for key in selector.get_map().values()], timeout_s))
+                codes = {key.data: _exit_code(key.fd) for key, _ in ready}
+                if any(codes.values()):
+                    raise WorkerLostError(self._obituary(codes))
+                for key, _ in ready:
+                    selector.unregister(key.fd)
+
+    def end(self) -> None:
+        """End every worker and what it started, at once; ending twice is allowed."""
+        for process in self._processes:
+            # Not yet waited for, so the group's name cannot have passed to strangers, even if its leader is dead.
+            os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def _start(self, command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _obituary(self, codes: dict[int, int]) -> str:
+        # Of several that ended together, one that a signal killed did not die of the others' death.
+        rank = min((rank for rank, code in codes.items() if code), key=lambda rank: (codes[rank] > 0, rank))
+        code = codes[rank]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            f"Cannot go on: rank {rank} on host {self.places[rank].host} {how}, its last output was\n"
+            f"{self._last_lines(rank)}"
+        )
+
+    def _overdue(self, running: list[int], timeout_s: float) -> str:
+        names = ", ".join(f"{rank} on {self.places[rank].host}" for rank in running)
+        return (
+            f"Cannot wait longer: after {timeout_s:g} s rank {names} still run. Raise the limit (run.timeout_s) or "
+            f"shorten the run (run.steps). The last output of rank {running[0]} was\n{self._last_lines(running[0])}"
+        )
+
+    def _last_lines(self, rank: int) -> str:
+        with self.log(rank).open(errors="replace") as lines:
+            last = "".join(f"  {line.rstrip()}\n" for line in deque(lines, LAST_LINES))
+        return last.rstrip("\n") or "  (nothing)"
+
+
+def _exit_code(handle: int) -> int:
+    """How the process behind a pidfd ended, without burying it: negative is a signal."""
+    status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,175 @@
+"""What a worker measures, as JSON lines in a file of its own.
+
+A worker program makes one `Recorder`, calls `step()` after every training step, `metric()` after every evaluation and
+`finish()` at the end. The lab tells it through the environment how many steps count; outside of the lab it keeps quiet
+and the program trains all the same.
+
+Bytes are those that really left: the transmit counter of the host's interface, headers and acknowledgements included.
+On the loopback interface, which all workers share, they are what the kernel counted on this process's TCP sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.scenario import Replay  # noqa: TC001 - msgspec reads it
+
+if TYPE_CHECKING:
+    from io import BufferedWriter
+
+RESULT = "OFFBEAT_LAB_RESULT"
+WORK = "OFFBEAT_LAB_WORK"
+_TCP_INFO_BYTES_SENT = slice(200, 208)
+"""Where `tcpi_bytes_sent` stands in `struct tcp_info` (Linux 4.19 and later)."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What the lab asks of a worker program. `compute_factor` is by how much this host is slower than the reference."""
+
+    system: str = "offbeat"
+    steps: int = 20
+    warmup_steps: int = 5
+    compute_factor: float = 1.0
+    bucket_bytes: int | None = None
+    target: float | None = None
+    data: str | None = None
+    tolerance: float | None = None
+    """Largest absolute error of a summed standard-normal gradient element; None: the system is lossy by design."""
+    replay: Replay | None = None
+
+    @classmethod
+    def from_environment(cls) -> Work:
+        """The work the lab set in the environment, or the default outside of the lab."""
+        return msgspec.json.decode(os.environ.get(WORK, "{}"), type=cls)
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """One measured step: its time, and what of it was not computation."""
+
+    step: int
+    step_s: float
+    wait_s: float
+
+
+class Metric(msgspec.Struct, frozen=True, tag="metric"):
+    """One evaluation, after `time_s` seconds of training (warm-up included, evaluations not)."""
+
+    step: int
+    time_s: float
+    value: float
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """The worker's totals over the measured steps; `digest` is that of the last gradient, equal on all replicas."""
+
+    bytes_sent: int
+    samples: int
+    gradient_bytes: int
+    compute_s: float
+    digest: str
+    gradient_error: float | None = None
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """Something a reader of the result must know."""
+
+    text: str
+
+
+Line = Step | Metric | End | Note
+
+
+class Recorder:
+    """Measures one worker. `compute_s` is what a step would take without any communication."""
+
+    def __init__(self, *, compute_s: float, gradient_bytes: int, work: Work | None = None) -> None:
+        self.work = work or Work.from_environment()
+        self._compute_s = compute_s
+        self._gradient_bytes = gradient_bytes
+        self._file: BufferedWriter | None = None
+        if path := os.environ.get(RESULT):
+            self._file = Path(path).open("wb")  # noqa: SIM115 - closed by finish()
+        self._done = 0
+        self._samples = 0
+        self._sent_bytes = 0
+        self._paused_s = 0.0
+        self._start_s = self._mark_s = time.perf_counter()
+
+    def step(self, samples: int) -> None:
+        """A step with `samples` samples ended now; the next one starts now."""
+        now_s = time.perf_counter()
+        index = self._done - self.work.warmup_steps
+        self._done += 1
+        if 0 <= index < self.work.steps:
+            step_s = now_s - self._mark_s
+            self._write(Step(index, round(step_s, 6), round(max(0.0, step_s - self._compute_s), 6)))
+            self._samples += samples
+        if index + 1 == 0:
+            self._sent_bytes = -sent_bytes()
+        elif index + 1 == self.work.steps:
+            self._sent_bytes += sent_bytes()
+        # What this method itself did belongs to no step.
+        self._resume(now_s)
+
+    def metric(self, value: float) -> None:
+        """An evaluation gave `value`. Call it before the next step starts; its time counts for no step."""
+        self._write(Metric(self._done, round(self._mark_s - self._start_s - self._paused_s, 6), value))
+        self._resume(self._mark_s)
+
+    def note(self, text: str) -> None:
+        """Something a reader of the result must know, such as that other data was used."""
+        self._write(Note(text))
+
+    def finish(self, *, digest: str, gradient_error: float | None = None) -> None:
+        """All steps are done: write the totals."""
+        self._write(End(self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s, digest, gradient_error))
+        if self._file is not None:
+            self._file.close()
+
+    def _resume(self, since_s: float) -> None:
+        self._mark_s = time.perf_counter()
+        self._paused_s += self._mark_s - since_s
+
+    def _write(self, line: Line) -> None:
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read(path: Path) -> list[Line]:
+    """The lines a worker wrote; a file that is not there has none."""
+    with suppress(FileNotFoundError):
+        return msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
+    return []
+
+
+def sent_bytes() -> int:
+    """Bytes this worker has sent so far, by the counters of the kernel."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if interface == "lo":
+        return _sent_by_sockets()
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    return 0
+
+
+def _sent_by_sockets() -> int:
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        # Descriptors come and go while we look.
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as handle:
+                info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += int.from_bytes(info[_TCP_INFO_BYTES_SENT], "little")
+    return total

@@ -1,0 +1,168 @@
+"""A worker program: replay a profile. `python -m offbeat.lab.replay`, started by the lab.
+
+The model's parameters have a profile's sizes. Its layers do not compute: each sleeps its share of the forward and of
+the backward pass, and in the backward pass emits a real gradient, so that hooks fire layer by layer at the times of a
+real backward, on two cores as on eight GPUs. Rules:
+
+* Emitting the gradient is part of a layer's time; oversleeping is made up for by the next layer; hooks, packing and
+  waiting come on top, for every system alike.
+* Gradients differ by rank and step and can be made again from their seed. Twice, outside of the measured steps, every
+  worker compares the mean it received with the mean of what all workers emitted: a replay that sums wrongly fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.errors import NumericsError, ScenarioError
+from offbeat.lab import profiles
+from offbeat.lab.peers import Bound, bind
+from offbeat.lab.recorder import Recorder, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_FACTORS = (1.0, 1.25, 0.75, 1.5)
+"""A step's gradients are the rank's pattern times one of these, so that consecutive steps differ."""
+
+
+class Pace:
+    """Computation slept away: keeps the sum of all layers' times exact although a sleep is not."""
+
+    def __init__(self, compute_factor: float) -> None:
+        self._compute_factor = compute_factor
+        self._owed_s = 0.0
+
+    def layer(self, seconds: float, since_s: float) -> None:
+        """Return when `seconds` (on the reference host) have passed since `since_s`, but for what is owed."""
+        self._owed_s += seconds * self._compute_factor
+        time.sleep(max(0.0, since_s + self._owed_s - time.perf_counter()))
+        self._owed_s -= time.perf_counter() - since_s
+
+
+class ReplayLayer(torch.nn.Module):
+    """Parameters of the true shapes; the pattern of gradients for them; no function of the input."""
+
+    def __init__(self, layer: profiles.TimedLayer, pace: Pace, generator: torch.Generator) -> None:
+        super().__init__()
+        self.forward_s = layer.forward_s
+        self.backward_s = layer.backward_s
+        self.pace = pace
+        self.factor = 1.0
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in layer.shapes)
+        self.pattern = [torch.randn(shape, generator=generator) for shape in layer.shapes]
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        output = _Replayed.apply(self, signal, *self.weights)  # type: ignore[no-untyped-call]
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: ReplayLayer, signal: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        start_s = time.perf_counter()
+        ctx.layer = layer
+        layer.pace.layer(layer.forward_s, start_s)
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        start_s = time.perf_counter()
+        layer: ReplayLayer = ctx.layer
+        emitted = [pattern * layer.factor for pattern in layer.pattern]
+        layer.pace.layer(layer.backward_s, start_s)
+        return None, grads[0], *emitted
+
+
+class ReplayModel(torch.nn.Sequential):
+    """A profile's layers, one after the other."""
+
+    def __init__(self, layers: Sequence[profiles.TimedLayer], *, rank: int, compute_factor: float) -> None:
+        pace, generator = Pace(compute_factor), _generator(rank)
+        super().__init__()
+        for layer in layers:
+            self.add_module(layer.name, ReplayLayer(layer, pace, generator))
+
+    def set_step(self, step: int) -> None:
+        """Choose the gradients of a step."""
+        for layer in self:
+            assert isinstance(layer, ReplayLayer)
+            layer.factor = _FACTORS[step % len(_FACTORS)]
+
+
+def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[float, str]:
+    """Compare every `.grad` with the mean of what all ranks emitted; return (largest error, digest of the gradients).
+
+    Raises:
+        NumericsError: if an element is off by more than `tolerance` (None: any error will do), or is not finite.
+    """
+    generators = [_generator(rank) for rank in range(world)]
+    digest = hashlib.sha256()
+    worst = 0.0
+    for name, parameter, factor in _parameters(model):
+        emitted = [torch.randn(parameter.shape, generator=g).double() * factor for g in generators]
+        if parameter.grad is None:
+            raise NumericsError(f"Cannot trust this run: {name} got no gradient. The system that carries it lost it.")
+        error = (parameter.grad.double() - torch.stack(emitted).mean(0)).abs().max().item()
+        if not error <= (float("inf") if tolerance is None else tolerance) or error == float("inf"):
+            raise NumericsError(
+                f"Cannot trust this run: the mean gradient of {name} is wrong by {error:.3g}, at most {tolerance} can "
+                "be rounding. The system that carries it sums wrongly."
+            )
+        worst = max(worst, error)
+        digest.update(parameter.grad.contiguous().numpy().tobytes())
+    return worst, digest.hexdigest()
+
+
+def main() -> None:
+    """Run the work in the environment."""
+    work = Work.from_environment()
+    if work.replay is None:
+        raise ScenarioError("Cannot replay: no workload is given. Start it with `offbeat lab run` (workload).")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    layers = profiles.timed(work.replay)
+    model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
+    compute_s = (work.replay.forward_s + work.replay.backward_s) * work.compute_factor
+    if work.replay.profile is None:
+        compute_s = sum(layer.forward_s + layer.backward_s for layer in layers) * work.compute_factor
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=profiles.size_bytes(layers), work=work)
+    error, digest = 0.0, ""
+    # One step more than is measured, for the second check.
+    for step in range(work.warmup_steps + work.steps + 1):
+        _step(model, bound, step)
+        if step in (work.warmup_steps - 2, work.warmup_steps + work.steps):
+            error, digest = check(model, world=world, tolerance=work.tolerance)
+        bound.optimizer.step()
+        bound.optimizer.zero_grad()
+        recorder.step(work.replay.batch)
+    recorder.finish(digest=digest, gradient_error=error)
+    bound.close()
+
+
+def _step(model: ReplayModel, bound: Bound, step: int) -> None:
+    model.set_step(step)
+    bound.model(torch.zeros(1, requires_grad=True)).sum().backward()
+
+
+def _generator(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(20_000 + rank)
+
+
+def _parameters(model: ReplayModel) -> Iterator[tuple[str, torch.nn.Parameter, float]]:
+    for name, layer in model.named_children():
+        assert isinstance(layer, ReplayLayer)
+        for index, parameter in enumerate(layer.weights):
+            yield f"{name}.weights.{index}", parameter, layer.factor
+
+
+if __name__ == "__main__":
+    main()

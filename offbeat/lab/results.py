@@ -1,0 +1,180 @@
+"""The records of a result file: what a row measured, from which every claim of speed is made.
+
+`Record` is one row of the table, `Raw` one worker of one repeat, `Report` the file. A report is checked against these
+types when it is written, so what is on disk can be read back.
+
+* `seconds_per_step` - a repeat's value is the mean over its measured steps and workers (throughput, so that no pause
+  hides); of the repeats: median, least and most.
+* `bound_s` - the physical limit for the uncompressed exchange under perfect overlap: the larger of computation and
+  `Topology.allreduce_bound_s`. `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
+* `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
+  target if the workload has one, else of seconds per step.
+* `bytes_sent_per_worker`, `wait_s_per_worker` - per rank, over the measured steps of one repeat; medians. Waiting is
+  what a step took beyond its computation, measured alike for every system.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from offbeat.errors import ScenarioError
+from offbeat.lab.recorder import End, Metric, Note, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from offbeat.lab.recorder import Line
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+FORMAT = 1
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Spread(_Strict, frozen=True, kw_only=True):
+    """Median, least and most of the repeats."""
+
+    median: Amount
+    min: Amount
+    max: Amount
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        return cls(median=statistics.median(values), min=min(values), max=max(values))
+
+
+class Staleness(_Strict, frozen=True, kw_only=True):
+    """How many steps old the parameters were that gradients were computed on."""
+
+    mean: Amount
+    max: Count
+
+
+class Record(_Strict, frozen=True, kw_only=True):
+    """One row of a result file; see the module's text for each number."""
+
+    scenario: str
+    row: str
+    system: str
+    plan: str
+    repeats: Annotated[int, msgspec.Meta(ge=1)]
+    seconds_per_step: Spread
+    samples_per_s: Amount
+    time_to_target_s: Amount | None
+    final_metric: float | None
+    bytes_sent_per_worker: list[Count]
+    wait_s_per_worker: list[Amount]
+    staleness: Staleness
+    bound_s: Amount
+    percent_of_bound: Amount
+    ratio_to_baseline: Amount
+    baseline: str
+    events: list[str]
+
+
+class Raw(_Strict, frozen=True, kw_only=True):
+    """What one worker measured in one repeat of one row. `metrics` are (training seconds, value)."""
+
+    row: str
+    repeat: Count
+    rank: Count
+    host: str
+    step_s: list[Amount]
+    wait_s: list[Amount]
+    bytes_sent: Count
+    samples: Count
+    gradient_bytes: Count
+    compute_s: Amount
+    digest: str
+    gradient_error: Amount | None
+    metrics: list[tuple[Amount, float]]
+    notes: list[str]
+
+    @classmethod
+    def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> Raw:
+        """Gather what a worker's recorder wrote.
+
+        Raises:
+            ScenarioError: if it did not finish.
+        """
+        steps = [line for line in lines if isinstance(line, Step)]
+        end = lines[-1] if lines else None
+        if not isinstance(end, End) or not steps:
+            raise ScenarioError(
+                f"Cannot measure row {row!r}: the worker program on {host} ended well but recorded no result. "
+                "A script must make a Recorder, call step() and finish(); see offbeat/lab/recorder.py (workload.path)."
+            )
+        return cls(
+            row=row,
+            repeat=repeat,
+            rank=rank,
+            host=host,
+            step_s=[step.step_s for step in steps],
+            wait_s=[step.wait_s for step in steps],
+            bytes_sent=end.bytes_sent,
+            samples=end.samples,
+            gradient_bytes=end.gradient_bytes,
+            compute_s=end.compute_s,
+            digest=end.digest,
+            gradient_error=end.gradient_error,
+            metrics=[(line.time_s, line.value) for line in lines if isinstance(line, Metric)],
+            notes=[line.text for line in lines if isinstance(line, Note)],
+        )
+
+
+class Report(_Strict, frozen=True, kw_only=True):
+    """A result file. `scenario` is its text and `digest` that of its meaning.
+
+    `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
+    `overhead_us_per_bucket` is, per offbeat row, (its step - the baseline's step) / buckets, in microseconds.
+    """
+
+    format: int = FORMAT
+    name: str
+    description: str
+    scenario: str
+    digest: str
+    command: str
+    date: str
+    versions: dict[str, str]
+    hardware: dict[str, str | int]
+    goodput_mbps: dict[str, Amount]
+    overhead_us_per_bucket: dict[str, float]
+    rows: list[Record]
+    raw: list[Raw]
+
+
+def write(report: Report, path: Path) -> None:
+    """Write a report, if it is one: one line per row and per worker, so that two files can be compared by eye.
+
+    Raises:
+        msgspec.ValidationError: if a value does not have its type.
+        OSError: if the file cannot be written.
+    """
+    msgspec.json.decode(msgspec.json.encode(report), type=Report)
+    fields = []
+    for name in report.__struct_fields__:
+        value = getattr(report, name)
+        if isinstance(value, list):
+            items = ",\n  ".join(msgspec.json.encode(item).decode() for item in value)
+            fields.append(f' "{name}": [\n  {items}\n ]')
+        else:
+            fields.append(f' "{name}": {msgspec.json.encode(value).decode()}')
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def read(path: Path) -> Report:
+    """Read a report back.
+
+    Raises:
+        msgspec.ValidationError: if it is none.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Report)

@@ -1,0 +1,219 @@
+"""Run every row of a scenario, interleaved and repeated, and sum up what was measured.
+
+A B C A B C ... rather than A A B B C C: the machine drifts (temperature, neighbours), and what drifts must hit all rows
+alike. All rows drop the same warm-up and run on the very same links.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import DisagreementError
+from offbeat.lab import goodput, launch, machine, recorder
+from offbeat.lab.jobs import jobs
+from offbeat.lab.network import Network
+from offbeat.lab.results import Raw, Record, Report, Spread, Staleness
+from offbeat.scenario import Script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.lab.jobs import Job
+    from offbeat.scenario import Scenario
+
+_MAX_EVENTS = 20
+
+
+@dataclass
+class Repeat:
+    """One run of one row: what each worker measured, and what offbeat told (events, buckets)."""
+
+    workers: list[Raw]
+    events: list[str] = field(default_factory=list)
+    buckets: int = 0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean over the measured steps and workers."""
+        return statistics.fmean(step for worker in self.workers for step in worker.step_s)
+
+    def time_to(self, target: float | None) -> float | None:
+        """Training seconds until rank 0 first measured `target`, or None."""
+        if target is None:
+            return None
+        return next((time_s for time_s, value in self.workers[0].metrics if value >= target), None)
+
+
+class _Told(msgspec.Struct):
+    """The parts of offbeat's metrics records that a result speaks of."""
+
+    kind: str
+    rank: int = 0
+    what: str = ""
+    text: str = ""
+    buckets: list[msgspec.Raw] = []
+
+
+def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Callable[[str, int], None]) -> Report:
+    """Measure every row of a scenario.
+
+    Args:
+        text: the scenario as it was written.
+        folder: where its file lies; paths in it start there.
+        command: the command line, for the record.
+        tell: called with the row's name and the repeat before each run.
+
+    Raises:
+        OffbeatError: if the network cannot be built, a worker fails, or a system sums wrongly.
+    """
+    rows = jobs(scenario, folder)
+    with ExitStack() as resources:
+        scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-lab-")))
+        network, measured = None, {}
+        if scenario.loopback:
+            places = launch.loopback_places([host.name for host in scenario.topology.hosts])
+        else:
+            network = resources.enter_context(Network(scenario.topology))
+            places = launch.places(network)
+            measured = goodput.measure(network)
+            goodput.check(measured, network)
+        repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
+        for index in range(scenario.run.repeats):
+            for number, job in enumerate(rows):
+                tell(job.row.name, index)
+                run_folder = scratch / f"{index}-{number}"
+                run_folder.mkdir()
+                repeats[job.row.name].append(run_once(job, places, run_folder, index, network.lab if network else None))
+    return _report(scenario, text, command, rows, repeats, measured)
+
+
+def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, lab: str | None) -> Repeat:
+    """Run one row once, in an empty folder.
+
+    Raises:
+        WorkerLostError: if a worker fails.
+        ScenarioError: if a worker measured nothing.
+        DisagreementError: if the replicas are not equal at the end.
+    """
+    environment, each = job.environment(folder / "run"), job.each(places)
+    with launch.Workers(
+        job.command, places=places, folder=folder, environment=environment, each=each, lab=lab
+    ) as workers:
+        workers.wait(job.scenario.run.timeout_s)
+        measured = [
+            Raw.from_lines(
+                recorder.read(workers.result(rank)), row=job.row.name, repeat=index, rank=rank, host=place.host
+            )
+            for rank, place in enumerate(places)
+        ]
+    digests = {worker.digest: worker.rank for worker in measured}
+    if len(digests) > 1:
+        raise DisagreementError(
+            f"Cannot trust row {job.row.name!r}: at the end of repeat {index} ranks {sorted(digests.values())} hold "
+            "different values where all replicas should be equal. The system under test broke the replicas apart."
+        )
+    told = _told(folder / "run" / "metrics.jsonl")
+    events = [note for worker in measured for note in worker.notes if worker.rank == 0]
+    events += [f"rank {record.rank}: {record.what}: {record.text}" for record in told if record.kind == "event"]
+    buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
+    return Repeat(measured, events, buckets)
+
+
+def _told(path: Path) -> list[_Told]:
+    decoder, told = msgspec.json.Decoder(_Told), []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            told.append(decoder.decode(line))
+        except msgspec.MsgspecError:
+            # A worker that was killed may leave half a line.
+            continue
+    return told
+
+
+def _report(
+    scenario: Scenario,
+    text: str,
+    command: str,
+    rows: Sequence[Job],
+    repeats: dict[str, list[Repeat]],
+    measured: dict[str, float],
+) -> Report:
+    everything = [worker for runs in repeats.values() for one in runs for worker in one.workers]
+    baseline = repeats[scenario.run.baseline]
+    base_s = statistics.median(one.seconds_per_step for one in baseline)
+    tolerance = next(job.tolerance for job in rows if job.row.name == scenario.run.baseline)
+    overhead = {}
+    for job in rows:
+        runs = repeats[job.row.name]
+        # Only where both send the same is the difference the system's own.
+        if runs[0].buckets and job.tolerance == tolerance:
+            more_s = statistics.median(one.seconds_per_step for one in runs) - base_s
+            overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)
+    return Report(
+        name=scenario.scenario.name,
+        description=scenario.scenario.description,
+        scenario=text,
+        digest=scenario.digest,
+        command=command,
+        date=machine.date(),
+        versions=machine.versions(),
+        hardware=machine.hardware(),
+        goodput_mbps=measured,
+        overhead_us_per_bucket=overhead,
+        rows=[_record(job, repeats[job.row.name], baseline, everything) for job in rows],
+        raw=everything,
+    )
+
+
+def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everything: Sequence[Raw]) -> Record:
+    scenario = job.scenario
+    target = scenario.workload.target if isinstance(scenario.workload, Script) else None
+    step = Spread.of([one.seconds_per_step for one in runs])
+    samples = [sum(worker.samples for worker in one.workers) / len(one.workers[0].step_s) for one in runs]
+    # The same for every row: what the work costs without any communication, and what its links must carry.
+    compute_s = max(
+        statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
+        for rank in {worker.rank for worker in everything}
+    )
+    size_bytes = max(worker.gradient_bytes for worker in everything)
+    bound_s = max(compute_s, scenario.topology.allreduce_bound_s(size_bytes))
+    times = [one.time_to(target) for one in runs]
+    reached = [time_s for time_s in times if time_s is not None]
+    metrics = [one.workers[0].metrics[-1][1] for one in runs if one.workers[0].metrics]
+    ranks = range(len(runs[0].workers))
+    return Record(
+        scenario=scenario.scenario.name,
+        row=job.row.name,
+        system=job.row.system,
+        plan=job.plan,
+        repeats=len(runs),
+        seconds_per_step=step,
+        samples_per_s=statistics.median(samples) / step.median,
+        time_to_target_s=statistics.median(reached) if len(reached) == len(runs) else None,
+        final_metric=statistics.median(metrics) if metrics else None,
+        bytes_sent_per_worker=[int(statistics.median(one.workers[rank].bytes_sent for one in runs)) for rank in ranks],
+        wait_s_per_worker=[statistics.median(sum(one.workers[rank].wait_s) for one in runs) for rank in ranks],
+        # Every system so far is synchronous.
+        staleness=Staleness(mean=0, max=0),
+        bound_s=bound_s,
+        percent_of_bound=100 * bound_s / step.median,
+        ratio_to_baseline=_ratio(runs, baseline, target),
+        baseline=scenario.run.baseline,
+        events=list(dict.fromkeys(event for one in runs for event in one.events))[:_MAX_EVENTS],
+    )
+
+
+def _ratio(runs: Sequence[Repeat], baseline: Sequence[Repeat], target: float | None) -> float:
+    pairs = [(one.time_to(target), base.time_to(target)) for one, base in zip(runs, baseline, strict=True)]
+    ratios = [mine / base for mine, base in pairs if mine is not None and base]
+    if len(ratios) < len(pairs):
+        # No target, or not reached every time: the time per step is what can be compared.
+        ratios = [one.seconds_per_step / base.seconds_per_step for one, base in zip(runs, baseline, strict=True)]
+    return statistics.median(ratios)

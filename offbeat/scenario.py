@@ -1,0 +1,286 @@
+"""A scenario: which hosts hang on which links, which work they do, and which systems are compared.
+
+    [scenario]                          name and description
+    [hosts] or [[host]]                 equal hosts by count, or one table each
+    [workload] kind = "replay"|"script" what every worker does, whatever system carries its gradients
+    [run]                               steps, repeats, and the row that others are compared with
+    [[row]]                             one system: "offbeat" with a plan, or a peer
+
+>>> scenario = Scenario.from_toml('''
+... [scenario]
+... name = "two"
+... [hosts]
+... count = 2
+... rate_mbps = 100
+... [workload]
+... kind = "replay"
+... profile = "resnet50"
+... scale = 0.01
+... [[row]]
+... name = "ddp"
+... system = "ddp"
+... ''')
+>>> scenario.topology.hosts[1].name
+'h1'
+
+Reading a scenario opens no file and builds nothing: paths in it are resolved by the lab, plans are checked by `Plan`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from offbeat.errors import ScenarioError
+from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
+
+System = Literal["offbeat", "ddp", "ddp+bf16", "ddp+powersgd"]
+Profile = Literal["resnet50", "vgg16", "transformer-small"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file: what it does not name is refused."""
+
+
+class About(_Table, frozen=True, kw_only=True):
+    """`[scenario]`: `name` is a file name without its ending."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
+    description: str = ""
+
+
+class HostTable(_Table, frozen=True, kw_only=True):
+    """One `[[host]]`; `rate_mbps` is its link to the switch, each direction, in 10^6 bit/s."""
+
+    name: str
+    rate_mbps: float
+    compute_factor: float = 1.0
+
+
+class Hosts(_Table, frozen=True, kw_only=True):
+    """`[hosts]`: equal hosts. On `network = "loopback"` they are plain processes without links; no root needed."""
+
+    count: int
+    rate_mbps: float | None = None
+    compute_factor: float = 1.0
+    network: Literal["switch", "loopback"] = "switch"
+
+
+class LayerTable(_Table, frozen=True, kw_only=True):
+    """One `[[workload.layer]]`, in order of the forward pass: the shapes of its parameters and its times."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+    shapes: list[list[Size]]
+    backward_s: Seconds
+    forward_s: Seconds = 0.0
+
+
+class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
+    """Real gradients of a profile's true sizes times `scale`, with the computation slept away.
+
+    `forward_s` and `backward_s` are one step's computation on the reference host, divided among the layers by their
+    work; for a table of layers each layer has its own times. `batch` is the samples a step stands for, per worker.
+    `bucket_bytes` is the bucket size of every row; None is each system's default.
+    """
+
+    profile: Profile | None = None
+    layer: list[LayerTable] = []
+    scale: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    forward_s: Seconds = 0.1
+    backward_s: Seconds = 0.2
+    batch: Positive = 32
+    bucket_bytes: Size | None = None
+
+
+class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
+    """A training script, run by every worker. `path` and `data` are relative to the scenario's folder or to ours.
+
+    With a `target` the time until `metric` first reaches it is measured.
+    """
+
+    path: str
+    args: list[str] = []
+    data: str | None = None
+    metric: str = "accuracy"
+    target: float | None = None
+    bucket_bytes: Size | None = None
+
+
+class Row(_Table, frozen=True, kw_only=True):
+    """One system to measure. `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+    system: System
+    plan: dict[str, Any] | str | None = None
+
+
+class Rounds(_Table, frozen=True, kw_only=True):
+    """`[run]`: each row runs `repeats` times, interleaved with the others; the first `warmup_steps` are dropped."""
+
+    repeats: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
+    steps: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 20
+    warmup_steps: Annotated[int, msgspec.Meta(ge=3, le=100_000)] = 5
+    baseline: str = "ddp"
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
+
+
+class Scenario(_Table, frozen=True, kw_only=True):
+    """A scenario, checked as far as it can be without opening a file."""
+
+    scenario: About
+    workload: Replay | Script
+    row: list[Row]
+    hosts: Hosts | None = None
+    host: list[HostTable] = []
+    run: Rounds = msgspec.field(default_factory=Rounds)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Scenario:
+        """Read a scenario.
+
+        Raises:
+            ScenarioError: if the text is not TOML, a key or value is unknown, or what it describes cannot be built;
+                the text ends with the path of the value.
+        """
+        try:
+            table = msgspec.toml.decode(text)
+        except msgspec.DecodeError as error:
+            raise ScenarioError(f"Cannot read the scenario: it is not valid TOML ({error}).") from error
+        _check_keys(table, msgspec.inspect.type_info(cls), "")
+        try:
+            scenario = msgspec.convert(table, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise ScenarioError(_sentence(str(error), table)) from error
+        scenario._check()
+        return scenario
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of what the scenario says; comments and order of keys do not matter."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the hosts are plain processes on the loopback interface, not namespaces."""
+        return self.hosts is not None and self.hosts.network == "loopback"
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and links: one switch, one link per host."""
+        if self.hosts is not None:
+            names = [f"h{index}" for index in range(self.hosts.count)]
+            return Topology.star(names, rate_mbps=self.hosts.rate_mbps, compute_factor=self.hosts.compute_factor)
+        hosts = tuple(Host(host.name, host.compute_factor) for host in self.host)
+        return Topology(hosts, tuple(Link(host.name, "switch", host.rate_mbps) for host in self.host))
+
+    def _check(self) -> None:
+        if (self.hosts is None) == (not self.host):
+            both = "both `hosts` and `host` are given" if self.hosts else "neither `hosts` nor `host` is given"
+            raise ScenarioError(
+                f"Cannot tell the hosts: {both}. Use one [hosts] table with a count, or one [[host]] per host (hosts)."
+            )
+        if self.hosts is not None:
+            _check_hosts(self.hosts)
+        check_names([host.name for host in self.host], taken=["switch"], path="host")
+        for index, host in enumerate(self.host):
+            check_rate(host.rate_mbps, f"host[{index}].rate_mbps")
+            check_compute_factor(host.compute_factor, f"host[{index}].compute_factor")
+        if isinstance(self.workload, Replay) and (self.workload.profile is None) == (not self.workload.layer):
+            raise ScenarioError(
+                f"Cannot replay {'both a profile and a table of layers' if self.workload.layer else 'nothing'}: "
+                f"give profile (one of {', '.join(get_args(Profile))}) or [[workload.layer]] (workload.profile)."
+            )
+        self._check_rows()
+        _ = self.topology
+
+    def _check_rows(self) -> None:
+        names = [row.name for row in self.row]
+        for index, row in enumerate(self.row):
+            if row.name in names[:index]:
+                raise ScenarioError(
+                    f"Cannot measure row {row.name!r} twice: row[{index}] has the name of "
+                    f"row[{names.index(row.name)}]. Give each row its own name (row[{index}].name)."
+                )
+            if row.plan is not None and row.system != "offbeat":
+                raise ScenarioError(
+                    f"Cannot give a plan to {row.system}: only offbeat takes one. "
+                    f'Remove the plan or use system = "offbeat" (row[{index}].plan).'
+                )
+        if self.run.baseline not in names:
+            raise ScenarioError(
+                f"Cannot compare with {self.run.baseline!r}: no row has that name{_nearest(self.run.baseline, names)}. "
+                "Name one of the rows (run.baseline)."
+            )
+
+
+def _check_hosts(hosts: Hosts) -> None:
+    if not 1 <= hosts.count <= MAX_HOSTS:
+        raise ScenarioError(
+            f"Cannot build {hosts.count} hosts: a lab has 1 to {MAX_HOSTS}. Choose a number in that range "
+            "(hosts.count)."
+        )
+    if hosts.network == "loopback":
+        if hosts.rate_mbps is not None:
+            raise ScenarioError(
+                f"Cannot shape the loopback interface to {hosts.rate_mbps:g} Mbit/s: it has no links. "
+                'Remove the rate, or use network = "switch" (hosts.rate_mbps).'
+            )
+    elif hosts.rate_mbps is None:
+        raise ScenarioError(
+            "Cannot build the links: no rate is given. Give a rate in Mbit/s, "
+            'or use network = "loopback" for plain processes without links (hosts.rate_mbps).'
+        )
+    else:
+        check_rate(hosts.rate_mbps, "hosts.rate_mbps")
+    check_compute_factor(hosts.compute_factor, "hosts.compute_factor")
+
+
+def _check_keys(value: Any, kind: Any, path: str) -> None:
+    """Refuse the first key that no table of that kind has, with the nearest that it does have."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        structs = [t for t in kind.types if isinstance(t, msgspec.inspect.StructType)]
+        if len(structs) > 1 and isinstance(value, dict):
+            structs = [t for t in structs if t.tag == value.get(t.tag_field)]
+        kind = structs[0] if structs else None
+    if isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_keys(item, kind.item_type, f"{path}[{index}]")
+    if not isinstance(kind, msgspec.inspect.StructType) or not isinstance(value, dict):
+        return
+    fields = {field.encode_name: field.type for field in kind.fields}
+    known = [*fields, kind.tag_field] if kind.tag_field else list(fields)
+    for key, item in value.items():
+        inner = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ScenarioError(f"Unknown key {key!r}{_nearest(key, known)}. Correct or remove it ({inner}).")
+        if key in fields:
+            _check_keys(item, fields[key], inner)
+
+
+def _sentence(message: str, table: Any) -> str:
+    """msgspec's verdict as a sentence of ours: what was found, what would do, and the path."""
+    reason, _, place = message.partition(" - at ")
+    path = place.strip("`").removeprefix("$.").removeprefix("$")
+    found: Any = table
+    for part in path.replace("[", ".[").split("."):
+        try:
+            found = found[int(part[1:-1]) if part.startswith("[") else part]
+        except (LookupError, TypeError, ValueError):
+            return f"Cannot read the scenario: {reason[:1].lower()}{reason[1:]} ({path or 'top level'})."
+    choices = {"system": get_args(System), "profile": get_args(Profile), "kind": ("replay", "script")}
+    known = choices.get(path.rpartition(".")[2])
+    if known and isinstance(found, str):
+        what = path.rpartition(".")[2]
+        return f"Unknown {what} {found!r}{_nearest(found, known)}. Use one of {', '.join(known)} ({path})."
+    return f"Cannot read {found!r}: {reason[:1].lower()}{reason[1:]} ({path})."
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else f" (there is {', '.join(known)})"
