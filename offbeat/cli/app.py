@@ -8,8 +8,10 @@ import sys
 import typer
 from rich.console import Console
 
+from offbeat.cli.doctor import doctor
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
+from offbeat.cli.report import report
 from offbeat.cli.run import run
 from offbeat.errors import OffbeatError
 
@@ -21,6 +23,8 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(report)
+app.command()(doctor)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from offbeat.cli.worker import VICTIM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
@@ -84,15 +85,16 @@ class Launch:
     Args:
         job: what to start.
         console: where output goes.
+        tick: called about ten times a second while the workers run.
     """
 
-    def __init__(self, job: Job, console: Console | None = None) -> None:
+    def __init__(self, job: Job, console: Console | None = None, tick: Callable[[], None] = lambda: None) -> None:
         self._job = job
+        self._tick = tick
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
-        self._live = None
 
     def run(self) -> int:
         """Start the workers, wait for all, and return the job's exit code."""
@@ -155,6 +157,7 @@ class Launch:
     def _watch(self) -> int:
         while True:
             self._read(timeout_s=0.1)
+            self._tick()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
                 self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")

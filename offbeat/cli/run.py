@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from offbeat.cli.launch import Job, Launch
+from offbeat.cli.live import LiveView, final_table
 from offbeat.cli.plan import read_plan
+from offbeat.cli.report import write_report
 from offbeat.errors import PlanError
+from offbeat.report import Records
 
 
 def run(
@@ -43,4 +47,19 @@ def run(
         run_dir=folder.resolve(),
         debug=debug,
     )
-    raise typer.Exit(Launch(job).run())
+    console = Console(highlight=False, soft_wrap=True)
+    metrics = folder / "metrics.jsonl"
+    with LiveView(console, metrics, workers) as view:
+        code = Launch(job, console, view.update).run()
+    _conclude(folder, console)
+    raise typer.Exit(code)
+
+
+def _conclude(folder: Path, console: Console) -> None:
+    """Say what was done and where it can be looked at; nothing if the script did not train."""
+    table = final_table(Records(folder / "metrics.jsonl"))
+    if table is None:
+        return
+    console.print(table)
+    for path in write_report(folder):
+        console.print(f"wrote {path}", style="dim", markup=False)

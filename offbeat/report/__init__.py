@@ -1,24 +1,15 @@
-"""What happened? What people look at during a run and after it.
+"""What people look at during and after a run, made from the records in its folder.
 
-A run folder holds `metrics.jsonl`, to which every worker appends whole lines. This room reads it, also while it grows,
-and never imports torch.
+* `records` - the lines of metrics.jsonl, read while they are written
+* `tally` - what they add up to per worker, and who sets the pace
+* `trace` - trace.json, for Perfetto
+* `page` - report.html with plots, self-contained
+* `plots` - the plots as SVG
 
-===============  ====================================================================================================
-`records.py`     the lines of `metrics.jsonl`, and a reader that forgives a torn one
-`curve.py`       a curve of any length in bounded memory
-`summary.py`     `Run` and `Worker`: the records added up, and who paces the run
-`trace.py`       `trace.json`, which opens in Perfetto: compute, communication and waiting per worker
-`palette.py`     one colour per worker, everywhere
-`plots.py`       the plots of the page, as SVG
-`page.py`        `report.html`: one file, no network
-===============  ====================================================================================================
+Nothing here loads torch.
 """
 
-from __future__ import annotations
+from offbeat.report.records import Records
+from offbeat.report.tally import Tally, pace, tally
 
-from offbeat.report.page import write_page
-from offbeat.report.records import Follower, Record, read_records
-from offbeat.report.summary import Run, Worker, read_run
-from offbeat.report.trace import write_trace
-
-__all__ = ["Follower", "Record", "Run", "Worker", "read_records", "read_run", "write_page", "write_trace"]
+__all__ = ["Records", "Tally", "pace", "tally"]

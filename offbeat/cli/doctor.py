@@ -1,0 +1,300 @@
+"""`offbeat doctor`: what works on this machine, and for what does not the reason and the remedy.
+
+Each check is a function that returns findings and takes what it looks at as arguments, so that each bad case can be
+tried on a good machine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_PROBE_S = 0.4
+_CHUNK = 1 << 20
+_FEW_FILES = 1024
+_SLOW_GBPS = 1.0
+_SIOCGIFADDR = 0x8915
+_OLDEST_TORCH = (2, 9)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        level: "ok"; "note" if something optional cannot work; "bad" if training cannot.
+        reason, remedy: for what cannot work.
+    """
+
+    name: str
+    value: str
+    level: str = "ok"
+    reason: str = ""
+    remedy: str = ""
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at this machine: what works, and what to do about the rest. Exit code 1 if training cannot work."""
+    found = list(examine())
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode([asdict(finding) for finding in found]).decode())
+    else:
+        _show(found)
+    if any(finding.level == "bad" for finding in found):
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Finding]:
+    """All checks."""
+    yield from check_machine()
+    yield from check_torch()
+    addresses = interface_addresses()
+    yield check_interfaces(addresses)
+    yield check_gloo(os.environ, addresses, resolve_hostname)
+    yield check_loopback(measure_loopback_gbps)
+    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_shared_memory(Path("/dev/shm"))
+    yield from check_packages(importlib.util.find_spec)
+    yield check_lab(os.geteuid(), build_one_link)
+
+
+def check_machine() -> Iterator[Finding]:
+    """Cores, memory, Python."""
+    cores = len(os.sched_getaffinity(0))
+    total = os.cpu_count() or cores
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    allowed = "" if cores == total else f" (of {total}: this process may use {cores})"
+    yield Finding("cores", f"{cores}{allowed}")
+    yield Finding("memory", f"{memory_gb:.1f} GB")
+    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch, its backends and its devices."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield Finding("torch", "missing", "bad", str(error), "pip install torch==2.13.0")
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        yield Finding("torch", torch.__version__, "bad", "offbeat needs 2.9 or later", "pip install -U torch")
+    else:
+        yield Finding("torch", torch.__version__)
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("backends", "none", "bad", "this torch has no Gloo", "install a torch with distributed support")
+        return
+    backends = ["gloo"] + (["nccl"] if dist.is_nccl_available() else []) + (["mpi"] if dist.is_mpi_available() else [])
+    yield Finding("backends", ", ".join(backends))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield Finding("gpus", ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none")
+    if gpus and not dist.is_nccl_available():
+        yield Finding("nccl", "missing", "note", "gradients of GPUs need NCCL", "install a CUDA build of torch")
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address of each interface; "" for one without."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            found[name] = _address_of(probe, name)
+    return found
+
+
+def _address_of(probe: socket.socket, interface: str) -> str:
+    import fcntl
+
+    try:
+        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(packed[20:24])
+
+
+def check_interfaces(addresses: Mapping[str, str]) -> Finding:
+    """What networks there are."""
+    shown = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
+    if not shown:
+        return Finding("interfaces", "none", "bad", "no interface has an address", "ip link set lo up")
+    return Finding("interfaces", shown)
+
+
+def resolve_hostname() -> str:
+    """This machine's address by its own name; "" if it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], resolve: Callable[[], str]) -> Finding:
+    """Which interface Gloo would take: GLOO_SOCKET_IFNAME, else that of the hostname's address, else loopback."""
+    wanted = environment.get("GLOO_SOCKET_IFNAME", "")
+    if wanted:
+        for name in wanted.split(","):
+            if not addresses.get(name):
+                reason = f"GLOO_SOCKET_IFNAME names {name}, which does not exist or has no address"
+                choices = ", ".join(other for other, address in addresses.items() if address)
+                return Finding("gloo would use", wanted, "bad", reason, f"set it to one of {choices}")
+        return Finding("gloo would use", f"{wanted} (GLOO_SOCKET_IFNAME)")
+    address = resolve()
+    outward = [name for name, other in addresses.items() if other and not other.startswith("127.")]
+    remedy = f"set GLOO_SOCKET_IFNAME={outward[0]} to train on several machines" if outward else ""
+    if not address:
+        reason = f"the hostname {socket.gethostname()} does not resolve; Gloo falls back to loopback"
+        return Finding("gloo would use", "lo", "note", reason, remedy or "add the hostname to /etc/hosts")
+    name = next((name for name, other in addresses.items() if other == address), "")
+    if not name and not address.startswith("127."):
+        reason = f"the hostname resolves to {address}, which no interface has"
+        return Finding("gloo would use", address, "note", reason, remedy or "correct /etc/hosts")
+    if address.startswith("127."):
+        reason = f"the hostname resolves to {address}, so only this machine can be reached"
+        return Finding("gloo would use", "lo", "note" if outward else "ok", reason if outward else "", remedy)
+    return Finding("gloo would use", f"{name} {address} (the hostname's)")
+
+
+def measure_loopback_gbps() -> float:
+    """One TCP stream between two threads, in 10^9 bit/s."""
+    received, stop_s = 0, 0.0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = threading.Thread(target=_send, args=(listener.getsockname()[1],))
+        sender.start()
+        stream, _ = listener.accept()
+        buffer = bytearray(_CHUNK)
+        began_s = time.perf_counter()
+        with stream:
+            while (stop_s := time.perf_counter()) - began_s < _PROBE_S:
+                received += stream.recv_into(buffer)
+        sender.join()
+    return received * 8 / 1e9 / (stop_s - began_s)
+
+
+def _send(port: int) -> None:
+    chunk = bytes(_CHUNK)
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        try:
+            while True:
+                stream.sendall(chunk)
+        except OSError:
+            return  # the receiver has seen enough
+
+
+def check_loopback(measure: Callable[[], float]) -> Finding:
+    """How fast two workers of this machine could talk."""
+    try:
+        rate_gbps = measure()
+    except OSError as error:
+        remedy = "bring it up: ip link set lo up"
+        return Finding("loopback", "does not work", "bad", f"no TCP stream over 127.0.0.1: {error}", remedy)
+    if rate_gbps < _SLOW_GBPS:
+        reason = "local workers will wait for each other's gradients"
+        return Finding("loopback", f"{rate_gbps:.2f} Gbit/s", "note", reason, "end other programs that keep it busy")
+    return Finding("loopback", f"{rate_gbps:.1f} Gbit/s")
+
+
+def check_files(limit: int) -> Finding:
+    """Every worker holds sockets to every other."""
+    if limit < _FEW_FILES:
+        reason = "Gloo opens sockets to every other worker, for each model"
+        return Finding("open files", str(limit), "note", reason, "ulimit -n 4096")
+    return Finding("open files", str(limit) if limit < 1 << 40 else "no limit")
+
+
+def check_shared_memory(path: Path) -> Finding:
+    """Where the processes of a DataLoader hand over batches."""
+    if not path.is_dir():
+        reason = "a DataLoader with num_workers hands over batches there"
+        return Finding("shared memory", "none", "note", reason, "mount a tmpfs on /dev/shm, or use num_workers=0")
+    free_mb = shutil.disk_usage(path).free / 1e6
+    if free_mb < 128:
+        reason = "a DataLoader with num_workers may run out of it"
+        return Finding("shared memory", f"{free_mb:.0f} MB", "note", reason, "give the container more (--shm-size)")
+    return Finding("shared memory", f"{free_mb:.0f} MB free")
+
+
+def check_packages(find: Callable[[str], Any]) -> Iterator[Finding]:
+    """What is optional."""
+    for package, extra, what in (
+        ("pyroute2", "lab", "offbeat lab builds no networks"),
+        ("matplotlib", "plot", "reports have no plots"),
+        ("sklearn", "examples", "the examples have no data"),
+    ):
+        if find(package) is None:
+            yield Finding(package, "missing", "note", f"without it {what}", f"pip install 'offbeat[{extra}]'")
+        else:
+            name = "scikit-learn" if package == "sklearn" else package
+            yield Finding(package, importlib.metadata.version(name))
+
+
+def build_one_link() -> None:
+    """Really make what the lab is made of, and remove it again: a namespace, a veth pair, a token bucket.
+
+    Raises:
+        Exception: whatever the kernel refuses.
+    """
+    from pyroute2 import IPRoute, netns
+
+    from offbeat.lab.namespace import inside
+
+    name = f"offbeat-doctor-{secrets.token_hex(4)}"
+
+    def build() -> None:
+        with IPRoute() as kernel:
+            kernel.link("add", ifname="a", kind="veth", peer={"ifname": "b"})
+            link = kernel.link_lookup(ifname="a")[0]
+            kernel.tc("add", "tbf", link, rate=1_000_000, burst=10_000, limit=100_000)
+            kernel.link("add", ifname="br0", kind="bridge")
+
+    netns.create(name)
+    try:
+        inside(name, build)
+    finally:
+        netns.remove(name)
+
+
+def check_lab(user: int, build: Callable[[], None]) -> Finding:
+    """Whether `offbeat lab` can build networks here."""
+    if user != 0:
+        return Finding("lab", "no", "note", f"network namespaces need root, this is user {user}", "run it with sudo")
+    try:
+        build()
+    except ImportError:
+        return Finding("lab", "no", "note", "pyroute2 is not installed", "pip install 'offbeat[lab]'")
+    except Exception as error:  # whatever the kernel answers is the finding
+        reason = f"the kernel refused a part of a network: {error}"
+        return Finding("lab", "no", "note", reason, "use a kernel with veth, bridge and sch_tbf")
+    return Finding("lab", "namespaces, veth, bridge and tbf work")
+
+
+def _show(found: list[Finding]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
+    for finding in found:
+        why = f"{finding.reason}: {finding.remedy}" if finding.remedy else finding.reason
+        table.add_row(marks[finding.level], finding.name, finding.value, why)
+    Console(highlight=False).print(table)

@@ -1,0 +1,140 @@
+"""The plots of a report, as SVG that fits light and dark pages."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from offbeat.report.records import Log, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.report.records import Record
+    from offbeat.report.tally import Tally
+
+# Okabe and Ito's palette: told apart by everyone; readable on white and on dark.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B0A200")
+_INK = "#808080"
+_MOST_POINTS = 1000
+_MOST_VALUES = 6
+
+
+def draw(records: Sequence[Record], workers: Sequence[Tally]) -> list[tuple[str, str]]:
+    """All plots that the records allow: (title, SVG).
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    steps = [record for record in records if isinstance(record, Step)]
+    plots = [
+        (f"{name} over steps", _svg(functools.partial(_draw_value, records=records, name=name)))
+        for name in _value_names(records)
+    ]
+    if steps:
+        plots.append(("Milliseconds per step", _svg(lambda axes: _draw_step_times(axes, steps))))
+        plots.append(("Where the time goes", _svg(lambda axes: _draw_shares(axes, workers))))
+        plots.append(("Samples per second", _svg(lambda axes: _draw_rates(axes, steps))))
+    return plots
+
+
+def _value_names(records: Sequence[Record]) -> list[str]:
+    names = dict.fromkeys(name for record in records if isinstance(record, Log) for name in record.values)
+    return list(names)[:_MOST_VALUES]
+
+
+def _draw_value(axes: Any, records: Sequence[Record], name: str) -> None:
+    points: dict[int, list[tuple[float, float]]] = {}
+    for record in records:
+        if isinstance(record, Log) and (value := record.values.get(name)) is not None:
+            points.setdefault(record.rank, []).append((record.step, value))
+    _lines(axes, points, "step")
+
+
+def _draw_step_times(axes: Any, steps: Sequence[Step]) -> None:
+    points: dict[int, list[tuple[float, float]]] = {}
+    for step in steps:
+        points.setdefault(step.rank, []).append((step.step, step.step_s * 1e3))
+    _lines(axes, points, "step")
+    # The first steps are an order of magnitude slower and would flatten the rest.
+    usual = sorted(value for line in points.values() for _, value in line)
+    axes.set_ylim(0, 1.5 * usual[int(0.98 * (len(usual) - 1))])
+
+
+def _draw_rates(axes: Any, steps: Sequence[Step]) -> None:
+    origin_s = min(step.time_s for step in steps)
+    bins: dict[int, dict[int, float]] = {}
+    for step in steps:
+        line = bins.setdefault(step.rank, {})
+        second = int(step.time_s - origin_s)
+        line[second] = line.get(second, 0.0) + step.samples
+    # The first and the last second are not whole.
+    points = {
+        rank: [(float(second), line[second]) for second in sorted(line)[1:-1]]
+        for rank, line in bins.items()
+        if len(line) > 3
+    }
+    _lines(axes, points, "seconds")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_shares(axes: Any, workers: Sequence[Tally]) -> None:
+    busy = [worker for worker in workers if worker.step_s]
+    for place, worker in enumerate(busy):
+        compute = worker.compute_s / worker.step_s
+        waiting = min(worker.waiting_share, 1 - compute)
+        axes.barh(place, compute, color=COLOURS[2], height=0.6, label="computing" if place == 0 else None)
+        axes.barh(place, waiting, left=compute, color=COLOURS[1], height=0.6, label="waiting" if place == 0 else None)
+        rest = max(0.0, 1 - compute - waiting)
+        label = "exchange (codec, copies)" if place == 0 else None
+        axes.barh(place, rest, left=1 - rest, color=COLOURS[6], height=0.6, label=label)
+    axes.set_yticks(range(len(busy)), [f"rank {worker.rank}" for worker in busy])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    _legend(axes)
+
+
+def _lines(axes: Any, points: dict[int, list[tuple[float, float]]], xlabel: str) -> None:
+    for rank in sorted(points):
+        stride = max(1, math.ceil(len(points[rank]) / _MOST_POINTS))
+        x, y = zip(*points[rank][::stride], strict=True)
+        axes.plot(x, y, color=COLOURS[rank % len(COLOURS)], linewidth=1.2, alpha=0.85, label=f"rank {rank}")
+    axes.set_xlabel(xlabel)
+    if points:
+        _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    legend = axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=8, labelcolor=_INK)
+    legend.set_in_layout(True)
+
+
+def _svg(draw_on: Callable[[Any], None]) -> str:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # Text stays text: smaller, and it can be selected. A fixed salt gives the same file for the same run.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "offbeat", "font.size": 9}):
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        FigureCanvasSVG(figure)
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(_INK)
+        axes.tick_params(colors=_INK)
+        axes.xaxis.label.set_color(_INK)
+        axes.grid(color=_INK, alpha=0.2)
+        axes.set_axisbelow(True)
+        draw_on(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # Its size is the page's affair.
+    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", re.sub(r"\s*\n", "\n", text), count=1)

@@ -1,0 +1,81 @@
+"""trace.json in Chrome's trace event format, which https://ui.perfetto.dev opens.
+
+One process per worker with a track each for computing and waiting and one per bucket on the wire. Clocks of several
+machines are taken as they are: their offset is that of their system clocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat.report.records import Event, Log, Start, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.report.records import Bucket, Record
+
+_COMPUTE, _WAIT, _FIRST_BUCKET = 1, 2, 10
+
+
+def trace(records: Sequence[Record]) -> dict[str, Any]:
+    """The records as a trace; times in microseconds since the first record."""
+    origin_s = min((record.time_s for record in records), default=0.0)
+    buckets = {record.rank: record.buckets for record in reversed(records) if isinstance(record, Start)}
+    events: list[dict[str, Any]] = []
+    for record in records:
+        start_us = (record.time_s - origin_s) * 1e6
+        if isinstance(record, Step):
+            events += _step(record, start_us, buckets.get(record.rank, []))
+        elif isinstance(record, Log):
+            events += [
+                {"ph": "C", "name": name, "pid": record.rank, "tid": 0, "ts": start_us, "args": {name: value}}
+                for name, value in record.values.items()
+                if value is not None
+            ]
+        elif isinstance(record, Event):
+            events.append(
+                {"ph": "i", "s": "p", "name": record.what, "pid": record.rank, "tid": _COMPUTE, "ts": start_us}
+                | {"args": {"text": record.text}}
+            )
+    events.sort(key=lambda event: event["ts"])
+    return {"displayTimeUnit": "ms", "traceEvents": _names(records, events) + events}
+
+
+def _step(record: Step, start_us: float, buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
+    fence_us = start_us + record.compute_s * 1e6
+    totals = {"step": record.step, "samples": record.samples, "bytes_sent": record.bytes_sent, "weight": record.weight}
+    events = [
+        _slice(record.rank, _COMPUTE, f"step {record.step}", start_us, record.compute_s, totals),
+        _slice(record.rank, _WAIT, f"waiting in step {record.step}", fence_us, record.wait_s, {}),
+    ]
+    for index, (issued_s, done_s) in enumerate(record.buckets):
+        about: dict[str, Any] = {"step": record.step}
+        if index < len(buckets):
+            about |= {"size_bytes": buckets[index].size_bytes, "parameters": ", ".join(buckets[index].parameters)}
+        start, took_s = start_us + issued_s * 1e6, done_s - issued_s
+        events.append(_slice(record.rank, _FIRST_BUCKET + index, f"bucket {index + 1}", start, took_s, about))
+    return events
+
+
+def _slice(rank: int, track: int, name: str, start_us: float, took_s: float, about: dict[str, Any]) -> dict[str, Any]:
+    took_us = max(0.0, took_s * 1e6)
+    start_us = round(start_us, 3)
+    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": start_us, "dur": round(took_us, 3), "args": about}
+
+
+def _names(records: Sequence[Record], events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    hosts = {record.rank: record.host for record in records if isinstance(record, Start)}
+    names = []
+    for rank in sorted({record.rank for record in records}):
+        process = f"rank {rank} on {hosts.get(rank, 'an unknown host')}"
+        names.append(_name("process_name", rank, 0, process))
+        names.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    for rank, track in sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}):
+        label = {_COMPUTE: "compute", _WAIT: "waiting"}.get(track, f"communication, bucket {track - _FIRST_BUCKET + 1}")
+        names.append(_name("thread_name", rank, track, label))
+    return names
+
+
+def _name(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}

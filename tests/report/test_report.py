@@ -1,0 +1,219 @@
+"""What is made of a run's records: sums, trace, page; and that damage in the file is survived."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from offbeat.cli.live import LiveView, final_table
+from offbeat.cli.report import write_report
+from offbeat.errors import ScenarioError
+from offbeat.report import Records, pace, tally
+from offbeat.report.page import page
+from offbeat.report.trace import trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def start(rank: int) -> dict[str, Any]:
+    buckets = [{"index": 0, "size_bytes": 400, "parameters": ["fc.bias", "fc.weight"]}]
+    about = {"world": 2, "host": f"host{rank}", "pid": 7, "torch": "2.13", "offbeat": "0.1", "plan": "Plan()"}
+    return {"kind": "start", "rank": rank, "step": 0, "time_s": 100.0, "model": "Net<b>", "buckets": buckets, **about}
+
+
+def step(rank: int, number: int, *, compute_s: float = 0.1, wait_s: float = 0.1) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "rank": rank,
+        "step": number,
+        "time_s": 100.0 + 0.2 * number,
+        "step_s": compute_s + wait_s,
+        "compute_s": compute_s,
+        "communication_s": 0.12,
+        "wait_s": wait_s,
+        "bytes_sent": 1000,
+        "samples": 32,
+        "weight": 1.0,
+        "buckets": [[0.05, 0.17]],
+    }
+
+
+def a_run() -> list[dict[str, Any]]:
+    records = [start(0), start(1)]
+    for number in range(50):
+        records += [step(0, number, compute_s=0.02, wait_s=0.18), step(1, number, compute_s=0.19, wait_s=0.01)]
+        records.append(
+            {
+                "kind": "log",
+                "rank": 0,
+                "step": number,
+                "time_s": 100 + 0.2 * number,
+                "values": {"loss": 1 / (number + 1)},
+            }
+        )
+    text = "rank 1 <script>alert(1)</script>"
+    records.append({"kind": "event", "rank": 0, "step": 3, "time_s": 101.0, "what": "stall", "text": text})
+    records.append({"kind": "log", "rank": 0, "step": 49, "time_s": 110.0, "values": {"accuracy": 0.975, "bad": None}})
+    records += [
+        {"kind": "end", "rank": 0, "step": 50, "time_s": 110.0, "steps": 50, "error": None},
+        {"kind": "end", "rank": 1, "step": 50, "time_s": 110.0, "steps": 50, "error": "ValueError: <x>"},
+    ]
+    return records
+
+
+def write(folder: Path, records: list[dict[str, Any]]) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    return path
+
+
+def test_sums_per_worker(tmp_path: Path) -> None:
+    zero, one = tally(Records(write(tmp_path, a_run())).all())
+    assert (zero.steps, zero.samples, zero.bytes_sent, zero.host) == (50, 1600, 50_000, "host0")
+    assert zero.wait_s == pytest.approx(9.0)
+    assert zero.waiting_share == pytest.approx(0.9)
+    assert zero.steps_per_s == pytest.approx(5.0)
+    assert zero.samples_per_s == pytest.approx(160.0)
+    assert zero.values == {"loss": 0.02, "accuracy": 0.975, "bad": None}
+    assert one.error == "ValueError: <x>"
+    assert "Rank 1 on host1 sets the pace: it computes 190.0 ms per step, the others 20.0 ms" in pace([zero, one])
+
+
+def test_nobody_sets_the_pace_of_equals(tmp_path: Path) -> None:
+    records = [step(rank, number) for number in range(5) for rank in (0, 1)]
+    assert "No worker stands out" in pace(tally(Records(write(tmp_path, records)).all()))
+
+
+def test_records_are_followed_while_they_grow(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = Records(path)
+    assert reader.new() == []
+    lines = [msgspec.json.encode(step(0, number)) + b"\n" for number in range(3)]
+    path.write_bytes(lines[0] + lines[1][:40])
+    assert [record.step for record in reader.new()] == [0]  # type: ignore[union-attr]
+    path.write_bytes(b"".join(lines))
+    assert [record.step for record in reader.new()] == [1, 2]  # type: ignore[union-attr]
+    assert reader.damaged == 0
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, a_run())
+    whole = len(Records(path).all())
+    path.write_bytes(b'{"kind":"step","rank":0,\n\xff\xfe\n{"kind":"new"}\n[]\n' + path.read_bytes() + b'{"kind":"st')
+    reader = Records(path)
+    assert len(reader.all()) == whole
+    assert reader.damaged == 4
+
+
+def test_the_trace_is_well_formed(tmp_path: Path) -> None:
+    events = json.loads(json.dumps(trace(Records(write(tmp_path, a_run())).all())))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 50 * 2 * 3
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    assert min(times) == 0
+    assert all(event["dur"] >= 0 for event in slices)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names[0, 0] == "rank 0 on host0"
+    assert {names[1, track] for track in (1, 2, 10)} == {"compute", "waiting", "communication, bucket 1"}
+    assert {(event["pid"], event["tid"]) for event in slices} <= set(names)
+    bucket = next(event for event in slices if event["tid"] == 10)
+    assert bucket["args"]["parameters"] == "fc.bias, fc.weight"
+    # On one track slices follow each other: Perfetto would stack them otherwise.
+    for track in {(event["pid"], event["tid"]) for event in slices}:
+        ends = 0.0
+        for event in (event for event in slices if (event["pid"], event["tid"]) == track):
+            assert event["ts"] >= ends - 1
+            ends = event["ts"] + event["dur"]
+
+
+class _Tags(html.parser.HTMLParser):
+    """Fails on tags that are not closed in order, and collects what the page would load."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.loads += [
+            value for name, value in attrs if name in ("src", "href") and value and not value.startswith("#")
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    text = page(Records(write(tmp_path, a_run())).all(), title="a <run>", plan="[codec]\nkind = 'Dense'")
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert tags.loads == []
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    assert "script" not in tags.seen
+    assert "&lt;script&gt;" in text
+    assert "a &lt;run&gt;" in text
+    assert "97.5%" in text
+    assert text.count("<figure>") == 6  # loss, accuracy, bad; step times, shares, rates
+
+
+def test_the_page_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    text = page(Records(write(tmp_path, a_run())).all(), title="x")
+    assert "matplotlib is not installed" in text
+
+
+def test_one_record_is_enough(tmp_path: Path) -> None:
+    for records in ([start(0)], [step(0, 0)], [a_run()[-1]]):
+        write(tmp_path, records)
+        assert [path.name for path in write_report(tmp_path)] == ["trace.json", "report.html"]
+
+
+def test_folders_without_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"no metrics\.jsonl"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"{half a li")
+    with pytest.raises(ScenarioError, match="Did the script call prepare"):
+        write_report(tmp_path)
+
+
+def test_the_live_view_has_a_line_per_worker(tmp_path: Path) -> None:
+    path = write(tmp_path, a_run())
+    console = Console(force_terminal=True, width=120, record=True)
+    with LiveView(console, path, workers=3) as view:
+        view.update()
+        console.print(view._lines())
+    text = console.export_text()
+    assert re.search(r"rank 0 +step 50 +loss 0\.02 +accuracy 97\.5% .* 160 samples/s +waiting 90% +done", text)
+    assert re.search(r"rank 2 +starting", text)
+
+
+def test_the_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveView(Console(force_terminal=False), write(tmp_path, a_run()), workers=2) as view:
+        view.update()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_table_at_the_end(tmp_path: Path) -> None:
+    table = final_table(Records(write(tmp_path, a_run())))
+    assert table is not None
+    console = Console(record=True, width=160)
+    console.print(table)
+    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +9\.00 +0\.05", console.export_text())
+    assert final_table(Records(tmp_path / "nothing")) is None
