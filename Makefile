@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs-check test-slow clean
+.PHONY: demo test test-slow lint docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -17,6 +17,12 @@ demo: $(STAMP)  ## train on four local workers
 
 test: $(STAMP) lint  ## everything CI runs
 	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## the long ones, which CI leaves out
+	$(BIN)/python -m pytest -m slow --timeout 600
+
+docs: $(STAMP)  ## write the pages that are made from the code
+	$(BIN)/python -m tests.cli.documentation
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +28,15 @@ app.command()(report)
 app.command()(doctor)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
+
+
+@app.callback()
+def shared(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks for offbeat's own errors, too.")] = False,
+) -> None:
+    """Options of every command."""
+    if debug:
+        os.environ["OFFBEAT_DEBUG"] = "1"
 
 
 def run_app() -> None:

@@ -103,9 +103,9 @@ def check_torch() -> Iterator[Finding]:
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _OLDEST_TORCH:
-        yield Finding("torch", torch.__version__, "bad", "offbeat needs 2.9 or later", "pip install -U torch")
+        yield Finding("torch", str(torch.__version__), "bad", "offbeat needs 2.9 or later", "pip install -U torch")
     else:
-        yield Finding("torch", torch.__version__)
+        yield Finding("torch", str(torch.__version__))
     if not dist.is_available() or not dist.is_gloo_available():
         yield Finding("backends", "none", "bad", "this torch has no Gloo", "install a torch with distributed support")
         return

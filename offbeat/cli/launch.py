@@ -51,7 +51,6 @@ class Job:
     plan: str
     timeout_s: float
     run_dir: Path
-    debug: bool = False
 
 
 class Worker:
@@ -146,8 +145,6 @@ class Launch:
             "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        if job.debug:
-            env["OFFBEAT_DEBUG"] = "1"
         cores = len(os.sched_getaffinity(0))
         if job.workers > cores and "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = "1"

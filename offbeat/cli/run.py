@@ -27,7 +27,6 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks for offbeat's own errors, too.")] = False,
 ) -> None:
     """Start SCRIPT on local workers. The same script runs under torchrun unchanged."""
     from offbeat.plan import Plan
@@ -45,7 +44,6 @@ def run(
         plan=chosen.to_toml(),
         timeout_s=timeout,
         run_dir=folder.resolve(),
-        debug=debug,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

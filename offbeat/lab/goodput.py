@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import programs
+from offbeat.lab.network import bucket_bytes, queue_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,10 +21,18 @@ LEAST_SHARE = 0.85
 _PORT = 29_400
 _PROBE = str(Path(__file__).resolve().with_name("probe.py"))
 _GRACE_S = 20.0
+_SETTLE_S = 0.3
+_SETTLE_MAX_S = 6.0
+_SETTLE_QUEUES = 6
+"""A stream from nothing needs about so many times what the fullest queue on its way holds."""
+_LEAST_PACKETS = 40
+"""Fewer, and one that is on its way when the clock stops would count too much."""
 
 
 def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:
     """Goodput of each host's link in 10^6 bit/s: host i sends to host i+1, all at the same time.
+
+    Streams settle first; then they are measured for `seconds`, or longer where the slowest link needs it.
 
     Raises:
         NetworkError: if a stream fails.
@@ -31,20 +40,21 @@ def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:
     hosts = [host.name for host in network.topology.hosts]
     if len(hosts) < 2:
         return {}
+    settle_s, seconds = _times(network, seconds)
     # Filled one by one, so that what has started is ended even if the next cannot start.
     receivers: list[subprocess.Popen[str]] = []
     senders: list[subprocess.Popen[str]] = []
     try:
         for host in hosts:
-            receivers.append(_start(network, host, "receive", str(_PORT), str(seconds)))  # noqa: PERF401
+            receivers.append(_start(network, host, "receive", str(_PORT), str(settle_s), str(seconds)))  # noqa: PERF401
         for sender, receiver in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
             senders.append(_start(network, sender, "send", network.address(receiver), str(_PORT)))
-        texts = [process.communicate(timeout=seconds + _GRACE_S)[0] for process in receivers]
+        texts = [process.communicate(timeout=settle_s + seconds + _GRACE_S)[0] for process in receivers]
         for process in senders:
             process.wait(timeout=_GRACE_S)
     except subprocess.TimeoutExpired as error:
         raise NetworkError(
-            f"Cannot measure the links: a stream took more than {seconds + _GRACE_S:g} s. "
+            f"Cannot measure the links: a stream took more than {settle_s + seconds + _GRACE_S:g} s. "
             "Close other programs, or choose lower rates (hosts.rate_mbps)."
         ) from error
     finally:
@@ -57,7 +67,7 @@ def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:
         raise NetworkError("Cannot measure the links: a stream broke. Run `offbeat doctor` to see what is missing.")
     # Host i's stream is the one that host i+1 received.
     streams = [float(text) for text in [*texts[1:], texts[0]]]
-    return {host: round(stream, 1) for host, stream in zip(hosts, streams, strict=True)}
+    return {host: round(stream, 3) for host, stream in zip(hosts, streams, strict=True)}
 
 
 def check(goodput_mbps: Mapping[str, float], network: Network) -> None:
@@ -74,9 +84,23 @@ def check(goodput_mbps: Mapping[str, float], network: Network) -> None:
         if shaped and measured < LEAST_SHARE * min(shaped):
             raise ScenarioError(
                 f"Cannot shape the link of {host} to {min(shaped):g} Mbit/s on this machine: with all hosts sending, a "
-                f"stream reached {measured:g}. Lower the rate or the number of hosts, or close other programs "
+                f"stream reached {measured:.4g}. Lower the rate or the number of hosts, or close other programs "
                 "(hosts.rate_mbps)."
             )
+
+
+def _times(network: Network, seconds: float) -> tuple[float, float]:
+    """How long streams settle and how long they are measured, in seconds."""
+    rates = [network.topology.uplink(host.name).rate_mbps for host in network.topology.hosts]
+    shaped = [rate for rate in rates if rate is not None]
+    if not shaped:
+        return _SETTLE_S, seconds
+    slowest_mbps = min(shaped)
+    queue_s, packet_s = (
+        size_bytes * 8 / (slowest_mbps * 1e6)
+        for size_bytes in (queue_bytes(slowest_mbps), bucket_bytes(slowest_mbps)[0])
+    )
+    return min(_SETTLE_S + _SETTLE_QUEUES * queue_s, _SETTLE_MAX_S), max(seconds, _LEAST_PACKETS * packet_s)
 
 
 def _start(network: Network, host: str, *arguments: str) -> subprocess.Popen[str]:

@@ -175,12 +175,17 @@ def bucket_bytes(rate_mbps: float) -> tuple[int, int]:
     return packet, 2 * packet
 
 
+def queue_bytes(rate_mbps: float) -> int:
+    """Size of the queue before the token bucket, in bytes, of a link of `rate_mbps`."""
+    return max(int(rate_mbps * 1e6 / 8 * _QUEUE_S), _QUEUE_MIN_BYTES)
+
+
 def _shape(kernel: Any, interface: int, rate_mbps: float | None) -> None:
     if rate_mbps is None:
         return
     packet_bytes, burst_bytes = bucket_bytes(rate_mbps)
     rate_bytes_per_s = rate_mbps * 1e6 / 8
-    limit_bytes = burst_bytes + max(int(rate_bytes_per_s * _QUEUE_S), _QUEUE_MIN_BYTES)
+    limit_bytes = burst_bytes + queue_bytes(rate_mbps)
     kernel.link("set", index=interface, gso_max_size=packet_bytes, gro_max_size=packet_bytes)
     kernel.tc("add", "tbf", interface, rate=int(rate_bytes_per_s), burst=burst_bytes, limit=limit_bytes)
 

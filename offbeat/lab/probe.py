@@ -1,4 +1,4 @@
-"""What a link really carries: `probe.py receive PORT SECONDS` and `probe.py send ADDRESS PORT`.
+"""What a link really carries: `probe.py receive PORT SETTLE_S SECONDS` and `probe.py send ADDRESS PORT`.
 
 The receiver prints the goodput of one TCP stream in 10^6 bit/s, then hangs up; the sender sends until it does. Started
 by its path with nothing but the standard library.
@@ -15,15 +15,18 @@ CHUNK = 1 << 18
 CONNECT_S = 10.0
 
 
-def receive(port: int, seconds: float) -> float:
-    """Accept one stream and return its goodput over `seconds`, in 10^6 bit/s."""
+def receive(port: int, settle_s: float, seconds: float) -> float:
+    """Accept one stream, let it settle, and return its goodput over `seconds`, in 10^6 bit/s."""
     buffer = bytearray(CHUNK)
     with socket.create_server(("0.0.0.0", port)) as listener:
         listener.settimeout(CONNECT_S)
         stream, _ = listener.accept()
     with stream:
-        # What has arrived before the clock starts does not count.
+        # What arrives before the clock starts does not count: TCP begins slowly, and queues fill.
         stream.recv_into(buffer)
+        settled_s = time.perf_counter() + settle_s
+        while time.perf_counter() < settled_s and stream.recv_into(buffer):
+            pass
         start_s = last_s = time.perf_counter()
         total_bytes = 0
         while last_s < start_s + seconds and (received := stream.recv_into(buffer)):
@@ -53,7 +56,7 @@ def send(address: str, port: int) -> None:
 def main(arguments: list[str]) -> None:
     """Be one end of a stream."""
     if arguments[0] == "receive":
-        sys.stdout.write(f"{receive(int(arguments[1]), float(arguments[2]))}\n")
+        sys.stdout.write(f"{receive(int(arguments[1]), float(arguments[2]), float(arguments[3]))}\n")
     else:
         send(arguments[1], int(arguments[2]))
 

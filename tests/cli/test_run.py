@@ -157,7 +157,7 @@ MODELS = {
 def test_a_refused_model_ends_with_code_2(tmp_path: Path, line: str, debug: bool) -> None:
     text = TRAIN.replace("model = torch.nn.Linear(4, 2)\n", f"model = torch.nn.Linear(4, 2)\n{line}\n")
     options = ["--debug"] if debug else []
-    code, output = offbeat("run", *options, script(tmp_path, text), folder=tmp_path)
+    code, output = offbeat(*options, "run", script(tmp_path, text), folder=tmp_path)
     assert code == 2, output
     assert MODELS[line] in output
     assert ("Traceback" in output) == debug

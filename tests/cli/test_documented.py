@@ -1,0 +1,38 @@
+"""The command line is frozen, and documented."""
+
+from __future__ import annotations
+
+import pytest
+from typer.main import get_command
+
+from offbeat.cli.app import app
+from tests.cli.documentation import PAGE, commands, options, page
+
+# An option that leaves this table breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
+COMMANDS = {
+    "run": ["SCRIPT", "ARGUMENTS", "--workers", "--plan", "--timeout", "--run-dir"],
+    "report": ["RUN_DIR"],
+    "doctor": ["--json"],
+    "plan show": ["PATH"],
+    "plan diff": ["FIRST", "SECOND"],
+    "lab run": ["SCENARIO", "--json", "--png", "--repeats", "--steps"],
+    "lab show": ["SCENARIO"],
+    "lab clean": ["--force"],
+}
+
+
+def test_commands_and_options_are_frozen() -> None:
+    assert {name: options(command) for name, command in commands().items()} == COMMANDS
+    assert options(get_command(app)) == ["--debug"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_everything_has_help(name: str) -> None:
+    command = commands()[name]
+    assert command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run `make docs`"

@@ -1,0 +1,170 @@
+"""Scenarios: what is read is what was written; what cannot be measured is refused in one sentence with its path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import ScenarioError
+from offbeat.scenario import Replay, Scenario, Script
+
+SHIPPED = sorted((Path(__file__).parent.parent / "benchmarks/scenarios").glob("*.toml"))
+
+GOOD = """
+[scenario]
+name = "two"
+description = "two hosts"
+[hosts]
+count = 2
+rate_mbps = 100
+[workload]
+kind = "replay"
+profile = "resnet50"
+scale = 0.01
+[run]
+repeats = 2
+[[row]]
+name = "ddp"
+system = "ddp"
+[[row]]
+name = "ours"
+system = "offbeat"
+plan = { codec = { kind = "Cast" } }
+"""
+
+
+def changed(old: str, new: str) -> str:
+    """The good scenario with one change."""
+    assert GOOD.count(old) == 1
+    return GOOD.replace(old, new)
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    scenario = Scenario.from_toml(GOOD)
+    assert scenario.scenario.name == "two"
+    assert [(host.name, host.compute_factor) for host in scenario.topology.hosts] == [("h0", 1.0), ("h1", 1.0)]
+    assert [link.rate_mbps for link in scenario.topology.links] == [100, 100]
+    assert isinstance(scenario.workload, Replay)
+    assert scenario.workload.scale == 0.01
+    assert scenario.row[1].plan == {"codec": {"kind": "Cast"}}
+    assert (scenario.run.repeats, scenario.run.baseline) == (2, "ddp")
+    assert not scenario.loopback
+
+
+def test_hosts_of_their_own() -> None:
+    each = """
+[[host]]
+name = "fast"
+rate_mbps = 200
+[[host]]
+name = "slow"
+rate_mbps = 20
+compute_factor = 1.5
+"""
+    topology = Scenario.from_toml(changed("[hosts]\ncount = 2\nrate_mbps = 100", each)).topology
+    assert [(host.name, host.compute_factor) for host in topology.hosts] == [("fast", 1.0), ("slow", 1.5)]
+    assert [link.rate_mbps for link in topology.links] == [200, 20]
+
+
+def test_a_script_and_loopback() -> None:
+    text = changed(
+        'kind = "replay"\nprofile = "resnet50"\nscale = 0.01', 'kind = "script"\npath = "a.py"\ntarget = 0.9'
+    )
+    scenario = Scenario.from_toml(text.replace("rate_mbps = 100", 'network = "loopback"'))
+    assert isinstance(scenario.workload, Script)
+    assert scenario.workload.target == 0.9
+    assert scenario.loopback
+
+
+def test_the_digest_is_of_the_meaning() -> None:
+    digest = Scenario.from_toml(GOOD).digest
+    assert digest == Scenario.from_toml("# a comment\n" + GOOD.replace("100", "100.0")).digest
+    assert digest != Scenario.from_toml(changed("rate_mbps = 100", "rate_mbps = 101")).digest
+    assert digest != Scenario.from_toml(changed('kind = "Cast"', 'kind = "Dense"')).digest
+
+
+TWICE = '[[host]]\nname = "a"\nrate_mbps = 1\n[[host]]\nname = "a"\nrate_mbps = 1'
+HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        # Rates that no lab reaches.
+        ("= 100", "= 0", "Cannot shape a link to 0 Mbit/s: .* Choose a rate in that range (hosts.rate_mbps)."),
+        ("= 100", "= -3", "Cannot shape a link to -3 Mbit/s: .* (hosts.rate_mbps)."),
+        (
+            "= 100",
+            "= 1e6",
+            "Cannot shape a link to 1e+06 Mbit/s: the lab shapes 0.1 to 10000 Mbit/s.* (hosts.rate_mbps).",
+        ),
+        ("= 100", "= nan", "Cannot shape a link to nan Mbit/s: .* (hosts.rate_mbps)."),
+        ("= 100", '= "fast"', "Cannot read 'fast': expected `float | null`, got `str` (hosts.rate_mbps)."),
+        ("rate_mbps = 100", "", "Cannot build the links: no rate is given.* (hosts.rate_mbps)."),
+        ("= 100", '= 100\nnetwork = "loopback"', "Cannot shape the loopback interface to 100.* (hosts.rate_mbps)."),
+        (HOSTS, '[[host]]\nname = "a"\nrate_mbps = 0', "Cannot shape a link to 0 Mbit/s.* (host[0].rate_mbps)."),
+        # Hosts that cannot be.
+        (HOSTS, TWICE, "Cannot build host 'a' twice: host[1] has the name of host[0].* (host[1].name)."),
+        (HOSTS, "", "Cannot tell the hosts: neither `hosts` nor `host` is given.* (hosts)."),
+        (HOSTS, f"{HOSTS}\n{TWICE}", "Cannot tell the hosts: both `hosts` and `host` are given.* (hosts)."),
+        ("count = 2", "count = 0", "Cannot build 0 hosts: a lab has 1 to 250.* (hosts.count)."),
+        ("count = 2", "count = 2\ncompute_factor = 0", "Cannot slow a host down by 0: .* (hosts.compute_factor)."),
+        # Keys and names that nobody knows.
+        ("rate_mbps", "rate_mpbs", "Unknown key 'rate_mpbs' (did you mean 'rate_mbps'?).* (hosts.rate_mpbs)."),
+        ("repeats", "repeat", "Unknown key 'repeat' (did you mean 'repeats'?).* (run.repeat)."),
+        ("scale", "scael", "Unknown key 'scael' (did you mean 'scale'?).* (workload.scael)."),
+        ("[run]", "[rnu]", "Unknown key 'rnu' (did you mean 'run'?).* (rnu)."),
+        ("plan =", "plam =", "Unknown key 'plam' (did you mean 'plan'?).* (row[1].plam)."),
+        ("resnet50", "resnet51", "Unknown profile 'resnet51' (did you mean 'resnet50'?).* (workload.profile)."),
+        ('system = "ddp"', 'system = "pdp"', "Unknown system 'pdp' (did you mean 'ddp'?).* (row[0].system)."),
+        ('"replay"', '"play"', "Unknown kind 'play' (did you mean 'replay'?).* (workload.kind)."),
+        # Work and rows that cannot be measured.
+        ('profile = "resnet50"', "", "Cannot replay nothing: give profile .* (workload.profile)."),
+        ("scale = 0.01", "scale = 0", "Cannot read 0: expected `float` > 0.0 (workload.scale)."),
+        ("scale = 0.01", "forward_s = -1.0", "Cannot read -1.0: expected `float` >= 0.0 (workload.forward_s)."),
+        ("repeats = 2", "repeats = 0", "Cannot read 0: expected `int` >= 1 (run.repeats)."),
+        ("repeats = 2", 'baseline = "dpd"', "Cannot compare with 'dpd': .*(did you mean 'ddp'?).* (run.baseline)."),
+        ('name = "ours"', 'name = "ddp"', "Cannot measure row 'ddp' twice: row[1] has .* (row[1].name)."),
+        ('"ddp"\n[[row]]', '"ddp"\nplan = "x"\n[[row]]', "Cannot give a plan to ddp: only offbeat .* (row[0].plan)."),
+        ('name = "two"', 'name = "../up"', "Cannot read '../up': .* (scenario.name)."),
+        ('name = "two"\n', "", "Cannot read .*missing required field `name` (scenario)."),
+    ],
+)
+def test_one_sentence_and_the_path(old: str, new: str, says: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        Scenario.from_toml(changed(old, new))
+    start, _, end = says.partition(".*")
+    text = str(caught.value)
+    assert text.startswith(start)
+    assert text.endswith(end.rpartition(".*")[2]), text
+    assert end.partition(".*")[0] in text
+    assert "\n" not in text
+
+
+def test_not_toml() -> None:
+    with pytest.raises(ScenarioError, match=r"Cannot read the scenario: it is not valid TOML \(.*line 1"):
+        Scenario.from_toml("[scenario\n")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_scenarios(path: Path) -> None:
+    """They are named after their files, compare with stock DDP, and their scripts are there."""
+    scenario = Scenario.from_toml(path.read_text())
+    assert scenario.scenario.name == path.stem
+    assert scenario.scenario.description
+    assert {row.name: row.system for row in scenario.row}[scenario.run.baseline] == "ddp"
+    assert any(row.system == "offbeat" and row.plan is None for row in scenario.row)
+    if isinstance(scenario.workload, Script):
+        assert (path.parent / scenario.workload.path).is_file()
+
+
+def test_the_promised_scenarios_are_shipped() -> None:
+    assert {path.stem for path in SHIPPED} >= {"uniform", "mnist", "loopback"}
+
+
+def test_reading_a_scenario_loads_no_torch() -> None:
+    code = "import sys, offbeat.scenario; assert 'torch' not in sys.modules and 'pyroute2' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=20)
