@@ -16,7 +16,6 @@ end of a ``with`` block, or of the process.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -37,7 +36,9 @@ from offbeat.fabric import InMemory, ProcessGroup
 from offbeat.layout import arrange
 from offbeat.loader import Loader
 from offbeat.plan import Plan
+from offbeat.rendezvous import join
 from offbeat.replica import Replica
+from offbeat.trainable import check_modules, check_optimizer, trainable
 from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
-_NEVER = timedelta(days=365)
-_joins = itertools.count()
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -83,56 +82,32 @@ def init(
         raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
     if run_dir is None:
         run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
-    owns_group = _join_group()
-    return Run(plan, timeout=timeout, run_dir=None if run_dir is None else Path(run_dir), seed=seed, owns=owns_group)
-
-
-def _join_group() -> bool:
-    """Make sure torch's default process group exists if there is more than one worker; whether we made it."""
-    if dist.is_initialized():
-        return False
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return False
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    # A file of its own for each time, because the last group's addresses stay in the file.
-    store = f"{os.environ['OFFBEAT_STORE']}-{next(_joins)}" if "OFFBEAT_STORE" in os.environ else None
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{store}" if store else "env://",
-        rank=int(os.environ["RANK"]),
-        world_size=world,
-        timeout=_NEVER,
-    )
-    return True
+    return Run(plan, timeout=timeout, run_dir=None if run_dir is None else Path(run_dir), seed=seed)
 
 
 class Run:
     """One worker's part in a job. Made by `init`."""
 
-    def __init__(self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int, owns: bool) -> None:
+    def __init__(self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int) -> None:
         self.plan = plan
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.run_dir = run_dir
         self._seed = seed
         self._clock = WallClock()
         self._resources = ExitStack()
-        if owns:
-            self._resources.callback(dist.destroy_process_group)
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
-        self._resources.callback(self._metrics.close)
         self._waiter = Waiter(
             clock=self._clock,
             timeout=timeout,
             tell=lambda text: _log.warning("%s", text),
-            report_path=None if run_dir is None else run_dir / f"stall-rank{self.rank}.json",
+            report_path=None if run_dir is None else run_dir / f"stall-rank{os.environ.get('RANK', '0')}.json",
         )
+        if join(self._waiter):
+            self._resources.callback(dist.destroy_process_group)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
+        self._resources.callback(self._metrics.close)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         self._reducers: list[Reducer] = []
         self._loaders: list[Loader] = []
@@ -170,9 +145,9 @@ class Run:
             ModelError: if the model, the optimizer or the loader cannot be prepared.
             DisagreementError: if the models differ between ranks; it names the first parameter that does.
         """
-        parameters = _trainable(model)
-        _check_modules(model)
-        _check_optimizer(optimizer, model)
+        parameters = trainable(model)
+        check_modules(model)
+        check_optimizer(optimizer, model)
         layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
         self._control.agree(
             "model", layout.describe(), "Build the same model on every worker: same layers, same order, same dtypes."
@@ -216,7 +191,8 @@ class Run:
         if self.world == 1:
             fabric = InMemory().bind()
         elif isinstance(self.plan.fabric, ProcessGroup):
-            fabric = self.plan.fabric.bind(backend=backend)
+            spec = self.plan.fabric
+            fabric = self._waiter.call(lambda: spec.bind(backend=backend), Awaited("the connection to the others"))
         else:
             raise PlanError(
                 f"Cannot run {self.world} worker processes over {self.plan.fabric!r}: it lives in one process. "
@@ -370,56 +346,6 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(error)
-
-
-def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
-    if not parameters:
-        raise ModelError(
-            f"Cannot prepare {type(model).__name__}: it has no parameter with requires_grad. "
-            "Unfreeze one, or train without offbeat."
-        )
-    lazy = [n for n, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise ModelError(f"Cannot prepare {lazy[0]}: its shape is not known yet. Run one forward pass first.")
-    devices: dict[str, str] = {}
-    for name, parameter in parameters.items():
-        devices.setdefault(str(parameter.device), name)
-    if len(devices) > 1:
-        (first, one), (second, other), *_ = devices.items()
-        raise ModelError(
-            f"Cannot prepare a model on several devices: {one} is on {first}, {other} on {second}. "
-            "Move the whole model to one device; one worker drives one device."
-        )
-    return parameters
-
-
-def _check_modules(model: torch.nn.Module) -> None:
-    if isinstance(model, Replica):
-        raise ModelError("Cannot prepare a model twice: this one was returned by prepare. Prepare the original.")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise ModelError(
-            "Cannot prepare a DistributedDataParallel model: it averages gradients by itself. Prepare its .module."
-        )
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    for name, child in model.named_modules():
-        if isinstance(child, torch.nn.SyncBatchNorm) and on_cpu:
-            raise ModelError(
-                f"Cannot train {name or 'the model'} (SyncBatchNorm) on the CPU: torch has it for GPUs only. "
-                "Use BatchNorm, GroupNorm or LayerNorm."
-            )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    own = {id(p) for p in model.parameters()}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if id(parameter) not in own:
-                raise ModelError(
-                    f"Cannot prepare this optimizer: parameter {i} of group {g} (shape {list(parameter.shape)}) is not "
-                    f"one of the model's. Make the optimizer from model.parameters(), after the model is complete."
-                )
 
 
 def say_last_words(error: BaseException) -> None:

@@ -25,6 +25,8 @@ TIERS = {
     "engine": 4,
     "loader": 6,
     "replica": 6,
+    "rendezvous": 6,
+    "trainable": 6.2,
     "run": 6.5,
     "report": 7,
     "lab": 7,

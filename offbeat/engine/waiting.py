@@ -9,9 +9,12 @@ then it raises, naming them.
 from __future__ import annotations
 
 import json
+import threading
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.fabric import Pending
     from offbeat.payload import Reply
+
+T = TypeVar("T")
 
 # Long enough to cost nothing, short enough that Ctrl-C and the timeout are noticed at once.
 _POLL = timedelta(milliseconds=200)
@@ -146,6 +151,17 @@ class Waiter:
             raise
         return pending.result()
 
+    def call(self, function: Callable[[], T], awaited: Awaited) -> T:
+        """Wait for a blocking call, which runs on a thread of its own so that this one can look up.
+
+        Raises:
+            Exception: what `function` raises; and as `wait`.
+        """
+        call = _Call(function)
+        threading.Thread(target=call.run, name="offbeat-call", daemon=True).start()
+        self.wait(call, awaited)
+        return call.outcome.result()
+
     def _block(self, pending: Pending, awaited: Awaited) -> None:
         began_s = self._clock.now_s()
         self.witness.waiting(awaited)
@@ -187,3 +203,29 @@ class Waiter:
     def _leave(self, findings: Findings) -> None:
         if self._report_path is not None:
             self._report_path.write_text(json.dumps(findings.to_json(), indent=1))
+
+
+class _Call(Generic[T]):
+    """A call on another thread, as something to wait for."""
+
+    sent_bytes = 0
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.outcome: Future[T] = Future()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self._function())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+    def wait(self, timeout: timedelta) -> bool:
+        done, _ = futures.wait([self.outcome], timeout.total_seconds())
+        return bool(done)
+
+    def done(self) -> bool:
+        return self.outcome.done()
+
+    def result(self) -> Reply:
+        return []

@@ -47,6 +47,8 @@ def send(address: str, port: int) -> None:
             if time.perf_counter() > deadline_s:
                 raise
             time.sleep(0.02)
+    # On a slow link one chunk takes long; whoever started us ends us.
+    stream.settimeout(None)
     payload = bytes(CHUNK)
     with stream, suppress(ConnectionError):
         while True:

@@ -253,3 +253,30 @@ def test_ranks_that_wait_for_different_things(tmp_path: Path) -> None:
         assert "the mean over all workers" in results[rank]
         assert "disagree about the step" in results[rank]
     assert "rank 0 on " in results[CULPRIT]
+
+
+# -- before the first step -------------------------------------------------------------------------------------
+
+
+def late_to_init(where: str, folder: str) -> list[str]:
+    rank = int(os.environ["RANK"])
+    told = Reports()
+    logging.getLogger("offbeat").addHandler(told)
+    if rank == CULPRIT and where == "init":
+        time.sleep(FAULT_S)
+    with offbeat.init(timeout=timedelta(seconds=TIMEOUT_S), run_dir=folder) as run:
+        if rank == CULPRIT and where == "prepare":
+            time.sleep(FAULT_S)
+        model = nn.Linear(4, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [text for _, text in told.texts]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [("init", "call offbeat.init(): not here yet: rank 1."), ("prepare", "the comparison of the model")],
+)
+def test_a_stall_before_the_first_step_is_explained(where: str, says: str, tmp_path: Path) -> None:
+    results = run_workers(3, late_to_init, where, str(tmp_path))
+    for rank in (0, 2):
+        assert any(says in text and f"rank {CULPRIT}" in text for text in results[rank]), results[rank]

@@ -1,0 +1,147 @@
+"""How the workers of a job find each other.
+
+Each writes its name into the store that `offbeat run` (a file) or `torchrun` (a TCPStore) names in the environment, and
+waits until all are there; who is not there yet can so be told. Then torch's process group is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from offbeat.engine import Awaited
+from offbeat.errors import PlanError
+from offbeat.payload import Reply, Total
+
+if TYPE_CHECKING:
+    from offbeat.engine import Waiter
+
+_NEVER = timedelta(days=365)
+_LOOK_S = 0.02
+_joins = itertools.count()
+
+
+def join(waiter: Waiter) -> bool:
+    """Make sure that torch's default process group exists if there is more than one worker; whether we made it.
+
+    Raises:
+        PlanError: if the environment names no rank of this worker.
+    """
+    if dist.is_initialized():
+        return False
+    world = _number("WORLD_SIZE", 1)
+    if world == 1:
+        return False
+    rank, local_rank = _number("RANK", -1), _number("LOCAL_RANK", 0)
+    if not 0 <= rank < world:
+        raise PlanError(
+            f"Cannot join {world} workers as rank {rank}: RANK must be from 0 to {world - 1}. "
+            "Start the script with `offbeat run` or torchrun."
+        )
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    store = _open_store(rank, world)
+    roll = Roll(store, rank, world)
+    before, waiter.witness = waiter.witness, roll
+    try:
+        waiter.wait(roll, Awaited("the others to call offbeat.init()"))
+    finally:
+        waiter.witness = before
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
+    )
+    return True
+
+
+def _open_store(rank: int, world: int) -> Store:
+    prefix = f"offbeat-{next(_joins)}"  # one process may join several times, one after the other
+    if "OFFBEAT_STORE" in os.environ:
+        return PrefixStore(prefix, FileStore(os.environ["OFFBEAT_STORE"], world))
+    store, _, _ = next(rendezvous("env://", rank=rank, world_size=world, timeout=_NEVER))
+    return PrefixStore(prefix, store)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.lstrip("-").isdigit():
+        raise PlanError(
+            f"Cannot read {name}={text!r}: it must be a whole number. Start with `offbeat run` or torchrun."
+        )
+    return int(text)
+
+
+class Roll:
+    """Who is there: something to wait for, and the witness of that wait."""
+
+    sent_bytes = 0
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store = store
+        self._missing = [other for other in range(world) if other != rank]
+        self._rank = rank
+        store.set(f"here-{rank}", socket.gethostname())
+
+    def wait(self, timeout: timedelta) -> bool:
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while not self.done():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def done(self) -> bool:
+        self._missing = [other for other in self._missing if not self._store.check([f"here-{other}"])]
+        return not self._missing
+
+    def result(self) -> Reply:
+        return Total(torch.empty(0))
+
+    def waiting(self, awaited: Awaited) -> None:
+        """Nobody listens yet."""
+
+    def resumed(self) -> None:
+        """Nobody listens yet."""
+
+    def exchanged(self, stamp: int) -> None:
+        """Nobody listens yet."""
+
+    def investigate(self, awaited: Awaited, waited_s: float) -> Absent:
+        return Absent(self._rank, tuple(self._missing), waited_s)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Who has not called `offbeat.init()`."""
+
+    rank: int
+    missing: tuple[int, ...]
+    waited_s: float
+    fatal: bool = False
+
+    @property
+    def text(self) -> str:
+        ranks = ", ".join(map(str, self.missing))
+        return (
+            f"rank {self.rank} has waited {self.waited_s:.1f} s for the others to call offbeat.init(): not here yet: "
+            f"rank {ranks}. They may still load, have died, or never reach that line."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "place": "offbeat.init()",
+            "waited_s": self.waited_s,
+            "culprits": [{"rank": rank, "reason": "absent"} for rank in self.missing],
+            "fatal": False,
+        }
