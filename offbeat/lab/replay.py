@@ -113,8 +113,8 @@ def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[f
         allowed = float("inf") if tolerance is None else tolerance
         if not error <= allowed or error == float("inf"):
             raise NumericsError(
-                f"Cannot trust this run: the mean gradient of {name} is wrong by {error:.3g}, at most {allowed:g} can be "
-                "rounding or loss by design. The system that carries it sums wrongly."
+                f"Cannot trust this run: the mean gradient of {name} is wrong by {error:.3g}, at most {allowed:g} can "
+                "be rounding or loss by design. The system that carries it sums wrongly."
             )
         worst = max(worst, error)
         digest.update(parameter.grad.contiguous().numpy().tobytes())

@@ -26,6 +26,7 @@ _MAX_STRANGER_BYTES = 512
 _STRANGER_S = 5.0
 _MAX_STRANGERS = 64
 _STACK_S = 0.6
+_LINGER_S = 3.0
 _FINAL = frozenset({"raised", "lost", "finished"})
 
 
@@ -179,3 +180,27 @@ class Hub:
 
     async def _answer(self, talk: Talk, ask: Ask) -> None:
         talk.say(Roster(ask.number, await self.roster(ask.stacks)))
+
+
+class Host:
+    """How the sentinel that the hub lives in speaks to it.
+
+    Args:
+        rank: of its worker.
+    """
+
+    lost_since_s: float | None = None
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+        self.report = hub.report
+        self.ask = hub.roster
+
+    async def leave(self, *, well: bool) -> None:
+        """Stay until the others have gone as well, or have had time to ask what happened."""
+        if well:
+            self._hub.leave(self._rank)
+        deadline_s = time.monotonic() + _LINGER_S
+        while self._hub.peers and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        self._hub.close()

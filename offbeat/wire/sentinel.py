@@ -15,14 +15,18 @@ import os
 import signal
 import socket
 import time
+from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError
-from offbeat.wire.hub import Hub
+from offbeat.wire.hub import Host, Hub
 from offbeat.wire.messages import MAX_TEXT, Ask, Bye, Config, Ready, Roster, Words
 from offbeat.wire.page import Page
 from offbeat.wire.process import Busy, glance
 from offbeat.wire.talk import Talk
 from offbeat.wire.uplink import Uplink
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 # Makes the worker write its stack, from C, whether or not it holds the GIL.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -30,9 +34,22 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 _LOOK_S = 0.25
 _REPORT_S = 1.0
 _ASK_S = 2.0
-# How long the hub outlives its own worker, so that the others can ask what happened.
-_LINGER_S = 3.0
 _STACK_TRIES = 20
+
+
+class Voice(Protocol):
+    """How a sentinel speaks to all: over the network, or to the hub in its own process."""
+
+    lost_since_s: float | None
+
+    def report(self, words: Words) -> None:
+        """Say something about the worker."""
+
+    async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
+        """The latest words of all ranks."""
+
+    async def leave(self, *, well: bool) -> None:
+        """The worker is gone; `well` if that was to be expected."""
 
 
 class Sentinel:
@@ -46,6 +63,7 @@ class Sentinel:
 
     def __init__(self, config: Config, page: Page, stack_fd: int) -> None:
         self._config, self._page, self._stack_fd = config, page, stack_fd
+        self.rank = config.rank
         self._busy = Busy()
         self._process, self._process_since_s = "running", time.monotonic()
         self._stack = ""
@@ -97,84 +115,97 @@ class Sentinel:
         self._stack = os.pread(self._stack_fd, 4 * MAX_TEXT, 0).decode(errors="replace")[-MAX_TEXT:]
 
 
-async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
-    """Be the sentinel of `config`'s worker until it is gone."""
-    sentinel = Sentinel(config, page, stack_fd)
-    _watch_for_death(config.pid, sentinel.died)
-    tasks: set[asyncio.Task[None]] = set()
+class Duty:
+    """What a sentinel does until its worker is gone: look and report, answer its questions, show its stack.
 
-    def show() -> None:
-        task = asyncio.create_task(_show())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    Args:
+        talk: to the worker.
+        sentinel: looks at it.
+        voice: to all sentinels.
+    """
 
-    async def _show() -> None:
-        await sentinel.ask_for_stack()
-        report(sentinel.look())
+    def __init__(self, talk: Talk, sentinel: Sentinel, voice: Voice) -> None:
+        self._talk, self._sentinel, self._voice = talk, sentinel, voice
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    hub: Hub | None = None
-    uplink: Uplink | None = None
-    if config.hub is None:
-        hub = Hub(token=config.token, world=config.world)
-        report = hub.report
-        talk.say(Ready(hub=await hub.serve(config.bind)))
-    else:
-        uplink = Uplink(config.hub, token=config.token, rank=config.rank, show=show)
-        report = uplink.report
-        tasks.add(asyncio.create_task(uplink.run()))
-        talk.say(Ready(hub=config.hub))
+    async def run(self) -> None:
+        """Until the worker has died or said good-bye."""
+        observer, listener = asyncio.create_task(self._observe()), asyncio.create_task(self._listen())
+        await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
+        self._voice.report(self._sentinel.look())
+        await self._voice.leave(well=self._sentinel.left)
 
-    async def ask(stacks: tuple[int, ...]) -> tuple[Words, ...]:
-        if config.rank in stacks:
-            await sentinel.ask_for_stack()
-        report(sentinel.look())
-        return await (hub.roster(stacks) if hub is not None else uplink.ask(stacks))  # type: ignore[union-attr]
+    def show(self) -> None:
+        """The worker's stack is wanted; it comes with the next report."""
+        self._spawn(self._show())
 
-    async def answer(message: Ask) -> None:
-        try:
-            async with asyncio.timeout(_ASK_S):
-                talk.say(Roster(message.number, await ask(message.stacks)))
-        except (TimeoutError, NetworkError):
-            since_s = time.monotonic() if uplink is None else uplink.lost_since_s
-            lost_s = _ASK_S if since_s is None else time.monotonic() - since_s
-            talk.say(Roster(message.number, (sentinel.look(),), lost_s))
+    async def _show(self) -> None:
+        await self._sentinel.ask_for_stack()
+        self._voice.report(self._sentinel.look())
 
-    async def listen() -> None:
-        while (message := await talk.hear()) is not None:
-            if isinstance(message, Ask):
-                task = asyncio.create_task(answer(message))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            elif isinstance(message, Bye):
-                sentinel.left = message.well
-                return
-        # Closed without a good-bye: the worker is ending, or a child of it still holds the other end.
-        await sentinel.died.wait()
-
-    async def observe() -> None:
+    async def _observe(self) -> None:
         told: tuple[object, ...] = ()
         told_s = 0.0
-        while not sentinel.died.is_set():
-            words = sentinel.look()
+        died = self._sentinel.died
+        while not died.is_set():
+            words = self._sentinel.look()
             mark = (words.phase, words.step, words.bucket, words.process)
             if mark != told or time.monotonic() - told_s > _REPORT_S:
-                report(words)
+                self._voice.report(words)
                 told, told_s = mark, time.monotonic()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(sentinel.died.wait(), _LOOK_S)
+                await asyncio.wait_for(died.wait(), _LOOK_S)
 
-    observer, listener = asyncio.create_task(observe()), asyncio.create_task(listen())
-    await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
-    report(sentinel.look())
-    if hub is not None:
-        if sentinel.left:
-            hub.leave(config.rank)
-        deadline_s = time.monotonic() + _LINGER_S
-        while hub.peers and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.05)
-        hub.close()
-    elif uplink is not None:
-        await uplink.leave(bye=sentinel.left)
+    async def _listen(self) -> None:
+        while (message := await self._talk.hear()) is not None:
+            if isinstance(message, Ask):
+                self._spawn(self._answer(message))
+            elif isinstance(message, Bye):
+                self._sentinel.left = message.well
+                return
+        # Closed without a good-bye: the worker is ending, or a child of it still holds the other end.
+        await self._sentinel.died.wait()
+
+    async def _answer(self, message: Ask) -> None:
+        try:
+            async with asyncio.timeout(_ASK_S):
+                if self._sentinel.rank in message.stacks:
+                    await self._sentinel.ask_for_stack()
+                self._voice.report(self._sentinel.look())
+                self._talk.say(Roster(message.number, await self._voice.ask(message.stacks)))
+        except (TimeoutError, NetworkError):
+            since_s = self._voice.lost_since_s
+            lost_s = _ASK_S if since_s is None else time.monotonic() - since_s
+            self._talk.say(Roster(message.number, (self._sentinel.look(),), lost_s))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
+    """Be the sentinel of `config`'s worker until it is gone.
+
+    Raises:
+        NetworkError: if the hub cannot be opened.
+    """
+    sentinel = Sentinel(config, page, stack_fd)
+    _watch_for_death(config.pid, sentinel.died)
+    if config.hub is None:
+        hub = Hub(token=config.token, world=config.world)
+        talk.say(Ready(hub=await hub.serve(config.bind)))
+        await Duty(talk, sentinel, Host(hub, config.rank)).run()
+        return
+    uplink = Uplink(config.hub, token=config.token, rank=config.rank)
+    duty = Duty(talk, sentinel, uplink)
+    uplink.on_show = duty.show
+    talk.say(Ready(hub=config.hub))
+    connection = asyncio.create_task(uplink.run())
+    try:
+        await duty.run()
+    finally:
+        connection.cancel()
 
 
 def _watch_for_death(pid: int, died: asyncio.Event) -> None:

@@ -31,11 +31,11 @@ class Uplink:
         hub: "address:port".
         token: shared secret of the run.
         rank: the worker's.
-        show: called when the hub wants this worker's stack.
     """
 
-    def __init__(self, hub: str, *, token: bytes, rank: int, show: Callable[[], None]) -> None:
-        self._hub, self._token, self._rank, self._show = hub, token, rank, show
+    def __init__(self, hub: str, *, token: bytes, rank: int) -> None:
+        self._hub, self._token, self._rank = hub, token, rank
+        self.on_show: Callable[[], None] = lambda: None  # called when the hub wants this worker's stack
         self._talk: Talk | None = None
         self._answers: dict[int, asyncio.Future[Roster]] = {}
         self._number = 0
@@ -78,10 +78,10 @@ class Uplink:
         finally:
             self._answers.pop(number, None)
 
-    async def leave(self, *, bye: bool) -> None:
+    async def leave(self, *, well: bool) -> None:
         """Send what is left, and say good-bye if the worker is done."""
         if self._talk is not None:
-            if bye:
+            if well:
                 self._talk.say(Bye())
             await self._talk.flush(1.0)
             self._talk.close()
@@ -106,7 +106,7 @@ class Uplink:
                     if answer is not None and not answer.done():
                         answer.set_result(message)
                 elif isinstance(message, Show):
-                    self._show()
+                    self.on_show()
                 else:
                     raise PeerError(f"the hub sent {type(message).__name__}")
         finally:

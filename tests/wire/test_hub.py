@@ -34,7 +34,8 @@ def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> No
 
 
 async def join(address: str, rank: int, token: bytes = TOKEN, shown: Any = None) -> tuple[Uplink, asyncio.Task[None]]:
-    uplink = Uplink(address, token=token, rank=rank, show=shown or (lambda: None))
+    uplink = Uplink(address, token=token, rank=rank)
+    uplink.on_show = shown or uplink.on_show
     task = asyncio.create_task(uplink.run())
     for _ in range(200):
         if uplink.lost_since_s is None:
@@ -145,7 +146,7 @@ def test_silence_becomes_unreachable_but_good_byes_do_not(monkeypatch: pytest.Mo
             uplink, task = await join(address, rank)
             uplink.report(Words(rank=rank, host="h", phase="computing", step=3))
             await settle()
-            await uplink.leave(bye=last is not None)
+            await uplink.leave(well=last is not None)
             task.cancel()
         await asyncio.sleep(0.2)
         _, one, two = await hub.roster()
