@@ -6,8 +6,10 @@ tried on a good machine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import resource
@@ -25,11 +27,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _PROBE_S = 0.4
+_PATIENCE_S = 3.0
 _CHUNK = 1 << 20
 _FEW_FILES = 1024
 _SLOW_GBPS = 1.0
@@ -145,11 +149,16 @@ def check_interfaces(addresses: Mapping[str, str]) -> Finding:
 
 
 def resolve_hostname() -> str:
-    """This machine's address by its own name; "" if it has none."""
+    """The address Gloo takes for this machine's name: the first, IPv4 or IPv6, that can be bound; "" if none can."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        entries = socket.getaddrinfo(socket.gethostname(), None, 0, socket.SOCK_STREAM)
     except OSError:
         return ""
+    for family, kind, protocol, _, address in entries:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return ""
 
 
 def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], resolve: Callable[[], str]) -> Finding:
@@ -166,13 +175,16 @@ def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], res
     outward = [name for name, other in addresses.items() if other and not other.startswith("127.")]
     remedy = f"set GLOO_SOCKET_IFNAME={outward[0]} to train on several machines" if outward else ""
     if not address:
-        reason = f"the hostname {socket.gethostname()} does not resolve; Gloo falls back to loopback"
+        reason = f"the hostname {socket.gethostname()} does not resolve to its own address; Gloo takes loopback"
         return Finding("gloo would use", "lo", "note", reason, remedy or "add the hostname to /etc/hosts")
     name = next((name for name, other in addresses.items() if other == address), "")
-    if not name and not address.startswith("127."):
+    loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if ":" in address and not loopback:
+        return Finding("gloo would use", f"{address} (the hostname's)")
+    if not name and not loopback:
         reason = f"the hostname resolves to {address}, which no interface has"
         return Finding("gloo would use", address, "note", reason, remedy or "correct /etc/hosts")
-    if address.startswith("127."):
+    if loopback:
         reason = f"the hostname resolves to {address}, so only this machine can be reached"
         return Finding("gloo would use", "lo", "note" if outward else "ok", reason if outward else "", remedy)
     return Finding("gloo would use", f"{name} {address} (the hostname's)")
@@ -184,7 +196,9 @@ def measure_loopback_gbps() -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = threading.Thread(target=_send, args=(listener.getsockname()[1],))
         sender.start()
+        listener.settimeout(_PATIENCE_S)  # a firewall may swallow what it does not like
         stream, _ = listener.accept()
+        stream.settimeout(_PATIENCE_S)
         buffer = bytearray(_CHUNK)
         began_s = time.perf_counter()
         with stream:
@@ -196,12 +210,10 @@ def measure_loopback_gbps() -> float:
 
 def _send(port: int) -> None:
     chunk = bytes(_CHUNK)
-    with socket.create_connection(("127.0.0.1", port)) as stream:
-        try:
-            while True:
-                stream.sendall(chunk)
-        except OSError:
-            return  # the receiver has seen enough
+    # The receiver leaves when it has seen enough, or reports what went wrong.
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as stream:
+        while True:
+            stream.sendall(chunk)
 
 
 def check_loopback(measure: Callable[[], float]) -> Finding:
@@ -292,9 +304,15 @@ def check_lab(user: int, build: Callable[[], None]) -> Finding:
 
 
 def _show(found: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        for finding in found:
+            why = f" - {finding.reason}: {finding.remedy}" if finding.reason else ""
+            console.print(f"{finding.level:4}  {finding.name}: {finding.value}{why}", markup=False)
+        return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
     for finding in found:
         why = f"{finding.reason}: {finding.remedy}" if finding.remedy else finding.reason
-        table.add_row(marks[finding.level], finding.name, finding.value, why)
-    Console(highlight=False).print(table)
+        table.add_row(marks[finding.level], finding.name, Text(finding.value), Text(why))
+    console.print(table)

@@ -26,7 +26,8 @@ class LiveView:
     """
 
     def __init__(self, console: Console, path: Path, workers: int) -> None:
-        self._records = Records(path)
+        # In a folder that was used before, the earlier run is not shown.
+        self._records = Records(path, skip_bytes=path.stat().st_size if path.exists() else 0)
         self._tallies = {rank: Tally(rank) for rank in range(workers)}
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 

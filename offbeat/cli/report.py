@@ -36,9 +36,13 @@ def write_report(run_dir: Path) -> list[Path]:
     reader = Records(metrics)
     records = reader.all()
     if not records:
-        raise ScenarioError(
-            f"Cannot report on {run_dir}: its metrics.jsonl holds no record. Did the script call prepare?"
+        size_bytes = metrics.stat().st_size
+        why = (
+            "its metrics.jsonl is empty, because no worker prepared a model. Call run.prepare in the script"
+            if size_bytes == 0
+            else f"its metrics.jsonl holds {size_bytes} bytes but no whole record. Give a file that offbeat wrote"
         )
+        raise ScenarioError(f"Cannot report on {run_dir}: {why}.")
     plan = run_dir / "plan.toml"
     text = page(
         records,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import statistics
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ def _cards(records: Sequence[Record], workers: Sequence[Tally]) -> str:
         cards.append((shown, f"{name}, last"))
     if any(worker.steps for worker in workers):
         slowest = min(worker.steps_per_s for worker in workers if worker.steps)
-        waiting = sum(worker.wait_s for worker in workers) / sum(worker.step_s for worker in workers)
+        waiting = statistics.fmean(worker.waiting_share for worker in workers if worker.steps)
         last_s = max(record.time_s for record in records)
         cards += [
             (f"{max(worker.steps for worker in workers):,}", "steps"),
@@ -101,7 +102,7 @@ def _table(workers: Sequence[Tally]) -> str:
     headings = "worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "sent"
     rows = []
     for worker in workers:
-        compute_ms = worker.compute_s / worker.steps * 1e3 if worker.steps else 0.0
+        compute_ms = worker.compute_per_step_s * 1e3
         cells = (
             f"rank {worker.rank} on {worker.host}" if worker.host else f"rank {worker.rank}",
             f"{worker.steps:,}",

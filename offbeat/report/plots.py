@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import functools
 import io
 import math
@@ -21,6 +22,19 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 _INK = "#808080"
 _MOST_POINTS = 1000
 _MOST_VALUES = 6
+
+
+def colour(rank: int) -> str:
+    """A worker's colour, as ``#rrggbb``; no two workers share one.
+
+    >>> colour(0), colour(8) != colour(9)
+    ('#0072B2', True)
+    """
+    if rank < len(COLOURS):
+        return COLOURS[rank]
+    # Golden steps around the circle of hues never come close to an earlier one.
+    red, green, blue = colorsys.hls_to_rgb(rank * 0.61803398875 % 1.0, 0.47, 0.6)
+    return f"#{round(red * 255):02X}{round(green * 255):02X}{round(blue * 255):02X}"
 
 
 def draw(records: Sequence[Record], workers: Sequence[Tally]) -> list[tuple[str, str]]:
@@ -61,7 +75,7 @@ def _draw_step_times(axes: Any, steps: Sequence[Step]) -> None:
     _lines(axes, points, "step")
     # The first steps are an order of magnitude slower and would flatten the rest.
     usual = sorted(value for line in points.values() for _, value in line)
-    axes.set_ylim(0, 1.5 * usual[int(0.98 * (len(usual) - 1))])
+    axes.set_ylim(0, 1.5 * usual[int(0.98 * (len(usual) - 1))] or None)
 
 
 def _draw_rates(axes: Any, steps: Sequence[Step]) -> None:
@@ -84,7 +98,7 @@ def _draw_rates(axes: Any, steps: Sequence[Step]) -> None:
 def _draw_shares(axes: Any, workers: Sequence[Tally]) -> None:
     busy = [worker for worker in workers if worker.step_s]
     for place, worker in enumerate(busy):
-        compute = worker.compute_s / worker.step_s
+        compute = worker.compute_share
         waiting = min(worker.waiting_share, 1 - compute)
         axes.barh(place, compute, color=COLOURS[2], height=0.6, label="computing" if place == 0 else None)
         axes.barh(place, waiting, left=compute, color=COLOURS[1], height=0.6, label="waiting" if place == 0 else None)
@@ -102,13 +116,15 @@ def _lines(axes: Any, points: dict[int, list[tuple[float, float]]], xlabel: str)
     for rank in sorted(points):
         stride = max(1, math.ceil(len(points[rank]) / _MOST_POINTS))
         x, y = zip(*points[rank][::stride], strict=True)
-        axes.plot(x, y, color=COLOURS[rank % len(COLOURS)], linewidth=1.2, alpha=0.85, label=f"rank {rank}")
+        axes.plot(x, y, color=colour(rank), linewidth=1.2, alpha=0.85, label=f"rank {rank}")
     axes.set_xlabel(xlabel)
     if points:
         _legend(axes)
 
 
 def _legend(axes: Any) -> None:
+    if not axes.get_legend_handles_labels()[0]:
+        return
     legend = axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=8, labelcolor=_INK)
     legend.set_in_layout(True)
 

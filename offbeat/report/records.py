@@ -6,13 +6,16 @@ is waited for while the run goes on, and left out (and counted) afterwards. So a
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+_OPENING = b'{"kind":'
 _MOST_BYTES = 64 << 20  # taken in at once
 
 
@@ -91,11 +94,12 @@ class Records:
 
     Args:
         path: the file; it need not exist yet.
+        skip_bytes: how much to leave out, such as what an earlier run wrote.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, skip_bytes: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = skip_bytes
         self._decoder = msgspec.json.Decoder(Record)
         self.damaged = 0  # lines that could not be read
 
@@ -112,11 +116,11 @@ class Records:
         return self._decode(whole)
 
     def all(self) -> list[Record]:
-        """All records from here to the end."""
+        """All records from here to the end, of the last run in the file."""
         found: list[Record] = []
         while batch := self.new():
             found += batch
-        return found
+        return last_run(found)
 
     def _decode(self, lines: bytes) -> list[Record]:
         found = []
@@ -125,4 +129,35 @@ class Records:
                 found.append(self._decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self.damaged += 1
+                found += self._rescue(line)
         return found
+
+    def _rescue(self, line: bytes) -> list[Record]:
+        """Another worker's record that hangs on to the end of a torn one."""
+        start = line.rfind(_OPENING)
+        if start > 0:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                return [self._decoder.decode(line[start:])]
+        return []
+
+
+def last_run(records: Sequence[Record]) -> list[Record]:
+    """The records of the last run in a folder that was used more than once.
+
+    A worker begins anew when it starts after its end, or as another process.
+    """
+    begun: dict[int, int] = {}
+    pids: dict[int, int] = {}
+    ended: set[int] = set()
+    for index, record in enumerate(records):
+        if isinstance(record, Start):
+            if record.rank in ended or pids.get(record.rank, record.pid) != record.pid:
+                begun[record.rank] = index
+                ended.discard(record.rank)
+            pids[record.rank] = record.pid
+        elif isinstance(record, End):
+            ended.add(record.rank)
+    if not begun:
+        return list(records)
+    first = min(begun.values())  # a rank that only the earlier run had is left out, too
+    return [record for index, record in enumerate(records) if index >= begun.get(record.rank, first)]

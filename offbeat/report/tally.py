@@ -1,7 +1,12 @@
-"""What the records add up to, per worker."""
+"""What the records add up to, per worker.
+
+Rates, shares and compute per step leave out the first step, because it holds the start-up of the process; `samples`,
+`bytes_sent` and `wait_s` hold everything.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,8 +19,8 @@ if TYPE_CHECKING:
     from offbeat.report.records import Record
 
 _RECENT = 20  # steps that the live view's rates are taken over
-# A worker sets the pace if the others wait at least this share of their time longer than it does.
-_PACE = 0.1
+# A worker sets the pace if it computes this many times as long as the usual one; less is noise on a busy machine.
+_PACE = 1.15
 
 
 @dataclass
@@ -34,9 +39,10 @@ class Tally:
     step: int = -1
     samples: int = 0
     bytes_sent: int = 0
+    wait_s: float = 0.0
     step_s: float = 0.0
     compute_s: float = 0.0
-    wait_s: float = 0.0
+    first: Step | None = None
     values: dict[str, float | None] = field(default_factory=dict)
     last_event: str = ""
     ended: bool = False
@@ -46,6 +52,7 @@ class Tally:
     def add(self, record: Record) -> None:
         """Take in one record of this worker's."""
         if isinstance(record, Step):
+            self.first = self.first or record
             self.steps += 1
             self.step = record.step
             self.samples += record.samples
@@ -65,16 +72,32 @@ class Tally:
 
     @property
     def steps_per_s(self) -> float:
-        return self.steps / self.step_s if self.step_s else 0.0
+        return self._rate(self.steps, 1)
 
     @property
     def samples_per_s(self) -> float:
-        return self.samples / self.step_s if self.step_s else 0.0
+        return self._rate(self.samples, self.first.samples if self.first else 0)
 
     @property
     def waiting_share(self) -> float:
         """Part of its time in which it waited for others."""
-        return self.wait_s / self.step_s if self.step_s else 0.0
+        return self._rate(self.wait_s, self.first.wait_s if self.first else 0.0)
+
+    @property
+    def compute_share(self) -> float:
+        """Part of its time in which it computed."""
+        return self._rate(self.compute_s, self.first.compute_s if self.first else 0.0)
+
+    @property
+    def compute_per_step_s(self) -> float:
+        return self.compute_share / self.steps_per_s if self.steps_per_s else 0.0
+
+    def _rate(self, total: float, first: float) -> float:
+        """Per second of the steps after the first; of the first if there is no other."""
+        first_s = self.first.step_s if self.first else 0.0
+        if self.steps == 1:
+            return total / first_s if first_s else 0.0
+        return (total - first) / (self.step_s - first_s) if self.step_s > first_s else 0.0
 
     @property
     def recent_samples_per_s(self) -> float:
@@ -100,14 +123,18 @@ def pace(workers: list[Tally]) -> str:
     busy = [worker for worker in workers if worker.steps]
     if len(busy) < 2:
         return ""
-    slowest = min(busy, key=lambda worker: worker.waiting_share)
+    slowest = max(busy, key=lambda worker: worker.compute_per_step_s)
     others = [worker for worker in busy if worker is not slowest]
-    least = min(worker.waiting_share for worker in others)
-    if least - slowest.waiting_share < _PACE:
-        return "No worker stands out: all wait about equally long."
-    compute_ms = slowest.compute_s / slowest.steps * 1e3
-    usual_ms = sorted(worker.compute_s / worker.steps for worker in others)[len(others) // 2] * 1e3
+    compute_ms = slowest.compute_per_step_s * 1e3
+    usual_ms = statistics.median_low(worker.compute_per_step_s for worker in others) * 1e3
+    waiting = statistics.fmean(worker.waiting_share for worker in others)
+    if compute_ms < _PACE * usual_ms:
+        return (
+            f"No worker stands out: all compute about {usual_ms:.1f} ms per step and wait {waiting:.0%} of the time "
+            "for communication and for each other."
+        )
     return (
-        f"Rank {slowest.rank} on {slowest.host} sets the pace: it computes {compute_ms:.1f} ms per step, the others "
-        f"{usual_ms:.1f} ms, and they wait for it."
+        f"Rank {slowest.rank} on {slowest.host} sets the pace: it computes {compute_ms:.1f} ms per step and waits "
+        f"{slowest.waiting_share:.0%} of the time; the usual other computes {usual_ms:.1f} ms, and the others wait "
+        f"{waiting:.0%}."
     )

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
     from offbeat.report.records import Bucket, Record
 
+# Viewers take some hundred thousand slices: a longer run is shown from its end.
+_MOST_SLICES = 300_000
 _COMPUTE, _WAIT, _FIRST_BUCKET = 1, 2, 10
 
 
 def trace(records: Sequence[Record]) -> dict[str, Any]:
     """The records as a trace; times in microseconds since the first record."""
+    records, first_step = _shown(records)
     origin_s = min((record.time_s for record in records), default=0.0)
     buckets = {record.rank: record.buckets for record in reversed(records) if isinstance(record, Start)}
     events: list[dict[str, Any]] = []
@@ -39,7 +42,20 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
                 | {"args": {"text": record.text}}
             )
     events.sort(key=lambda event: event["ts"])
-    return {"displayTimeUnit": "ms", "traceEvents": _names(records, events) + events}
+    about = {"first step": first_step, "clocks": "unix time of each worker's host"}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": _names(records, events) + events}
+
+
+def _shown(records: Sequence[Record]) -> tuple[Sequence[Record], int]:
+    """The records of the steps that are shown, and the first of these steps."""
+    left = _MOST_SLICES
+    for record in reversed(records):
+        if isinstance(record, Step):
+            left -= 2 + len(record.buckets)
+            if left < 0:
+                first = record.step + 1
+                return [r for r in records if not isinstance(r, Step | Log) or r.step >= first], first
+    return records, 0
 
 
 def _step(record: Step, start_us: float, buckets: Sequence[Bucket]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -101,3 +102,23 @@ def test_a_bad_finding_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: p
         doctor.doctor(json=False)
     assert stop.value.exit_code == 1
     assert "why: how" in capsys.readouterr().out
+
+
+def test_loopback_that_swallows_packets_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that drops: nobody ever arrives, and the doctor must not wait for ever."""
+    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(doctor, "_send", lambda port: None)
+    assert doctor.check_loopback(doctor.measure_loopback_gbps).level == "bad"
+
+
+def test_the_address_gloo_takes_may_be_of_either_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    strange = (socket.AF_INET, *stream, ("203.0.113.9", 0))  # of no machine: cannot be bound
+    own = (socket.AF_INET6, *stream, ("::1", 0, 0, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [strange, own])
+    assert doctor.resolve_hostname() in ("::1", "")  # "" where IPv6 is off
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [strange])
+    assert doctor.resolve_hostname() == ""
+    finding = doctor.check_gloo({}, {"lo": "127.0.0.1", "eth0": "192.0.2.7"}, lambda: "::1")
+    assert (finding.level, finding.value) == ("note", "lo")
+    assert doctor.check_gloo({}, {"lo": "127.0.0.1"}, lambda: "2001:db8::7").level == "ok"

@@ -16,10 +16,13 @@ from offbeat.cli.report import write_report
 from offbeat.errors import ScenarioError
 from offbeat.report import Records, pace, tally
 from offbeat.report.page import page
+from offbeat.report.plots import colour
 from offbeat.report.trace import trace
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.table import Table
 
 
 def start(rank: int) -> dict[str, Any]:
@@ -83,12 +86,68 @@ def test_sums_per_worker(tmp_path: Path) -> None:
     assert zero.samples_per_s == pytest.approx(160.0)
     assert zero.values == {"loss": 0.02, "accuracy": 0.975, "bad": None}
     assert one.error == "ValueError: <x>"
-    assert "Rank 1 on host1 sets the pace: it computes 190.0 ms per step, the others 20.0 ms" in pace([zero, one])
+    assert "Rank 1 on host1 sets the pace: it computes 190.0 ms per step and waits 5% of the time" in pace([zero, one])
+    assert pace([zero, one]).endswith("the usual other computes 20.0 ms, and the others wait 90%.")
 
 
 def test_nobody_sets_the_pace_of_equals(tmp_path: Path) -> None:
     records = [step(rank, number) for number in range(5) for rank in (0, 1)]
     assert "No worker stands out" in pace(tally(Records(write(tmp_path, records)).all()))
+
+
+def test_several_slow_workers_are_not_called_equal(tmp_path: Path) -> None:
+    """Two of four are slow: neither waits much longer than the other, and still two wait for them."""
+    costs = {0: (0.19, 0.01), 1: (0.18, 0.02), 2: (0.02, 0.18), 3: (0.02, 0.18)}
+    records = [step(r, n, compute_s=c, wait_s=w) for n in range(5) for r, (c, w) in costs.items()]
+    assert pace(tally(Records(write(tmp_path, records)).all())).startswith("Rank 0 ")
+
+
+def test_rates_leave_out_the_start_up(tmp_path: Path) -> None:
+    """The first step holds imports and preparation: 20 s here, and none of it is the training's."""
+    records = [step(0, 0, compute_s=20.0, wait_s=0.0), *(step(0, n, compute_s=0.1, wait_s=0.1) for n in range(1, 11))]
+    (worker,) = tally(Records(write(tmp_path, records)).all())
+    assert worker.steps == 11
+    assert worker.samples == 11 * 32
+    assert worker.steps_per_s == pytest.approx(5.0)
+    assert worker.samples_per_s == pytest.approx(160.0)
+    assert worker.waiting_share == pytest.approx(0.5)
+    assert worker.compute_per_step_s == pytest.approx(0.1)
+    (alone,) = tally(Records(write(tmp_path, records[:1])).all())
+    assert alone.steps_per_s == pytest.approx(0.05)
+
+
+def test_a_folder_used_twice_shows_its_last_run(tmp_path: Path) -> None:
+    again = [{**record, "pid": 8} if record["kind"] == "start" else record for record in a_run()]
+    records = Records(write(tmp_path, [*a_run(), *again[: 2 + 3 * 25]])).all()
+    assert {worker.steps for worker in tally(records)} == {25}
+    two_models = [start(0), start(0), step(0, 0)]  # of one process: not two runs
+    assert len(Records(write(tmp_path, two_models)).all()) == 3
+
+
+def test_a_torn_line_does_not_take_the_next_one_along(tmp_path: Path) -> None:
+    torn, whole = json.dumps(step(0, 0), separators=(",", ":")), json.dumps(step(1, 0), separators=(",", ":"))
+    (tmp_path / "metrics.jsonl").write_text(f"{torn[:60]}{whole}\n")
+    reader = Records(tmp_path / "metrics.jsonl")
+    assert [record.rank for record in reader.all()] == [1]
+    assert reader.damaged == 1
+
+
+def test_a_step_that_took_no_time_is_survived(tmp_path: Path) -> None:
+    write(tmp_path, [start(0), step(0, 0, compute_s=0.0, wait_s=0.0)])
+    assert len(write_report(tmp_path)) == 2
+
+
+def test_a_long_run_is_traced_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.report.trace._MOST_SLICES", 3 * 2 * 10)  # 3 slices a step, 2 workers, 10 steps
+    made = trace(Records(write(tmp_path, a_run())).all())
+    slices = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == 60
+    assert {event["args"]["step"] for event in slices if "step" in event["args"]} == set(range(40, 50))
+    assert made["otherData"]["first step"] == 40
+
+
+def test_no_two_workers_share_a_colour() -> None:
+    assert len({colour(rank) for rank in range(64)}) == 64
 
 
 def test_records_are_followed_while_they_grow(tmp_path: Path) -> None:
@@ -189,19 +248,33 @@ def test_folders_without_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"no metrics\.jsonl"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b"{half a li")
-    with pytest.raises(ScenarioError, match="Did the script call prepare"):
+    with pytest.raises(ScenarioError, match="holds 10 bytes but no whole record"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(ScenarioError, match="is empty, because no worker prepared a model"):
         write_report(tmp_path)
 
 
 def test_the_live_view_has_a_line_per_worker(tmp_path: Path) -> None:
-    path = write(tmp_path, a_run())
+    earlier = write(tmp_path, a_run()).read_bytes()  # of a run in the same folder: not to be shown
     console = Console(force_terminal=True, width=120, record=True)
-    with LiveView(console, path, workers=3) as view:
+    with LiveView(console, tmp_path / "metrics.jsonl", workers=3) as view:
+        view.update()
+        assert "starting" in _text(view._lines())
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(earlier)
         view.update()
         console.print(view._lines())
     text = console.export_text()
     assert re.search(r"rank 0 +step 50 +loss 0\.02 +accuracy 97\.5% .* 160 samples/s +waiting 90% +done", text)
     assert re.search(r"rank 2 +starting", text)
+
+
+def _text(shown: Table) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
 
 
 def test_the_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
