@@ -99,7 +99,7 @@ class Run:
         self._waiter = Waiter(
             clock=self._clock,
             timeout=timeout,
-            tell=lambda text: _log.warning("%s", text),
+            tell=self._tell_stall,
             report_path=None if run_dir is None else run_dir / f"stall-rank{os.environ.get('RANK', '0')}.json",
         )
         if join(self._waiter):
@@ -325,6 +325,11 @@ class Run:
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()
+
+    def _tell_stall(self, text: str) -> None:
+        _log.warning("%s", text)
+        if self._reducers:
+            self._meter.event("stall", text, self.step)
 
     def _say_last_words(self, error: BaseException) -> None:
         """Let the other workers know what this one dies of."""

@@ -60,7 +60,7 @@ class LiveView:
                 f"rank {worker.rank}",
                 f"step {worker.step + 1}",
                 "  ".join(f"{name} {_number(name, value)}" for name, value in worker.values.items()),
-                f"{worker.recent_samples_per_s:,.0f} samples/s",
+                f"{worker.recent_samples_per_s:,.0f} samples/s" if worker.samples else "",
                 f"waiting {worker.recent_waiting_share:.0%}",
                 "done" if worker.ended else "",
             )
@@ -83,7 +83,7 @@ def final_table(records: Records) -> Table | None:
             *(_number(name, worker.values[name]) if name in worker.values else "" for name in names),
             f"{worker.steps}",
             f"{worker.steps_per_s:.2f}",
-            f"{worker.samples_per_s:,.0f}",
+            f"{worker.samples_per_s:,.0f}" if worker.samples else "",  # unknown if the loader was not prepared
             f"{worker.waiting_share:.0%}",
             f"{worker.wait_s:.2f}",
             f"{worker.bytes_sent / 1e6:.2f}",
