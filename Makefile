@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow lint docs results results-page clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -23,6 +23,16 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.cli.documentation
+
+results: $(STAMP)  ## measure again (root, a quiet machine, a quarter of an hour)
+	for name in loopback uniform mnist; do \
+	  $(BIN)/offbeat lab run benchmarks/scenarios/$$name.toml \
+	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.page
+
+results-page: $(STAMP)
+	$(BIN)/python -m benchmarks.page
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -92,6 +92,9 @@ class Run:
         self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
+        self._reducers: list[Reducer] = []
+        self._loaders: list[Loader] = []
+        self._closed = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
@@ -109,13 +112,10 @@ class Run:
         self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
         self._resources.callback(self._metrics.close)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
-        self._reducers: list[Reducer] = []
-        self._loaders: list[Loader] = []
-        self._closed = False
         self._control = Control(self._bind("gloo"), self._waiter)
         self._watch = start_watch(self._control) if self.world > 1 else None
         if self._watch is not None:
-            self._waiter.witness = Watched(self._watch, self.rank)
+            self._waiter.witness = Watched(self._watch, self.rank, timeout)
         _runs.add(self)
         self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
         atexit.register(self.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,12 @@ def compiled(backend: str) -> bool:
             assert run.step == 4
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return all(torch.allclose(results[0], other, atol=1e-6) for other in results[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: torch.compile generates code")
+def test_torch_compile_with_generated_code() -> None:
+    assert run_workers(2, compiled, "inductor", timeout_s=500) == [True, True]
 
 
 def test_torch_compile() -> None:

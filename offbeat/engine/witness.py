@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from offbeat.wire.messages import Roster
 
 _log = logging.getLogger("offbeat")
-_ASK = timedelta(seconds=2.5)
+# Part of the run's timeout that an answer may take: who waits begins to ask at 85 % of it, and may ask twice.
+_ASK_PART = 0.12
+_ASK_LEAST = timedelta(seconds=0.2)
 _MOST_STACKS = 4
 # A stack tells more about these than the reason does.
 _HAVE_A_STACK = frozenset({"computing", "sleeping", "gil", "starting"})
@@ -35,10 +37,12 @@ class Watched:
     Args:
         watch: this worker's handle on it.
         rank: this worker's.
+        timeout: the run's.
     """
 
-    def __init__(self, watch: Watch, rank: int) -> None:
+    def __init__(self, watch: Watch, rank: int, timeout: timedelta) -> None:
         self._watch, self._rank = watch, rank
+        self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
         self._exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
 
     def waiting(self, awaited: Awaited) -> None:
@@ -60,11 +64,11 @@ class Watched:
 
     def investigate(self, awaited: Awaited, waited_s: float) -> Diagnosis | None:
         try:
-            roster = self._watch.roster(_ASK)
+            roster = self._watch.roster(self._patience)
             diagnosis = self._explain(roster, awaited, waited_s)
             late = [c.rank for c in diagnosis.culprits if c.reason in _HAVE_A_STACK][:_MOST_STACKS]
             if late:
-                stacks = self._watch.roster(_ASK, tuple(late))
+                stacks = self._watch.roster(self._patience, tuple(late))
                 diagnosis = self._explain(_with_stacks(roster, stacks), awaited, waited_s)
         except NetworkError as error:
             _log.warning("%s", error)
@@ -94,7 +98,7 @@ def start_watch(control: Control) -> Watch | None:
     read the gradients as well.
 
     Returns:
-        None if rank 0's hub cannot be opened; training works without, only silently.
+        None if the hub or the sentinel cannot be started; training works without, only silently.
     """
     here = control.texts("the comparison of machines", _machine())
     bind = "127.0.0.1" if len(set(here)) == 1 else _address()
@@ -109,9 +113,13 @@ def start_watch(control: Control) -> Watch | None:
     if hub == "!":
         _log.warning("Stalls will not be explained in this run: %s", secret)
         return None
-    if watch is None:
-        watch = Watch.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
-    return watch
+    if watch is not None:
+        return watch
+    try:
+        return Watch.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
+    except NetworkError as error:
+        _log.warning("Rank %d cannot say where it is, and will not hear why it waits: %s", control.rank, error)
+        return None
 
 
 def _with_stacks(roster: Roster, stacks: Roster) -> Roster:

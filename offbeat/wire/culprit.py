@@ -115,9 +115,7 @@ def explain(
         waited_s: for how long it has.
     """
     if roster.hub_lost_s is not None:
-        culprits = (_hub_lost(roster.hub_lost_s),) if rank != 0 else ()
-        note = "What the other workers do is not known without it."
-        return Diagnosis(rank, step, place, waited_s, (rank,), culprits, False, note)
+        return _without_hub(roster, roster.hub_lost_s, rank, _Place(step, phase, operation), place, waited_s)
     here = _Place(step, phase, operation)
     others = [words for words in roster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
@@ -202,6 +200,18 @@ def _judge_computing(words: Words) -> Culprit:
         return Culprit(words.rank, words.host, "sleeping", text, stack)
     text = f"has been computing step {words.step} for {since_s:.1f} s ({words.busy:.0%} of a core)."
     return Culprit(words.rank, words.host, "computing", text, stack)
+
+
+def _without_hub(roster: Roster, lost_s: float, rank: int, here: _Place, place: str, waited_s: float) -> Diagnosis:
+    """Only rank 0 can be judged: by how it said it ended, if that was heard, else by its silence."""
+    verdict: Culprit | None = None
+    if rank != 0:
+        farewell = [_judge(words, here) for words in roster.words if words.rank == 0]
+        verdict = farewell[0] if farewell else _hub_lost(lost_s)
+    culprits = () if verdict is None else (verdict,)
+    fatal = verdict is not None and verdict.reason in _FATAL
+    note = "What the other workers do is not known without rank 0."
+    return Diagnosis(rank, here.step, place, waited_s, (rank,), culprits, fatal, note)
 
 
 def _hub_lost(lost_s: float) -> Culprit:

@@ -10,12 +10,16 @@ import logging
 import secrets
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
 from offbeat.wire.talk import Talk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _log = logging.getLogger("offbeat.wire")
 
@@ -40,7 +44,10 @@ class Hub:
 
     def __init__(self, *, token: bytes, world: int) -> None:
         self._token, self._world = token, world
+        self.on_show: Callable[[], None] | None = None  # called when the stack of its own worker, rank 0, is wanted
         self._words: dict[int, tuple[Words, float]] = {}
+        self._stacks: dict[int, tuple[str, float]] = {}
+        self._shown_s: dict[int, float] = {}
         self._links: dict[int, Talk] = {}
         self._strangers = 0
         self._server: asyncio.Server | None = None
@@ -66,7 +73,11 @@ class Hub:
 
     def report(self, words: Words) -> None:
         """Take in what a sentinel says about its worker."""
-        self._words[words.rank] = (words, time.monotonic())
+        now_s = time.monotonic()
+        if words.stack:
+            self._stacks[words.rank] = (words.stack, now_s)
+            words = msgspec.structs.replace(words, stack="")
+        self._words[words.rank] = (words, now_s)
         self._news.set()
 
     async def roster(self, stacks: tuple[int, ...] = ()) -> tuple[Words, ...]:
@@ -75,19 +86,25 @@ class Hub:
         Args:
             stacks: ranks that are asked first where their threads are.
         """
-        wanted = {rank for rank in stacks if rank in self._links}
-        asked_s = time.monotonic()
-        for rank in wanted:
-            self._links[rank].say(Show())
-        await self._wait_for_reports(wanted, asked_s)
+        wanted = [rank for rank in stacks if self._ask_for_stack(rank)]
+        await self._wait_for_stacks(wanted)
         now_s = time.monotonic()
-        return tuple(self._latest(rank, now_s) for rank in range(self._world))
+        words = [self._latest(rank, now_s) for rank in range(self._world)]
+        for rank in wanted:
+            words[rank] = msgspec.structs.replace(words[rank], stack=self._stack(rank) or "")
+        return tuple(words)
 
     def leave(self, rank: int) -> None:
         """The worker is done, and all is well."""
         words = self._words.get(rank)
         if words is not None:
             self._words[rank] = (msgspec.structs.replace(words[0], phase="finished"), words[1])
+
+    def farewell(self, rank: int) -> None:
+        """Tell everyone how the hub's own worker `rank` ended: soon there will be nobody left to ask."""
+        words = self._latest(rank, time.monotonic())
+        for link in self._links.values():
+            link.say(Roster(0, (words,)))
 
     @property
     def peers(self) -> int:
@@ -110,11 +127,29 @@ class Hub:
             words = msgspec.structs.replace(words, process="unreachable", state_since_s=age_s)
         return msgspec.structs.replace(words, age_s=age_s)
 
-    async def _wait_for_reports(self, ranks: set[int], since_s: float) -> None:
+    def _ask_for_stack(self, rank: int) -> bool:
+        """Have the stack of `rank` shown; once for all who ask at the same time, as all who wait for it do."""
+        if rank not in self._links and (rank != 0 or self.on_show is None):
+            return False
+        now_s = time.monotonic()
+        if now_s - self._shown_s.get(rank, -_STACK_S) >= _STACK_S:
+            self._shown_s[rank] = now_s
+            if rank in self._links:
+                self._links[rank].say(Show())
+            elif self.on_show is not None:
+                self.on_show()
+        return True
+
+    def _stack(self, rank: int) -> str | None:
+        """What `rank` answered when it was last asked; None if it has not yet."""
+        stack, heard_s = self._stacks.get(rank, ("", 0.0))
+        return stack if heard_s >= self._shown_s[rank] else None
+
+    async def _wait_for_stacks(self, ranks: list[int]) -> None:
         # A paused machine does not answer; what is known is good enough then.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACK_S):
-                while any(rank not in self._words or self._words[rank][1] <= since_s for rank in ranks):
+                while any(self._stack(rank) is None for rank in ranks):
                     self._news.clear()
                     await self._news.wait()
 
@@ -136,6 +171,8 @@ class Hub:
         finally:
             self._strangers -= 1
         talk.trust(_MAX_PEER_BYTES)
+        if rank in self._links:  # it came back before we noticed that it had been away
+            self._links[rank].close()
         self._links[rank] = talk
         try:
             await self._converse(talk, rank)
@@ -189,17 +226,20 @@ class Host:
         rank: of its worker.
     """
 
-    lost_since_s: float | None = None
-
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
         self.report = hub.report
         self.ask = hub.roster
 
+    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+        """Nothing: the hub is here, and cannot be lost."""
+        return (), 0.0
+
     async def leave(self, *, well: bool) -> None:
         """Stay until the others have gone as well, or have had time to ask what happened."""
         if well:
             self._hub.leave(self._rank)
+        self._hub.farewell(self._rank)
         deadline_s = time.monotonic() + _LINGER_S
         while self._hub.peers and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)

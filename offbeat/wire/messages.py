@@ -9,6 +9,7 @@
       | <----------- Show ------------------- |   to the peers whose stack is wanted; they answer with a Report
       | <----------- Roster(number, words) -- |
       | -- Bye -----------------------------> |
+      | <----------- Roster(0, words) ------- |   when the hub's own worker has ended
 
 Between a worker and its own sentinel, over a socket pair: Config, Ready, Ask, Roster, Bye.
 """
@@ -91,10 +92,11 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """`stacks`: ranks whose Python stack is wanted as well."""
+    """`stacks`: ranks whose Python stack is wanted as well. `patience_s`: how long the answer may take."""
 
     number: int
     stacks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=16)] = ()
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 2.0
 
 
 class Show(msgspec.Struct, tag=True, frozen=True):
@@ -102,7 +104,10 @@ class Show(msgspec.Struct, tag=True, frozen=True):
 
 
 class Roster(msgspec.Struct, tag=True, frozen=True):
-    """`words`: of every worker, by rank. `hub_lost_s`: for how many seconds the hub has been out of reach."""
+    """`words`: of every worker, by rank. `hub_lost_s`: for how many seconds the hub has been out of reach.
+
+    Number 0 answers nobody: it is the hub's farewell, with the last words of its own worker.
+    """
 
     number: int
     words: Annotated[tuple[Words, ...], msgspec.Meta(max_length=MAX_WORLD)]

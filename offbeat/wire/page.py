@@ -4,7 +4,8 @@ One process writes, one reads, nobody locks: the writer makes the sequence numbe
 reader takes what it copied only if the number was even and the same before and after. The heartbeat lies outside,
 because another thread ticks it.
 
-It is an unlinked file, so nothing is left behind whoever dies.
+It is memory without a file: nothing is left behind whoever dies, and a full disk cannot end the worker (a write into a
+mapped file that the disk has no room for is a SIGBUS).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -50,13 +50,12 @@ class Page:
     """Both ends' view of the memory.
 
     Args:
-        fd: of a file of `PAGE_BYTES`; None makes one.
+        fd: of memory of `PAGE_BYTES`; None makes some.
     """
 
     def __init__(self, fd: int | None = None) -> None:
         if fd is None:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+            fd = os.memfd_create("offbeat-words")
             os.ftruncate(fd, PAGE_BYTES)
         self.fd = fd
         self._memory = mmap.mmap(fd, PAGE_BYTES)
@@ -80,7 +79,8 @@ class Page:
 
     def last_words(self, phase: str, text: str) -> None:
         """Write down the exception that ends the worker; the end of `text` if it is long."""
-        data = text.encode()[-MAX_TEXT:].decode(errors="ignore").encode()
+        # A file name that is no UTF-8 puts lone surrogates into the message of its exception.
+        data = text.encode(errors="backslashreplace")[-MAX_TEXT:].decode(errors="ignore").encode()
         _TEXT.pack_into(self._memory, _AT_TEXT, len(data), data)
         state = self.read()
         self.say(phase, step=state.step, stamp=state.stamp, operation=state.operation.encode())
@@ -113,7 +113,11 @@ class Page:
         size, data = _TEXT.unpack_from(self._memory, _AT_TEXT)
         return str(data[: min(size, MAX_TEXT)].decode(errors="replace"))[:MAX_TEXT]
 
+    def detach(self) -> None:
+        """From now on what is said stays in this process; whoever still speaks does no harm."""
+        self._memory = mmap.mmap(-1, PAGE_BYTES)
+
     def close(self) -> None:
-        """Unmap and close."""
-        self._memory.close()
+        """Detach and close."""
+        self.detach()
         os.close(self.fd)

@@ -36,6 +36,16 @@ def glance(pid: int) -> Glance:
     return Glance("paused" if letter in "Tt" else "running", cpu_s)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether process `pid` has a handler for signal `number`; without one most signals would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 class Busy:
     """How busy a process has been over about the last second."""
 

@@ -17,11 +17,13 @@ import socket
 import time
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from offbeat.errors import NetworkError
 from offbeat.wire.hub import Host, Hub
 from offbeat.wire.messages import MAX_TEXT, Ask, Bye, Config, Ready, Roster, Words
 from offbeat.wire.page import Page
-from offbeat.wire.process import Busy, glance
+from offbeat.wire.process import Busy, catches, glance
 from offbeat.wire.talk import Talk
 from offbeat.wire.uplink import Uplink
 
@@ -33,20 +35,26 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 _LOOK_S = 0.25
 _REPORT_S = 1.0
-_ASK_S = 2.0
+# Of the time its worker gives it for an answer; the rest is for the way back.
+_PATIENCE = 0.8
 _STACK_TRIES = 20
 
 
 class Voice(Protocol):
     """How a sentinel speaks to all: over the network, or to the hub in its own process."""
 
-    lost_since_s: float | None
-
     def report(self, words: Words) -> None:
         """Say something about the worker."""
 
     async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
-        """The latest words of all ranks."""
+        """The latest words of all ranks.
+
+        Raises:
+            NetworkError: if the hub is out of reach.
+        """
+
+    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+        """What is known without the hub, and for how many seconds it has been lost."""
 
     async def leave(self, *, well: bool) -> None:
         """The worker is gone; `well` if that was to be expected."""
@@ -63,10 +71,8 @@ class Sentinel:
 
     def __init__(self, config: Config, page: Page, stack_fd: int) -> None:
         self._config, self._page, self._stack_fd = config, page, stack_fd
-        self.rank = config.rank
         self._busy = Busy()
         self._process, self._process_since_s = "running", time.monotonic()
-        self._stack = ""
         self.died = asyncio.Event()
         self.left = False  # said good-bye
 
@@ -94,25 +100,25 @@ class Sentinel:
             heartbeat_age_s=now_s - self._page.heartbeat_s(),
             busy=self._busy.share(now_s, seen.cpu_s),
             traceback=self._page.text(),
-            stack=self._stack,
         )
 
-    async def ask_for_stack(self) -> None:
-        """Make the worker write down where its threads are; nothing if it is stopped or dead."""
-        if self.died.is_set() or glance(self._config.pid).state != "running":
-            return
+    async def stack(self) -> str:
+        """Make the worker write down where its threads are; "" if it is stopped, dead or ending."""
+        pid = self._config.pid
+        if self.died.is_set() or glance(pid).state != "running" or not catches(pid, STACK_SIGNAL):
+            return ""
         os.ftruncate(self._stack_fd, 0)
         try:
-            os.kill(self._config.pid, STACK_SIGNAL)
+            os.kill(pid, STACK_SIGNAL)
         except OSError:
-            return
+            return ""
         size = -1
         for _ in range(_STACK_TRIES):
             await asyncio.sleep(0.02)
             before, size = size, os.fstat(self._stack_fd).st_size
             if size and size == before:
                 break
-        self._stack = os.pread(self._stack_fd, 4 * MAX_TEXT, 0).decode(errors="replace")[-MAX_TEXT:]
+        return os.pread(self._stack_fd, 4 * MAX_TEXT, 0).decode(errors="replace")[-MAX_TEXT:]
 
 
 class Duty:
@@ -140,8 +146,8 @@ class Duty:
         self._spawn(self._show())
 
     async def _show(self) -> None:
-        await self._sentinel.ask_for_stack()
-        self._voice.report(self._sentinel.look())
+        stack = await self._sentinel.stack()
+        self._voice.report(msgspec.structs.replace(self._sentinel.look(), stack=stack))
 
     async def _observe(self) -> None:
         told: tuple[object, ...] = ()
@@ -168,15 +174,12 @@ class Duty:
 
     async def _answer(self, message: Ask) -> None:
         try:
-            async with asyncio.timeout(_ASK_S):
-                if self._sentinel.rank in message.stacks:
-                    await self._sentinel.ask_for_stack()
+            async with asyncio.timeout(_PATIENCE * message.patience_s):
                 self._voice.report(self._sentinel.look())
                 self._talk.say(Roster(message.number, await self._voice.ask(message.stacks)))
         except (TimeoutError, NetworkError):
-            since_s = self._voice.lost_since_s
-            lost_s = _ASK_S if since_s is None else time.monotonic() - since_s
-            self._talk.say(Roster(message.number, (self._sentinel.look(),), lost_s))
+            heard, lost_s = self._voice.last_heard()
+            self._talk.say(Roster(message.number, (*heard, self._sentinel.look()), lost_s))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -195,7 +198,9 @@ async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
     if config.hub is None:
         hub = Hub(token=config.token, world=config.world)
         talk.say(Ready(hub=await hub.serve(config.bind)))
-        await Duty(talk, sentinel, Host(hub, config.rank)).run()
+        host = Duty(talk, sentinel, Host(hub, config.rank))
+        hub.on_show = host.show
+        await host.run()
         return
     uplink = Uplink(config.hub, token=config.token, rank=config.rank)
     duty = Duty(talk, sentinel, uplink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import socket
 
 from offbeat.wire.frame import Decoder
 from offbeat.wire.messages import Message, pack, unpack
@@ -12,6 +13,9 @@ from offbeat.wire.messages import Message, pack, unpack
 _READ_BYTES = 1 << 16
 # A peer that does not read may not make us keep more than this for it.
 _MAX_UNSENT_BYTES = 1 << 20
+# Without this the kernel tries for a quarter of an hour to reach a machine that has gone, and after a partition waits
+# the longer the longer that took.
+_UNHEARD_MS = 4000
 
 
 class Talk:
@@ -23,6 +27,9 @@ class Talk:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, max_bytes: int) -> None:
         self._reader, self._writer = reader, writer
+        sock = writer.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
         self._decoder = Decoder(max_metadata_bytes=max_bytes)
         self._heard: collections.deque[Message] = collections.deque()
 

@@ -10,6 +10,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
 from offbeat.wire.talk import Talk
@@ -40,7 +42,9 @@ class Uplink:
         self._answers: dict[int, asyncio.Future[Roster]] = {}
         self._number = 0
         self._latest: Words | None = None
+        self._farewell: tuple[Words, float] | None = None
         self.lost_since_s: float | None = time.monotonic()
+        self._unanswered_since_s: float | None = None
 
     async def run(self) -> None:
         """Connect, and again whenever the connection is lost."""
@@ -68,6 +72,8 @@ class Uplink:
         """
         if self._talk is None:
             raise NetworkError("the hub is out of reach")
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = time.monotonic()
         self._number += 1
         number = self._number
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
@@ -78,13 +84,23 @@ class Uplink:
         finally:
             self._answers.pop(number, None)
 
+    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+        """How the hub's own worker ended, if that was heard, and for how many seconds the hub has been lost."""
+        now_s = time.monotonic()
+        since_s = self._unanswered_since_s if self.lost_since_s is None else self.lost_since_s
+        words: tuple[Words, ...] = ()
+        if self._farewell is not None:
+            words = (msgspec.structs.replace(self._farewell[0], age_s=now_s - self._farewell[1]),)
+        return words, 0.0 if since_s is None else now_s - since_s
+
     async def leave(self, *, well: bool) -> None:
         """Send what is left, and say good-bye if the worker is done."""
-        if self._talk is not None:
+        talk = self._talk  # may be lost while it is flushed
+        if talk is not None:
             if well:
-                self._talk.say(Bye())
-            await self._talk.flush(1.0)
-            self._talk.close()
+                talk.say(Bye())
+            await talk.flush(1.0)
+            talk.close()
 
     async def _converse(self) -> None:
         address, _, port = self._hub.rpartition(":")
@@ -101,7 +117,10 @@ class Uplink:
             talk.say(Report(self._latest))
         try:
             while (message := await talk.hear()) is not None:
-                if isinstance(message, Roster):
+                if isinstance(message, Roster) and message.number == 0:
+                    self._farewell = next(((w, time.monotonic()) for w in message.words), None)
+                elif isinstance(message, Roster):
+                    self._unanswered_since_s = None
                     answer = self._answers.get(message.number)
                     if answer is not None and not answer.done():
                         answer.set_result(message)

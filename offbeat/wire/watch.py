@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
@@ -25,7 +26,19 @@ if TYPE_CHECKING:
 _TICK_S = 0.2
 _START_S = 20.0
 _END_S = 4.0
+_MAX_PATIENCE_S = 60.0
 _MAX_ROSTER_BYTES = 64 << 20
+# The worker's own offbeat, wherever it was found, but nothing else from there ahead of Python's own modules: a script's
+# folder may well hold a secrets.py.
+_BEGIN = """
+import runpy, sys
+root = sys.argv.pop(1)
+sys.path.insert(0, root)
+import offbeat
+sys.path.remove(root)
+sys.path.append(root)
+runpy.run_module("offbeat.wire", run_name="__main__")
+"""
 
 
 class Watch:
@@ -62,12 +75,15 @@ class Watch:
         page = Page()
         page.tick()
         stack_fd = _append_only_file()
-        command = [sys.executable, "-m", "offbeat.wire", *map(str, (theirs.fileno(), page.fd, stack_fd))]
+        root = Path(__file__).resolve().parents[2]
+        command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), page.fd, stack_fd), env=_light_environment()
         )
         theirs.close()
         watch = cls(page, ours, process, stack_fd)
+        # A forked child is not the worker: what it says, no sentinel hears.
+        os.register_at_fork(after_in_child=page.detach)
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
         config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind)
         watch._begin(config)
@@ -91,12 +107,15 @@ class Watch:
             stacks: ranks whose Python stack is wanted as well.
 
         Raises:
-            NetworkError: if this worker's own sentinel is gone or does not answer in time.
+            NetworkError: if this worker's own sentinel is gone or does not answer in time, or this is a forked child.
         """
+        if not self._owns():
+            raise NetworkError("A forked child of a worker cannot ask about the others; let the worker itself ask.")
         with self._lock:
             self._number += 1
-            self._send(Ask(self._number, stacks))
-            deadline_s = time.monotonic() + timeout.total_seconds()
+            patience_s = timeout.total_seconds()
+            self._send(Ask(self._number, stacks, min(patience_s, _MAX_PATIENCE_S)))
+            deadline_s = time.monotonic() + patience_s
             while True:
                 message = self._hear(deadline_s)
                 if message is None:
@@ -121,13 +140,16 @@ class Watch:
         self._closed.set()
         with contextlib.suppress(NetworkError):
             self._send(Bye(well))
-        faulthandler.unregister(STACK_SIGNAL)
-        self._link.close()
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
         # With the hub in it, it stays for a moment, so that the others can ask what happened.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._process.kill()
         self._process.wait()
+        # Not before the sentinel has ended: without a handler its signal would end the worker.
+        faulthandler.unregister(STACK_SIGNAL)
+        self._link.close()
         self._page.close()
         os.close(self._stack_fd)
 
@@ -136,11 +158,11 @@ class Watch:
 
     def _tick(self) -> None:
         while not self._closed.wait(_TICK_S):
-            with contextlib.suppress(ValueError):  # the page was closed meanwhile
-                self._page.tick()
+            self._page.tick()
 
     def _send(self, message: Message) -> None:
         try:
+            self._link.settimeout(None)
             self._link.sendall(pack(message))
         except OSError as error:
             raise NetworkError("This worker's sentinel is gone.") from error
@@ -157,8 +179,6 @@ class Watch:
                 return None
             except OSError:
                 data = b""
-            finally:
-                self._link.settimeout(None)
             if not data:
                 return None
             self._heard += [unpack(frame) for frame in self._decoder.feed(data)]
@@ -166,12 +186,10 @@ class Watch:
 
 
 def _append_only_file() -> int:
-    """An unlinked file; every write goes to its end, so that it can be cut to nothing from the other side."""
-    fd, path = tempfile.mkstemp()
-    os.unlink(path)
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_APPEND)
-    os.close(fd)
-    return own
+    """Memory like a file; every write goes to its end, so that it can be cut to nothing from the other side."""
+    fd = os.memfd_create("offbeat-stack")
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
 
 
 def _light_environment() -> dict[str, str]:
