@@ -58,26 +58,9 @@ def _section(report: Report) -> str:
 
 
 def _table(report: Report) -> str:
-    timed = any(row.time_to_target_s is not None for row in report.rows)
-    heads = ["row", "ms per step", "least", "most", "limit", "ratio", "MB sent per worker"]
-    heads += ["s to target", "final"] if timed else []
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for row in report.rows:
-        step = row.seconds_per_step
-        cells = [
-            row.row,
-            f"{step.median * 1e3:.4g}",
-            f"{step.min * 1e3:.4g}",
-            f"{step.max * 1e3:.4g}",
-            f"{row.bound_s * 1e3:.4g}",
-            f"{row.ratio_to_baseline:.3f}",
-            f"{sum(row.bytes_sent_per_worker) / len(row.bytes_sent_per_worker) / 1e6:.2f}",
-        ]
-        if timed:
-            cells.append("never" if row.time_to_target_s is None else f"{row.time_to_target_s:.2f}")
-            cells.append("" if row.final_metric is None else f"{row.final_metric:.4f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    headings, rows = results.table(report)
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import statistics
-import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from offbeat.lab.peers import bind
-from offbeat.lab.recorder import Recorder, Work
+from offbeat.lab.recorder import Recorder, Work, alone_s
 
 BATCH = 16
-_TRIES = 20
 
 
 def mlp() -> nn.Sequential:
@@ -44,28 +41,18 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     optimizer.zero_grad()
 
 
-def compute_s(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """What a step takes without any communication, all workers computing at the same time."""
-    alone = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
-    times = []
-    for _ in range(_TRIES):
-        began_s = time.perf_counter()
-        step(alone, optimizer, x, y)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
-
-
 def main() -> None:
     work = Work.from_environment()
     torch.set_num_threads(1)
     model = mlp()
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     x, y = torch.randn(BATCH, 256, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
-    alone_s = compute_s(model, x, y)
+    twin = copy.deepcopy(model)
+    twins = torch.optim.SGD(twin.parameters(), lr=0.01)
+    compute_s = alone_s(lambda: step(twin, twins, x, y))
     bound = bind(work.system, model, torch.optim.SGD(model.parameters(), lr=0.01), bucket_bytes=work.bucket_bytes)
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    recorder = Recorder(compute_s=alone_s, gradient_bytes=gradient_bytes, work=work)
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
     for _ in range(work.warmup_steps + work.steps):
         step(bound.model, bound.optimizer, x, y)
         recorder.step(BATCH)

@@ -10,9 +10,7 @@ import copy
 import gzip
 import hashlib
 import os
-import statistics
 import struct
-import time
 from pathlib import Path
 
 import torch
@@ -21,12 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.lab.peers import bind
-from offbeat.lab.recorder import Recorder, Work
+from offbeat.lab.recorder import Recorder, Work, alone_s
 
 BATCH = 32
 EVALUATE_EVERY = 20
 HELD_OUT = {28: 2000, 8: 360}  # by the images' side
-_TRIES = 10
 _IDX_DTYPE = 0x08  # unsigned bytes, the only kind MNIST has
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -101,18 +98,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     optimizer.zero_grad()
 
 
-def compute_s(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """What a step takes without any communication, all workers computing at the same time."""
-    alone = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    times = []
-    for _ in range(_TRIES):
-        began_s = time.perf_counter()
-        step(alone, optimizer, x, y)
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
-
-
 def main() -> None:
     work = Work.from_environment()
     torch.set_num_threads(1)
@@ -120,11 +105,13 @@ def main() -> None:
     (images, labels), test, note = load(work.data)
     torch.manual_seed(0)
     model = cnn(images.shape[-1])
-    alone_s = compute_s(model, images[:BATCH], labels[:BATCH])
+    twin = copy.deepcopy(model)
+    twins = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    compute_s = alone_s(lambda: step(twin, twins, images[:BATCH], labels[:BATCH]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    recorder = Recorder(compute_s=alone_s, gradient_bytes=gradient_bytes, work=work)
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
     recorder.note(note)
     generator = torch.Generator().manual_seed(1)  # the same order of samples for every system
     order = torch.empty(0, dtype=torch.int64)

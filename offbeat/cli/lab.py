@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -143,29 +144,13 @@ def _check_writable(*paths: Path | None) -> None:
 
 
 def _show_table(report: Report) -> None:
-    table = Table(title=report.name, title_justify="left")
-    table.add_column("row")
-    for heading in ("ms per step", "min", "max", "limit", "% of limit", f"x {report.rows[0].baseline}", "MB sent"):
-        table.add_column(heading, justify="right")
-    timed = any(row.time_to_target_s is not None for row in report.rows)
-    if timed:
-        table.add_column("s to target", justify="right")
-        table.add_column("final", justify="right")
-    for row in report.rows:
-        step = row.seconds_per_step
-        cells = [
-            row.row,
-            f"{step.median * 1e3:.4g}",
-            f"{step.min * 1e3:.4g}",
-            f"{step.max * 1e3:.4g}",
-            f"{row.bound_s * 1e3:.4g}",
-            f"{row.percent_of_bound:.1f}",
-            f"{row.ratio_to_baseline:.3f}",
-            f"{sum(row.bytes_sent_per_worker) / len(row.bytes_sent_per_worker) / 1e6:.2f}",
-        ]
-        if timed:
-            cells.append("never" if row.time_to_target_s is None else f"{row.time_to_target_s:.2f}")
-            cells.append("" if row.final_metric is None else f"{row.final_metric:.4f}")
+    from offbeat.lab import results
+
+    headings, rows = results.table(report)
+    table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for cells in rows:
         table.add_row(*cells)
     Console().print(table)
     for name, overhead_us in report.overhead_us_per_bucket.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 from offbeat.scenario import Replay  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from io import BufferedWriter
 
 RESULT = "OFFBEAT_LAB_RESULT"
@@ -141,6 +143,16 @@ class Recorder:
     def _write(self, line: Line) -> None:
         if self._file is not None:
             self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def alone_s(step: Callable[[], object], tries: int = 15) -> float:
+    """Median seconds of a step that communicates with nobody; all workers measure at the same time, as they train."""
+    times = []
+    for _ in range(tries):
+        began_s = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
 
 
 def read(path: Path) -> list[Line]:

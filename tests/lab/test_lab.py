@@ -1,0 +1,329 @@
+"""`offbeat lab`: from a scenario to a result file and a picture; what cannot work ends in one sentence and code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
+from offbeat.lab import launch, results, rounds, state
+from offbeat.lab.jobs import jobs
+from offbeat.lab.namespace import DIRECTORY
+from offbeat.lab.profiles import size_bytes, timed
+from offbeat.scenario import Replay, Scenario
+from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
+from tests.lab.rights import needs_root, soon
+
+if TYPE_CHECKING:
+    from offbeat.lab.results import Report
+
+ROOT = Path(__file__).parent.parent.parent
+
+# Trains nothing, and measures that: what the lab does around a script, in milliseconds.
+SCRIPT = """
+import os, time
+from offbeat.lab.recorder import Recorder, Work
+work = Work.from_environment()
+recorder = Recorder(compute_s=0.001, gradient_bytes=8)
+recorder.note("made-up data")
+for step in range(work.warmup_steps + work.steps):
+    time.sleep(0.002)
+    recorder.step(4)
+recorder.metric(0.5)
+recorder.finish(digest=DIGEST)
+"""
+LOOPBACK = """
+[scenario]
+name = "quick"
+description = "two workers that train nothing"
+[hosts]
+count = 2
+network = "loopback"
+[workload]
+kind = "script"
+path = "work.py"
+[run]
+repeats = 2
+steps = 3
+warmup_steps = 3
+[[row]]
+name = "ddp"
+system = "ddp"
+[[row]]
+name = "ours"
+system = "offbeat"
+"""
+# Two hosts, 0.25 MB of gradients: 20 ms on these links, beside 12 ms of computation.
+REPLAY = """
+[scenario]
+name = "tiny"
+description = "two hosts"
+[hosts]
+count = 2
+rate_mbps = 100
+[workload]
+kind = "replay"
+profile = "resnet50"
+scale = 0.0025
+forward_s = 0.004
+backward_s = 0.008
+batch = 8
+bucket_bytes = 65536
+[run]
+repeats = 1
+steps = 4
+warmup_steps = 3
+[[row]]
+name = "ddp"
+system = "ddp"
+[[row]]
+name = "offbeat"
+system = "offbeat"
+"""
+
+
+def scenario(folder: Path, text: str = LOOPBACK, *, digest: str = "'same'", script: str = SCRIPT) -> Path:
+    """The scenario's file, with its script beside it."""
+    (folder / "work.py").write_text(script.replace("DIGEST", digest))
+    path = folder / "scenario.toml"
+    path.write_text(text)
+    return path
+
+
+def run_first_row(folder: Path, path: Path) -> rounds.Repeat:
+    job = jobs(Scenario.from_toml(path.read_text()), folder)[0]
+    runs = folder / "runs"
+    runs.mkdir()
+    return rounds.run_once(job, launch.loopback_places(["h0", "h1"]), runs, 0, None)
+
+
+def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
+    """Without root: plain processes on loopback."""
+    path = scenario(tmp_path)
+    code, output = offbeat("lab", "run", path, "--json", "out.json", "--png", "out.png", folder=tmp_path)
+    assert code == 0, output
+    report = results.read(tmp_path / "out.json")
+    assert report.scenario == path.read_text()
+    assert [(row.row, row.system, row.repeats) for row in report.rows] == [("ddp", "ddp", 2), ("ours", "offbeat", 2)]
+    assert [(raw.row, raw.repeat, raw.rank) for raw in report.raw if raw.repeat == 0] == [
+        ("ddp", 0, 0),
+        ("ddp", 0, 1),
+        ("ours", 0, 0),
+        ("ours", 0, 1),
+    ]
+    for row in report.rows:
+        assert 0.002 <= row.seconds_per_step.min <= row.seconds_per_step.median <= row.seconds_per_step.max
+        assert row.bound_s == 0.001
+        assert row.events == ["made-up data"]
+        assert row.final_metric == 0.5
+    assert all(len(raw.step_s) == 3 for raw in report.raw), "warm-up is dropped"
+    assert report.command.startswith("offbeat lab run ") or "lab run" in report.command
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "quick" in output
+    assert "ours" in output
+    assert "\x1b[" not in output, "not a terminal: no progress, no colours"
+
+
+def test_fewer_steps_and_repeats_on_request(tmp_path: Path) -> None:
+    path = scenario(tmp_path)
+    code, output = offbeat("lab", "run", path, "--json", "out.json", "--repeats", 1, "--steps", 2, folder=tmp_path)
+    assert code == 0, output
+    report = results.read(tmp_path / "out.json")
+    assert [row.repeats for row in report.rows] == [1, 1]
+    assert all(len(raw.step_s) == 2 for raw in report.raw)
+
+
+def test_show_draws_and_counts(tmp_path: Path) -> None:
+    code, output = offbeat("lab", "show", ROOT / "benchmarks/scenarios/uniform.toml", folder=tmp_path)
+    assert code == 0
+    assert "┌── 200 Mbit/s ── h0" in output
+    assert "replay of resnet50: 6.13 MB of gradients in 54 layers" in output
+    code, output = offbeat("lab", "show", scenario(tmp_path), folder=tmp_path)
+    assert code == 0
+    assert "plain processes on loopback: h0, h1" in output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('network = "loopback"', "rate_mbps = 0", "Cannot shape a link to 0 Mbit/s: .*(hosts.rate_mbps)."),
+        ('"work.py"', '"walk.py"', "Cannot run the script 'walk.py': .*(workload.path)."),
+        ('"offbeat"', '"offbeat"\nplan = {codex = {kind = "Cast"}}', "Cannot use the plan of row 'ours' (row[1].plan)"),
+        ('"offbeat"', '"offbeat"\nplan = "no.toml"', "there is no file 'no.toml' in .*(row[1].plan)."),
+        ("repeats", "repeets", "Unknown key 'repeets' (did you mean 'repeats'?).*(run.repeets)."),
+    ],
+)
+def test_bad_scenarios_end_in_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = scenario(tmp_path, LOOPBACK.replace(old, new))
+    code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path)
+    assert code == 2, output
+    assert len(output.splitlines()) == 1, output
+    for part in says.split(".*"):
+        assert part in output
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_result_that_has_no_place_is_refused_before_measuring(tmp_path: Path) -> None:
+    code, output = offbeat("lab", "run", scenario(tmp_path), "--json", "no/out.json", folder=tmp_path)
+    assert (code, len(output.splitlines())) == (2, 1)
+    assert "there is no folder no" in output
+    code, output = offbeat("lab", "show", "no.toml", folder=tmp_path)
+    assert (code, len(output.splitlines())) == (2, 1)
+    assert "Cannot read the scenario no.toml" in output
+
+
+@pytest.mark.parametrize("arguments", [["run", "scenario.toml", "--json", "out.json"], ["clean"]])
+def test_without_root_one_sentence(tmp_path: Path, arguments: list[str]) -> None:
+    scenario(tmp_path, LOOPBACK.replace('network = "loopback"', "rate_mbps = 100"))
+    code = "import os; os.geteuid = lambda: 1000\nfrom offbeat.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "lab", *arguments],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Cannot build a lab as user 1000: making network namespaces needs root." in done.stderr
+
+
+def test_replicas_that_differ_at_the_end_are_not_believed(tmp_path: Path) -> None:
+    path = scenario(tmp_path, digest="os.environ['RANK']")
+    with pytest.raises(
+        DisagreementError, match=r"row 'ddp': at the end of repeat 0 ranks \[0, 1\] hold different values"
+    ):
+        run_first_row(tmp_path, path)
+
+
+def test_a_script_that_records_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"recorded no result.*\(workload\.path\)"):
+        run_first_row(tmp_path, scenario(tmp_path, script="pass"))
+
+
+def test_a_script_that_fails_is_quoted(tmp_path: Path) -> None:
+    script = "import os\nif os.environ['RANK'] == '1': raise ValueError('no data')\nelse: os.kill(os.getpid(), 19)"
+    with pytest.raises(WorkerLostError, match=r"rank 1 on host h1 ended with exit code 1(.|\n)*ValueError: no data"):
+        run_first_row(tmp_path, scenario(tmp_path, script=script))
+
+
+def test_plans_reach_the_workers(tmp_path: Path) -> None:
+    """A table, a file, or none; and the bucket size of the workload is every row's."""
+    (tmp_path / "plan.toml").write_text('[codec]\nkind = "Cast"\ndtype = "fp16"\n')
+    rows = """
+[[row]]
+name = "table"
+system = "offbeat"
+plan = { codec = { kind = "Cast" } }
+[[row]]
+name = "file"
+system = "offbeat"
+plan = "plan.toml"
+"""
+    path = scenario(tmp_path, LOOPBACK.replace('"work.py"', '"work.py"\nbucket_bytes = 4096') + rows)
+    made = {job.row.name: job for job in jobs(Scenario.from_toml(path.read_text()), tmp_path)}
+    assert "Cast(dtype='bf16')" in made["table"].plan
+    assert "Cast(dtype='fp16')" in made["file"].plan
+    assert "4096" in made["table"].plan
+    environment = made["file"].environment(tmp_path / "run")
+    assert 'dtype = "fp16"' in environment["OFFBEAT_PLAN"]
+    assert environment["OFFBEAT_LAB_SYSTEM"] == "offbeat"
+    assert "OFFBEAT_PLAN" not in made["ddp"].environment(tmp_path / "run")
+    # What is lossy is allowed to be; what is not, is not.
+    assert made["ours"].tolerance is not None
+    assert made["table"].tolerance is not None
+    assert made["ours"].tolerance < 1e-4 < made["table"].tolerance
+
+
+@pytest.mark.timeout(120)
+def test_a_replay_that_sums_wrongly_fails(tmp_path: Path) -> None:
+    """Nothing sums without rounding: with no tolerance for it, the workers' own check must end the run."""
+    text = REPLAY.replace("rate_mbps = 100", 'network = "loopback"')
+    job = dataclasses.replace(jobs(Scenario.from_toml(text), tmp_path)[0], tolerance=1e-12)
+    with pytest.raises(WorkerLostError, match=r"the mean gradient of .* is wrong by"):
+        rounds.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
+
+
+class TestInNamespaces:
+    pytestmark = needs_root
+
+    @pytest.mark.timeout(180)
+    def test_a_replay_of_two_hosts(self, tmp_path: Path) -> None:
+        """Stock DDP and offbeat on the same shaped links: the sums are right and bit for bit the same."""
+        path = scenario(tmp_path, REPLAY)
+        code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path, timeout_s=170)
+        assert code == 0, output
+        report = results.read(tmp_path / "out.json")
+        self.check(report, Scenario.from_toml(REPLAY))
+        assert not list(DIRECTORY.glob("offbeat-*-h[2-9]")), "two hosts are two"
+
+    def check(self, report: Report, wanted: Scenario) -> None:
+        assert isinstance(wanted.workload, Replay)
+        gradient_bytes = size_bytes(timed(wanted.workload))
+        wire_s = wanted.topology.allreduce_bound_s(gradient_bytes)
+        assert {raw.digest for raw in report.raw} == {report.raw[0].digest}
+        assert all(90 <= goodput <= 97 for goodput in report.goodput_mbps.values())
+        for raw in report.raw:
+            assert raw.gradient_bytes == gradient_bytes
+            assert raw.gradient_error is not None
+            assert raw.gradient_error < 1e-5
+            # Two workers send their gradients once each; headers, acknowledgements and the small talk come on top.
+            assert 1.0 <= raw.bytes_sent / (4 * gradient_bytes) <= 1.25
+        for row in report.rows:
+            assert row.bound_s == pytest.approx(max(wire_s, 0.012))
+            assert row.bound_s <= row.seconds_per_step.median < 1
+            assert len(row.wait_s_per_worker) == 2
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_ctrl_c_leaves_nothing(self, tmp_path: Path, number: signal.Signals) -> None:
+        text = LOOPBACK.replace('network = "loopback"', "rate_mbps = 100")
+        path = scenario(tmp_path, text, script="import time\ntime.sleep(300)")
+        with start("lab", "run", path, "--json", "out.json", folder=tmp_path) as process:
+            try:
+                claims: list[state.Claim] = []
+
+                def begun() -> bool:
+                    claims[:] = [claim for claim in state.leftovers() if claim.owner_pid == process.pid]
+                    return sum("work.py" in _command(pid) for pid in descendants(process.pid)) == 2
+
+                assert soon(begun, within_s=40)
+                family = descendants(process.pid)
+                namespaces = [DIRECTORY / name for name in claims[0].namespaces]
+                assert len(namespaces) == 3
+                assert all(place.exists() for place in namespaces)
+                process.send_signal(number)
+                process.wait(10)
+            finally:
+                process.kill()
+            assert soon(lambda: not alive(family))
+            assert soon(lambda: not any(place.exists() for place in namespaces))
+            assert not state.path_of(claims[0].lab).exists()
+            assert not (tmp_path / "out.json").exists()
+
+    def test_clean_says_what_it_removed_and_what_it_kept(self, tmp_path: Path) -> None:
+        """A claim of this living test is kept."""
+        claim = state.Claim.mine(f"{os.getpid():08x}"[-8:], [])
+        path = state.write(claim)
+        try:
+            code, output = offbeat("lab", "clean", folder=tmp_path)
+            assert code == 0, output
+            assert f"kept lab {claim.lab}: process {os.getpid()} still runs it (--force removes it, too)" in output
+            assert path.exists()
+        finally:
+            path.unlink()
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,202 @@
+"""Networks: links carry what they promise in each direction, nobody outside notices, and nothing stays behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.errors import NetworkError, ScenarioError
+from offbeat.lab import goodput, network, programs, state
+from offbeat.lab.namespace import DIRECTORY, inside
+from offbeat.lab.network import Network, bucket_bytes
+from offbeat.topology import Host, Link, Topology
+from tests.cli.commands import alive
+from tests.lab.rights import Owner, namespaces_of, needs_root, soon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = needs_root
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    """A lab of another process, whatever becomes of it."""
+    owner = Owner(tmp_path)
+    yield owner
+    owner.end()
+    assert soon(lambda: not alive({owner.reaper}))
+    state.clean(force=True, directory=tmp_path)
+
+
+@pytest.mark.parametrize("rate_mbps", [20, 200])
+def test_links_carry_their_rate(tmp_path: Path, rate_mbps: float) -> None:
+    """Three hosts, all sending and receiving at once: headers and acknowledgements take 3 to 10 %."""
+    with Network(Topology.star(["a", "b", "c"], rate_mbps=rate_mbps), directory=tmp_path) as net:
+        measured = goodput.measure(net, seconds=1.5)
+    assert set(measured) == {"a", "b", "c"}
+    for share in (stream / rate_mbps for stream in measured.values()):
+        assert 0.90 <= share <= 0.97, measured
+
+
+def test_each_direction_is_shaped_where_it_starts(tmp_path: Path) -> None:
+    """To the slow host (shaped at the switch) and from it (shaped at the host) its rate holds."""
+    hosts = (Host("fast"), Host("other"), Host("slow"))
+    links = (Link("fast", "switch", 100), Link("other", "switch", 100), Link("slow", "switch", 10))
+    with Network(Topology(hosts, links), directory=tmp_path) as net:
+        measured = goodput.measure(net, seconds=1.5)
+        goodput.check(measured, net)
+        # The same streams on a network that promised more.
+        net.topology = Topology.star(["fast", "other", "slow"], rate_mbps=100)
+        with pytest.raises(ScenarioError, match=r"Cannot shape the link of other to 100 Mbit/s on this machine"):
+            goodput.check(measured, net)
+    assert 90 <= measured["fast"] <= 97, "fast to other"
+    assert 9 <= measured["other"] <= 9.7, "other to slow"
+    assert 9 <= measured["slow"] <= 9.7, "slow to fast"
+
+
+def test_links_without_a_rate_are_not_shaped(tmp_path: Path) -> None:
+    with Network(Topology.star(["a", "b"]), directory=tmp_path) as net:
+        assert min(goodput.measure(net, seconds=0.3).values()) > 500
+
+
+def test_hosts_are_alone(tmp_path: Path) -> None:
+    """A host sees its own two interfaces, no IPv6, no service of this machine; this machine sees no new interface."""
+    before = set(os.listdir("/sys/class/net"))
+    with socket.create_server(("0.0.0.0", 0)) as service, Network(Topology.star(["a", "b"]), directory=tmp_path) as net:
+        assert set(os.listdir("/sys/class/net")) == before
+        name = net.namespace("a")
+        seen = inside(name, lambda: Path("/proc/thread-self/net/dev").read_text().splitlines()[2:])
+        assert {line.split(":")[0].strip() for line in seen} == {"lo", network.INTERFACE}
+        assert inside(name, lambda: Path("/proc/thread-self/net/if_inet6").read_text()) == ""
+        port = service.getsockname()[1]
+        for address in ("127.0.0.1", net.address("b")):
+            with pytest.raises(ConnectionRefusedError):
+                inside(name, functools.partial(socket.create_connection, (address, port), timeout=5))
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+
+
+def test_closing_removes_everything(tmp_path: Path) -> None:
+    net = Network(Topology.star(["a", "b"], rate_mbps=100), directory=tmp_path)
+    assert len(namespaces_of(net.lab)) == 3
+    assert [claim.lab for claim in state.leftovers(tmp_path)] == [net.lab]
+    inhabitant = subprocess.Popen(
+        programs.entered(net.namespace("a"), [sys.executable, "-S", "-c", "import time; time.sleep(300)"]),
+        env=net.mark(),
+    )
+    inode = os.stat(DIRECTORY / net.namespace("a")).st_ino
+    assert soon(lambda: os.stat(f"/proc/{inhabitant.pid}/ns/net").st_ino == inode)
+    net.close()
+    assert inhabitant.wait(5) == -signal.SIGKILL
+    assert namespaces_of(net.lab) == set()
+    assert list(tmp_path.iterdir()) == []
+    net.close()
+
+
+def test_a_lab_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def fail(self: Network, host: str) -> None:
+        built.append(self.lab)
+        raise OSError("no such qdisc")
+
+    monkeypatch.setattr(Network, "_build_host", fail)
+    with pytest.raises(NetworkError, match=r"the kernel refused a part of it \(no such qdisc\)"):
+        Network(Topology.star(["a", "b"], rate_mbps=100), directory=tmp_path)
+    assert len(built) == 1
+    assert namespaces_of(built[0]) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_lab_that_is_ended_leaves_nothing(owner: Owner, number: signal.Signals) -> None:
+    assert len(namespaces_of(owner.lab)) == 3
+    assert alive(set(owner.workers)) == set(owner.workers)
+    owner.process.send_signal(number)
+    owner.process.wait(10)
+    assert soon(lambda: not namespaces_of(owner.lab) and not alive({*owner.workers, owner.reaper}))
+    assert not state.path_of(owner.lab, owner.folder).exists()
+
+
+def test_what_a_dead_lab_left_is_cleaned(owner: Owner) -> None:
+    """Lab and reaper die together, as when the machine runs out of memory."""
+    os.kill(owner.reaper, signal.SIGKILL)
+    owner.process.kill()
+    owner.process.wait(10)
+    assert len(namespaces_of(owner.lab)) == 3, "the fault did not fire"
+    removed, kept = state.clean(directory=owner.folder)
+    assert ([claim.lab for claim in removed], kept) == ([owner.lab], [])
+    assert namespaces_of(owner.lab) == set()
+    assert not state.path_of(owner.lab, owner.folder).exists()
+
+
+def test_cleaning_spares_the_living(owner: Owner) -> None:
+    removed, kept = state.clean(directory=owner.folder)
+    assert (removed, [claim.lab for claim in kept]) == ([], [owner.lab])
+    assert len(namespaces_of(owner.lab)) == 3
+    assert alive(set(owner.workers)) == set(owner.workers)
+    removed, kept = state.clean(force=True, directory=owner.folder)
+    assert ([claim.lab for claim in removed], kept) == ([owner.lab], [])
+    assert namespaces_of(owner.lab) == set()
+    assert soon(lambda: not alive(set(owner.workers)))
+
+
+def test_cleaning_spares_what_no_lab_made(tmp_path: Path) -> None:
+    """A namespace of somebody else, though its name looks like ours."""
+    from pyroute2 import netns
+
+    name = f"offbeat-theirs-{os.getpid()}"
+    netns.create(name)
+    try:
+        state.clean(force=True, directory=tmp_path)
+        assert (DIRECTORY / name).exists()
+    finally:
+        netns.remove(name)
+
+
+def test_two_labs_do_not_meet(owner: Owner) -> None:
+    """The second has the same addresses and rates, and cannot reach the first; ending it leaves the first alone."""
+    with Network(Topology.star(["a", "b"], rate_mbps=50), directory=owner.folder) as second:
+        assert second.lab != owner.lab
+        listening = inside(f"offbeat-{owner.lab}-h1", lambda: socket.create_server((second.address("b"), 4000)))
+        with listening:
+            with pytest.raises(ConnectionRefusedError):
+                inside(second.namespace("a"), lambda: socket.create_connection((second.address("b"), 4000), timeout=5))
+            address = (second.address("b"), 4000)
+            with inside(f"offbeat-{owner.lab}-h0", lambda: socket.create_connection(address, timeout=5)):
+                pass
+        measured = goodput.measure(second, seconds=1)
+        assert all(45 <= stream <= 48.5 for stream in measured.values()), measured
+    assert len(namespaces_of(owner.lab)) == 3
+    assert alive(set(owner.workers)) == set(owner.workers)
+
+
+def test_building_is_quick(tmp_path: Path) -> None:
+    start_s = time.perf_counter()
+    with Network(Topology.star([f"h{index}" for index in range(8)], rate_mbps=100), directory=tmp_path):
+        pass
+    assert time.perf_counter() - start_s < 15
+
+
+def test_several_switches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="Cannot build 2 switches: the lab builds exactly 1"):
+        Network(Topology((Host("a"),), (Link("a", "s"),), switches=("s", "t")), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bucket_holds_the_largest_packet() -> None:
+    """A packet larger than the bucket would never pass."""
+    for rate_mbps in (0.1, 1, 10, 200, 1000, 10_000):
+        packet_bytes, burst_bytes = bucket_bytes(rate_mbps)
+        assert 1514 < packet_bytes <= 65536
+        assert burst_bytes >= 2 * packet_bytes
