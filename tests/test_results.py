@@ -1,0 +1,46 @@
+"""Claims of speed stand on files: pages are made from them, and the files are what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.page import PAGE, RESULTS, TARGETS, page
+from offbeat.lab import results
+from offbeat.scenario import Scenario
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_page_is_made_from_the_files() -> None:
+    assert PAGE.read_text() == page(), "run `make results-page`"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_files_hold_the_scenario_they_were_measured_with(name: str) -> None:
+    report = results.read(RESULTS / f"{name}.json")
+    assert Scenario.from_toml(report.scenario).scenario.name == name
+    assert report.digest == Scenario.from_toml((ROOT / f"benchmarks/scenarios/{name}.toml").read_text()).digest, (
+        "the scenario has changed since: measure again"
+    )
+    assert (RESULTS / f"{name}.png").stat().st_size > 10_000
+    for row in report.rows:
+        repeats = [raw for raw in report.raw if raw.row == row.row]
+        assert len({raw.repeat for raw in repeats}) == row.repeats
+        # The median of the rows is that of the raw records.
+        means = []
+        for repeat in range(row.repeats):
+            steps = [step for raw in repeats if raw.repeat == repeat for step in raw.step_s]
+            means.append(sum(steps) / len(steps))
+        assert sorted(means)[len(means) // 2] == pytest.approx(row.seconds_per_step.median, rel=1e-6)
+
+
+def test_the_readme_quotes_the_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in TARGETS:
+        report = results.read(RESULTS / f"{name}.json")
+        row = next(row for row in report.rows if row.row == "offbeat")
+        (quoted,) = re.findall(rf"\| \[{name}\]\([^)]*\) \|.*\| ([\d.]+) x \|", text)
+        assert quoted == f"{row.ratio_to_baseline:.3f}"
