@@ -53,8 +53,8 @@ class Plan:
         codec: what is sent.
         fabric: where it is summed.
         bucket_bytes: size at which a bucket of gradients is closed and sent.
-        nonfinite: what to do when a summed gradient holds NaN or Inf: "pass" it on as DDP does, "raise"
-            `NumericsError` on every rank, or "skip" the optimizer step on every rank.
+        nonfinite: what to do when a gradient, a worker's own or the mean, holds NaN or Inf: "pass" it on as DDP does,
+            "raise" `NumericsError` on every rank, or "skip" the optimizer step on every rank.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.

@@ -230,6 +230,27 @@ def test_nan_raises_on_every_rank_and_names_the_culprit() -> None:
         assert "rank 0:" not in result["error"]
 
 
+def overflow(policy: str) -> dict[str, Any]:
+    """Every worker's gradient fits fp16; their sum does not."""
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.detach().clone()
+    plan = offbeat.Plan(codec=offbeat.Cast("fp16"), nonfinite=policy)  # type: ignore[arg-type]
+    with offbeat.init(plan) as run:
+        replica, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            replica(torch.tensor([[100_000.0]])).sum().backward()
+        except NumericsError as caught:
+            return {"error": str(caught), "kept": False}
+    return {"error": "", "kept": model.weight.grad is not None, "same": torch.equal(before, model.weight)}
+
+
+def test_a_sum_that_overflows_is_noticed_on_every_rank() -> None:
+    for result in run_workers(2, overflow, "raise"):
+        assert "NaN or Inf in the gradient of the mean of weight, in none of the workers' own" in result["error"]
+    assert all(result["error"] == "" and not result["kept"] for result in run_workers(2, overflow, "skip"))
+    assert all(result["error"] == "" and result["kept"] for result in run_workers(2, overflow, "pass"))
+
+
 # -- state ---------------------------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,6 @@ def _main(
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         OFFBEAT_STORE=store,
-        OFFBEAT_TOKEN="00" * 32,
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)

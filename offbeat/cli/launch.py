@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -141,7 +140,6 @@ class Launch:
             "OFFBEAT_PLAN": job.plan,
             "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
             "OFFBEAT_RUN_DIR": str(job.run_dir),
-            "OFFBEAT_TOKEN": secrets.token_hex(32),
             "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }

@@ -41,7 +41,7 @@ class Entry:
 class Flat:
     """A bucket's memory and the entries whose gradients are views into it."""
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int, wire_dtype: torch.dtype) -> None:
+    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int) -> None:
         self.bucket = bucket
         self.entries = list(entries)
         self.memory = torch.zeros(bucket.numel + _HEAD + len(entries), dtype=bucket.dtype, device=bucket.device)
@@ -53,12 +53,12 @@ class Flat:
         self._world = world
         self._all_used = torch.ones_like(self.tail)
         self._all_used[1:_HEAD] = 0
-        self._stamps = max(1, _EXACT[wire_dtype] // world)
+        self._stamps = 1
         for entry, slot in zip(self.entries, bucket.slots, strict=True):
             entry.flat = self
             entry.view = _view(self.grad, slot.offset, entry.parameter)
 
-    def pack(self, *, weight: float, stamp: int, check_finite: bool) -> None:
+    def pack(self, *, weight: float, check_finite: bool) -> None:
         """Bring every gradient into the bucket, multiplied by 1/world, and make `.grad` a view of it.
 
         A parameter without a gradient contributes zeros. With `weight` 0 the whole bucket is zeros, whatever the
@@ -68,11 +68,11 @@ class Flat:
         self.took_part = weight > 0
         with torch.no_grad():
             if weight == 0:
-                self.memory.zero_()
+                self.grad.zero_()
             else:
                 for entry in self.entries:
                     self._pack_one(entry, share)
-            self._write_tail(weight, stamp, check_finite)
+        self.nonfinite = self._find_nonfinite() if check_finite else []
 
     def _pack_one(self, entry: Entry, share: float) -> None:
         view, grad = entry.view, entry.parameter.grad
@@ -87,20 +87,28 @@ class Flat:
             torch.mul(grad.detach(), share, out=view)
             entry.parameter.grad = view
 
-    def _write_tail(self, weight: float, stamp: int, check_finite: bool) -> None:
-        self.tail.copy_(self._all_used)
-        self.tail[1] = stamp % self._stamps
+    def write_tail(self, *, weight: float, stamp: int, dtype: torch.dtype) -> None:
+        """What this worker has to say along with its gradients.
+
+        Args:
+            weight: its weight.
+            stamp: batches it has drawn.
+            dtype: in which the tails will be added; what is counted must be exact in it.
+        """
+        self._stamps = max(1, _EXACT[dtype] // self._world)
+        tail = self.tail
         if weight == 0:
-            self.tail[0] = 0
-            self.tail[_HEAD:] = 0
-        elif weight != 1:
-            self.tail[0] = weight
-        for i, entry in enumerate(self.entries):
-            if not entry.used:
-                self.tail[_HEAD + i] = 0
-        self.nonfinite = self._find_nonfinite() if check_finite else []
+            tail.zero_()
+        else:
+            tail.copy_(self._all_used)
+            if weight != 1:
+                tail[0] = weight
+            for i, entry in enumerate(self.entries):
+                if not entry.used:
+                    tail[_HEAD + i] = 0
+        tail[1] = stamp % self._stamps
         if self.nonfinite:
-            self.tail[2] = 1
+            tail[2] = 1
 
     def _find_nonfinite(self) -> list[str]:
         if bool(torch.isfinite(self.grad).all()):

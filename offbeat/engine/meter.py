@@ -11,6 +11,7 @@ waiting. Records are encoded and written by a background thread; a step pays for
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.engine.waiting import Waiter
 
+_log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
 
 
@@ -35,6 +37,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._told = False  # that it cannot be written
         self._records: deque[dict[str, Any]] = deque()
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._stop = threading.Event()
@@ -64,8 +68,14 @@ class MetricsFile:
 
     def _flush(self) -> None:
         lines = [self._encoder.encode(self._records.popleft()) for _ in range(len(self._records))]
-        if lines:
+        if not lines:
+            return
+        try:
             os.write(self._fd, b"\n".join(lines) + b"\n")
+        except OSError as error:  # a full disk is no reason to end the run
+            if not self._told:
+                self._told = True
+                _log.warning("Cannot write metrics to %s: %s. Training goes on.", self._path, error.strerror)
 
 
 class Meter:

@@ -96,6 +96,7 @@ class Reducer:
         self.sync = True  # False inside no_sync()
         self.padding = False  # the batch at hand only keeps the loop going
         self._codec: Codec = plan.codec
+        self._check_finite = plan.nonfinite != "pass"
         self._fabric, self._control = fabric, control
         self._buffers = buffers
         self._waiter = waiter
@@ -239,15 +240,18 @@ class Reducer:
 
     def _issue(self, flat: Flat) -> None:
         self._note_done()
-        flat.pack(weight=self.weight, stamp=self.stamp, check_finite=self.plan.nonfinite != "pass")
+        weight = self.weight
+        flat.pack(weight=weight, check_finite=self._check_finite)
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
         generator = self._codec.exchange(flat.grad, state)
         payload = next(generator)
         tail_pending = None
         issued_s = self._meter.now_s()
         if isinstance(payload, Sum):
+            flat.write_tail(weight=weight, stamp=self.stamp, dtype=payload.tensor.dtype)
             pending = self._start(Sum(payload.tensor, flat.tail))
         else:
+            flat.write_tail(weight=weight, stamp=self.stamp, dtype=flat.tail.dtype)
             pending = self._start(payload)
             tail_pending = self._start(Sum(flat.tail))
         self._flights.append(Flight(flat, generator, pending, tail_pending, issued_s))
@@ -288,7 +292,7 @@ class Reducer:
         self._settle(bad)
 
     def _finish(self, flight: Flight) -> bool:
-        """Complete one bucket's exchange; whether a worker's contribution to it was NaN or Inf."""
+        """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
         flat, stamp = flight.flat, self.stamp
         reply = self._wait(flight.pending, "all-reduce", flat.bucket.label, flat.bucket.index)
         if flight.done_s is None:
@@ -306,7 +310,8 @@ class Reducer:
         if exchanged.update.data_ptr() != flat.grad.data_ptr():
             flat.grad.copy_(exchanged.update)
         flat.settle(tail.used_elsewhere)
-        return tail.nonfinite
+        # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
+        return tail.nonfinite or (self._check_finite and not bool(torch.isfinite(flat.grad).all()))
 
     def _run_rounds(self, flight: Flight, reply: Reply, weight: float) -> Exchanged:
         while True:
@@ -374,12 +379,10 @@ class Reducer:
     def _build(self, layout: Layout) -> None:
         """Give every gradient its place. Gradients in older buckets stay where they are until the next backward."""
         self.layout = layout
-        codec_dtype = getattr(self._codec, "dtype", None)
-        wire = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(codec_dtype or "")
         self._flats = []
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
-            self._flats.append(Flat(bucket, entries, self._fabric.world, wire or bucket.dtype))
+            self._flats.append(Flat(bucket, entries, self._fabric.world))
             fresh = self._codec.init(bucket)
             for slot in bucket.slots:
                 self._states.setdefault(slot.name, fresh.get(slot.name, {}))
@@ -398,7 +401,8 @@ class Reducer:
         mine = _some([name for flat in bad for name in flat.nonfinite])
         texts = self._control.texts("the search for NaN and Inf", mine)
         culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        text = f"step {step}: NaN or Inf in the gradient of {culprits}"
+        summed = f"the mean of {_some([flat.bucket.label for flat in bad])}, in none of the workers' own"
+        text = f"step {step}: NaN or Inf in the gradient of {culprits or summed}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."

@@ -201,8 +201,12 @@ class Waiter:
             self._clock.sleep(0.1)
 
     def _leave(self, findings: Findings) -> None:
-        if self._report_path is not None:
+        if self._report_path is None:
+            return
+        try:
             self._report_path.write_text(json.dumps(findings.to_json(), indent=1))
+        except OSError as error:  # a full disk is no reason to end the run
+            self._tell(f"Cannot leave this report as {self._report_path}: {error.strerror}.")
 
 
 class _Call(Generic[T]):

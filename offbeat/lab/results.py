@@ -134,7 +134,8 @@ class Report(_Strict, frozen=True, kw_only=True):
     """A result file. `scenario` is its text and `digest` that of its meaning.
 
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
-    `overhead_us_per_bucket` is, per offbeat row, (its step - the baseline's step) / buckets, in microseconds.
+    `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
+    buckets, in microseconds.
     """
 
     format: int = FORMAT

@@ -1,6 +1,6 @@
 """Run every row of a scenario, interleaved and repeated, and sum up what was measured.
 
-A B C A B C ... rather than A A B B C C: the machine drifts (temperature, neighbours), and what drifts must hit all rows
+A B C C B A ... rather than A A B B C C: the machine drifts (temperature, neighbours), and what drifts must hit all rows
 alike. All rows drop the same warm-up and run on the very same links.
 """
 
@@ -86,7 +86,7 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
             goodput.check(measured, network)
         repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
         for index in range(scenario.run.repeats):
-            for number, job in enumerate(rows):
+            for number, job in list(enumerate(rows))[:: -1 if index % 2 else 1]:
                 tell(job.row.name, index)
                 run_folder = scratch / f"{index}-{number}"
                 run_folder.mkdir()
@@ -147,14 +147,14 @@ def _report(
 ) -> Report:
     everything = [worker for runs in repeats.values() for one in runs for worker in one.workers]
     baseline = repeats[scenario.run.baseline]
-    base_s = statistics.median(one.seconds_per_step for one in baseline)
     tolerance = next(job.tolerance for job in rows if job.row.name == scenario.run.baseline)
     overhead = {}
     for job in rows:
         runs = repeats[job.row.name]
         # Only where both send the same is the difference the system's own.
         if runs[0].buckets and job.tolerance == tolerance:
-            more_s = statistics.median(one.seconds_per_step for one in runs) - base_s
+            pairs = zip(runs, baseline, strict=True)
+            more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)
     return Report(
         name=scenario.scenario.name,

@@ -62,7 +62,7 @@ class Hub:
         if not self._token and not ipaddress.ip_address(bind).is_loopback:
             raise NetworkError(
                 f"Cannot open the control connection on {bind} without a token: anybody could join. "
-                "Set OFFBEAT_TOKEN to the same secret on every worker, or use a loopback address."
+                "Give every worker the same secret, or use a loopback address."
             )
         try:
             self._server = await asyncio.start_server(self._welcome, bind, 0, family=socket.AF_INET)

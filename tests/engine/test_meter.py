@@ -6,9 +6,10 @@ import os
 import statistics
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 from torch import nn
 
@@ -16,9 +17,6 @@ import offbeat
 from offbeat.clock import WallClock
 from offbeat.engine import Meter, MetricsFile, Waiter
 from tests.workers import run_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
@@ -37,6 +35,18 @@ def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
     cost_s = (time.process_time() - began_s) / steps
     assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == steps
     assert cost_s < 0.01 * 0.020, f"{cost_s * 1e6:.0f} us per step"
+
+
+def test_a_full_disk_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    file = MetricsFile(full)
+    with pytest.raises(OSError, match="No space left"):
+        full.write_text("the fault fires")
+    for _ in range(3):
+        file.append({"kind": "log"})
+        time.sleep(0.25)
+    file.close()
+    assert caplog.messages == ["Cannot write metrics to /dev/full: No space left on device. Training goes on."]
 
 
 def straggle(folder: str) -> None:
