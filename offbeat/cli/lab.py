@@ -147,7 +147,7 @@ def _show_table(report: Report) -> None:
     from offbeat.lab import results
 
     headings, rows = results.table(report)
-    table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for cells in rows:

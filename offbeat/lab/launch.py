@@ -177,15 +177,12 @@ class Workers:
         rank = min((rank for rank, code in codes.items() if code), key=lambda rank: (codes[rank] > 0, rank))
         code = codes[rank]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return (
-            f"Cannot go on: rank {rank} on host {self.places[rank].host} {how}, its last output was\n"
-            f"{self._last_lines(rank)}"
-        )
+        return f"rank {rank} on host {self.places[rank].host} {how}, its last output was\n{self._last_lines(rank)}"
 
     def _overdue(self, running: list[int], timeout_s: float) -> str:
         names = ", ".join(f"{rank} on {self.places[rank].host}" for rank in running)
         return (
-            f"Cannot wait longer: after {timeout_s:g} s rank {names} still run. Raise the limit (run.timeout_s) or "
+            f"after {timeout_s:g} s rank {names} still run. Raise the limit (run.timeout_s) or "
             f"shorten the run (run.steps). The last output of rank {running[0]} was\n{self._last_lines(running[0])}"
         )
 

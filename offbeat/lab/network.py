@@ -66,6 +66,7 @@ class Network:
         state.clean(directory=directory)
         self._claim = state.Claim.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
         self._record = state.write(self._claim, directory)
+        self.scratch = state.scratch_of(self.lab, directory)
         self._reaper = subprocess.Popen(
             programs.module("offbeat.lab.reaper", str(self._record)),
             env=programs.environment(),
@@ -114,6 +115,7 @@ class Network:
     def _build(self) -> None:
         from pyroute2 import netns
 
+        self.scratch.mkdir(mode=0o700)
         for name in self._claim.namespaces:
             netns.create(name)
         for host in self._index:

@@ -29,6 +29,8 @@ _ONE_BUCKET = 1 << 40
 """torch's PowerSGD issues its later rounds from callbacks; with several buckets in flight their order differs between
 ranks, and on Gloo the workers then end through C++ terminate. So it gets all gradients in one bucket."""
 
+_last_works: list[Any] = []  # kept until the process ends
+
 
 @dataclass
 class Bound:
@@ -71,8 +73,7 @@ def bind(
         raise ScenarioError(f"Unknown system {system!r}. Use offbeat or one of {', '.join(hooks)} (row.system).")
     dist.init_process_group("gloo")
     resources.callback(dist.destroy_process_group)
-    # Without it a worker that is done closes its sockets while another still reads its last bucket.
-    resources.callback(dist.barrier)
+    resources.callback(_barrier)
     if system == "ddp+powersgd":
         bucket_bytes = _ONE_BUCKET
     wrapped = DistributedDataParallel(model, bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / 2**20)
@@ -80,6 +81,15 @@ def bind(
     if hook is not None:
         hook(wrapped)
     return Bound(wrapped, optimizer, None, resources)
+
+
+def _barrier() -> None:
+    """Without it a worker that is done closes its sockets while another still reads its last bucket."""
+    # Seen once in some twenty runs with a communication hook: DDP's reducer, the last to know the group, is deallocated
+    # with the GIL held and joins Gloo's thread, which needs the GIL to drop the last reference to this operation.
+    work = dist.barrier(async_op=True)
+    work.wait()
+    _last_works.append(work)
 
 
 def _cast_to_bf16(model: DistributedDataParallel) -> None:

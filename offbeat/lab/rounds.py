@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import DisagreementError
+from offbeat.errors import DisagreementError, WorkerLostError
 from offbeat.lab import goodput, launch, machine, recorder
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
@@ -75,12 +75,13 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
     """
     rows = jobs(scenario, folder)
     with ExitStack() as resources:
-        scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-lab-")))
         network, measured = None, {}
         if scenario.loopback:
+            scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-lab-")))
             places = launch.loopback_places([host.name for host in scenario.topology.hosts])
         else:
             network = resources.enter_context(Network(scenario.topology))
+            scratch = network.scratch
             places = launch.places(network)
             measured = goodput.measure(network)
             goodput.check(measured, network)
@@ -106,7 +107,10 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     with launch.Workers(
         job.command, places=places, folder=folder, environment=environment, each=each, lab=lab
     ) as workers:
-        workers.wait(job.scenario.run.timeout_s)
+        try:
+            workers.wait(job.scenario.run.timeout_s)
+        except WorkerLostError as error:
+            raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
         measured = [
             Raw.from_lines(
                 recorder.read(workers.result(rank)), row=job.row.name, repeat=index, rank=rank, host=place.host

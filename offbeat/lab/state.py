@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -27,6 +28,7 @@ RUN_DIRECTORY = Path("/run/offbeat")
 MARK = "OFFBEAT_LAB"
 """Environment variable that every process of a lab carries, with the lab's identity."""
 
+_ENDING_S = 2.0
 _LAB = re.compile(r"[0-9a-f]{8}")
 
 
@@ -55,6 +57,11 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def path_of(lab: str, directory: Path = RUN_DIRECTORY) -> Path:
     """The file of a lab's claim."""
     return directory / f"lab-{lab}.json"
+
+
+def scratch_of(lab: str, directory: Path = RUN_DIRECTORY) -> Path:
+    """The folder of a lab's logs and records, which goes when the lab goes."""
+    return directory / f"lab-{lab}"
 
 
 def write(claim: Claim, directory: Path = RUN_DIRECTORY) -> Path:
@@ -99,7 +106,7 @@ def read(path: Path) -> Claim | None:
 
 
 def remove(claim: Claim, directory: Path = RUN_DIRECTORY) -> None:
-    """End the processes of a lab, remove its namespaces (and with them every link), then its record.
+    """End the processes of a lab, remove its namespaces (and with them every link), its scratch, then its record.
 
     What is gone already is no error, so that a lab and its reaper may both do it.
     """
@@ -112,6 +119,7 @@ def remove(claim: Claim, directory: Path = RUN_DIRECTORY) -> None:
     for name in claim.namespaces:
         with suppress(FileNotFoundError):
             netns.remove(name)
+    _remove_folder(scratch_of(claim.lab, directory))
     path_of(claim.lab, directory).unlink(missing_ok=True)
 
 
@@ -132,6 +140,15 @@ def clean(*, force: bool = False, directory: Path = RUN_DIRECTORY) -> tuple[list
             remove(claim, directory)
             removed.append(claim)
     return removed, kept
+
+
+def _remove_folder(folder: Path) -> None:
+    # A process that was killed a moment ago may still be writing its last file.
+    deadline_s = time.monotonic() + _ENDING_S
+    while folder.exists() and time.monotonic() < deadline_s:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)
 
 
 def _processes_of(claim: Claim) -> list[int]:
