@@ -29,7 +29,18 @@ import torch
 import torch.distributed as dist
 
 from offbeat.clock import WallClock
-from offbeat.engine import Awaited, Buffers, Control, Meter, MetricsFile, Reducer, Waiter, Watched, start_watch
+from offbeat.engine import (
+    Awaited,
+    Buffers,
+    Control,
+    Meter,
+    MetricsFile,
+    Reducer,
+    Waiter,
+    Watched,
+    distinct,
+    start_watch,
+)
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import InMemory, ProcessGroup
@@ -76,6 +87,8 @@ def init(
     if plan is None:
         text = os.environ.get("OFFBEAT_PLAN")
         plan = Plan.from_toml(text) if text else Plan()
+    if not isinstance(plan, Plan):
+        raise PlanError(f"Cannot use {plan!r} as a plan: make one with offbeat.Plan(...) or Plan.from_toml(text).")
     if timeout is None:
         timeout = timedelta(seconds=float(os.environ.get("OFFBEAT_TIMEOUT_S", _TIMEOUT.total_seconds())))
     if timeout <= timedelta(0):
@@ -150,7 +163,9 @@ class Run:
         check_optimizer(optimizer, model)
         layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
         self._control.agree(
-            "model", layout.describe(), "Build the same model on every worker: same layers, same order, same dtypes."
+            "model",
+            layout.describe(),
+            "Build the same model on every worker: the same layers, order, dtypes and requires_grad.",
         )
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         device = next(iter(parameters.values())).device
@@ -211,10 +226,11 @@ class Run:
             for name, tensor in named:
                 if name in ignored or not tensor.numel():
                     continue
-                whole = tensor.detach().contiguous()
+                own = distinct(tensor.detach())
+                whole = own.contiguous()
                 self._waiter.wait(fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
+                if whole.data_ptr() != own.data_ptr():
+                    own.copy_(whole)
 
     def _write_start(self, model: torch.nn.Module, reducer: Reducer) -> None:
         from offbeat import __version__

@@ -142,6 +142,11 @@ def test_a_timeout_of_nothing() -> None:
         offbeat.init(timeout=timedelta(0))
 
 
+def test_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"Cannot use \{\} as a plan: make one with offbeat.Plan"):
+        offbeat.init({})  # type: ignore[arg-type]
+
+
 def refusals(samples: int, batch: int) -> str:
     with offbeat.init() as run:
         data = TensorDataset(torch.zeros(samples, 20), torch.zeros(samples, dtype=torch.int64))
@@ -374,6 +379,63 @@ def test_everyone_starts_from_rank_0() -> None:
     for state in states:
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
+
+
+class OddBuffers(nn.Module):
+    """Buffers that counts, masks and tables are kept in; each rank's are its own at first."""
+
+    count: torch.Tensor
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("mask", torch.tensor([rank == 0, False]))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("short", torch.full((3,), rank, dtype=torch.int16))
+        self.register_buffer("complex", torch.tensor([rank + 2j]))
+        self.register_buffer("bf16", torch.full((3,), rank, dtype=torch.bfloat16))
+        self.register_buffer("expanded", torch.tensor([float(rank)]).expand(4))
+        self.register_buffer("transposed", (torch.arange(6.0) + rank).reshape(2, 3).t())
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1 + int(os.environ["RANK"])
+        output: torch.Tensor = self.layer(x) * self.scale + self.nothing.sum()
+        return output
+
+
+def odd_buffers() -> dict[str, list[Any]]:
+    model = OddBuffers(int(os.environ["RANK"]))
+    with offbeat.init() as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            replica(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_every_kind() -> None:
+    expected = {name: buffer.tolist() for name, buffer in OddBuffers(0).named_buffers()} | {"count": 3}
+    assert run_workers(2, odd_buffers) == [expected, expected]
+
+
+def trains_after_close() -> str:
+    model, optimizer = small()
+    with offbeat.init() as run:
+        replica, _ = run.prepare(model, optimizer)
+    loss = replica(torch.ones(2, 20)).sum()
+    replica.module(torch.ones(2, 20)).sum().backward()
+    try:
+        loss.backward()
+    except ModelError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_replicas_do_not_drift_apart_in_silence_after_close() -> None:
+    assert all("its run is closed" in text for text in run_workers(2, trains_after_close))
 
 
 def compiled(backend: str) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
+_MOST_LINE_BYTES = 1 << 20  # a longer line is broken
 
 
 @dataclass(frozen=True)
@@ -217,13 +218,16 @@ class Launch:
         if not data:
             self._selector.unregister(stream)
             lines += [rest] if rest else []
-        for line in lines:
-            self._say(worker, line.decode(errors="replace").rstrip("\r"))
+        if len(partial) > _MOST_LINE_BYTES:
+            lines.append(bytes(partial))
+            partial.clear()
+        self._say(worker, [line.decode(errors="replace").rstrip("\r") for line in lines])
         return bool(data)
 
-    def _say(self, worker: Worker, line: str) -> None:
-        worker.tail.append(line)
-        self._console.print(f"[{worker.rank}] {line}", markup=False)
+    def _say(self, worker: Worker, lines: list[str]) -> None:
+        worker.tail.extend(lines)
+        if lines:  # all at once: a script that prints much waits for us
+            self._console.print("\n".join(f"[{worker.rank}] {line}" for line in lines), markup=False)
 
     def _drain(self) -> None:
         for key in list(self._selector.get_map().values()):

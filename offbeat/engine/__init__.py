@@ -10,7 +10,7 @@
 * `meter` - one record per step, written by a background thread
 """
 
-from offbeat.engine.buffers import Buffers
+from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
 from offbeat.engine.meter import Meter, MetricsFile
 from offbeat.engine.reducer import Reducer
@@ -26,5 +26,6 @@ __all__ = [
     "Reducer",
     "Waiter",
     "Watched",
+    "distinct",
     "start_watch",
 ]

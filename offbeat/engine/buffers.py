@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from offbeat.fabric import Fabric, Pending
 
 
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in which no element stands for several, as those of an expanded tensor do: what can be written to."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 class Buffers:
     """The buffers of one model.
 
@@ -25,7 +33,7 @@ class Buffers:
 
     def __init__(self, module: torch.nn.Module, fabric: Fabric) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._tensors = [b for name, b in module.named_buffers() if name not in ignored and b.numel()]
+        self._tensors = [distinct(b) for name, b in module.named_buffers() if name not in ignored and b.numel()]
         self._fabric = fabric
         self._kinds = sorted({(str(b.dtype), str(b.device)) for b in self._tensors})
         self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []

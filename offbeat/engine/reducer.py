@@ -108,6 +108,7 @@ class Reducer:
         self._build(layout)
         self._flights: list[Flight] = []
         self._open = False  # inside a backward that communicates
+        self._closed = False
         self._any_fired = False
         self._learning = True
         self._arrivals: list[str] = []
@@ -153,7 +154,16 @@ class Reducer:
         self._forward_due = True
 
     def on_output_grad(self) -> None:
-        """The gradient of the model's output is known: the outermost backward has begun."""
+        """The gradient of the model's output is known: the outermost backward has begun.
+
+        Raises:
+            ModelError: if the run is closed and there were other workers: the replicas would silently drift apart.
+        """
+        if self._closed and self._fabric.world > 1:
+            raise ModelError(
+                "Cannot train this replica any further: its run is closed, and the other workers no longer take part. "
+                "Close the run after the last step, or go on alone with the replica's .module."
+            )
         if self.sync and not self._open:
             self._begin()
 
@@ -178,6 +188,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off; `.grad` stays."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -74,7 +74,11 @@ class Fabric(Protocol):
         """Begin the exchange of `payload`; the payload's tensors belong to the fabric until it is done."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
-        """Begin overwriting `tensor` on every rank with that of rank `source`; the reply is a `Total` of it."""
+        """Begin overwriting `tensor` on every rank with that of rank `source`; the reply is a `Total` of it.
+
+        Args:
+            tensor: contiguous, of any dtype, not empty.
+        """
 
     def close(self) -> None:
         """Release the handles; a second call does nothing."""

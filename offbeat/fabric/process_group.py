@@ -67,7 +67,9 @@ class BoundProcessGroup:
         return GatherWorks(self._handle, self.rank, self.world, payload.tensors)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Works:
-        work = dist.broadcast(tensor, group=self._handle, group_src=source, async_op=True)
+        # As bytes: Gloo has no broadcast for some dtypes, such as int16.
+        data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        work = dist.broadcast(data, group=self._handle, group_src=source, async_op=True)
         sent = tensor.numel() * tensor.element_size() if self.rank == source else 0
         return Works([work], lambda: Total(tensor), sent)
 

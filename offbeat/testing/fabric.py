@@ -140,6 +140,10 @@ class _Checker:
             total = self._total(self._fabric.broadcast(tensor, source))
             assert tensor.tolist() == [float(source)] * 9, f"a broadcast from {source} did not overwrite the tensor"
             assert torch.equal(total.tensor, tensor), "the reply to a broadcast is not what was sent"
+        for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64):
+            tensor = torch.full((3,), self._rank == 0).to(dtype)
+            self._wait(self._fabric.broadcast(tensor, 0))
+            assert bool(tensor.all()), f"a broadcast of {dtype} did not overwrite the tensor"
 
     def _total(self, pending: Pending) -> Total:
         reply = self._wait(pending)

@@ -29,6 +29,14 @@ def test_any_script_and_its_arguments(tmp_path: Path) -> None:
     assert ("one torch thread each" in output) == (len(__import__("os").sched_getaffinity(0)) < 3)
 
 
+def test_much_output_without_end_of_line(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys; sys.stdout.buffer.write(b'\\xff' + b'y' * 3_000_000)")
+    code, output = offbeat("run", path, folder=tmp_path)
+    assert code == 0
+    assert output.count("y") == 6_000_000
+    assert max(map(len, output.splitlines())) < 2_000_000
+
+
 def test_training_leaves_a_run_folder(tmp_path: Path) -> None:
     code, output = offbeat("run", "--run-dir", "out", script(tmp_path, TRAIN), folder=tmp_path)
     assert code == 0, output
@@ -127,11 +135,10 @@ def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> No
 
 
 def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
-    text = (
-        TRAIN
-        + "print('weights', run.rank, round(float(model.module.weight.detach().sum()), 4), run.world)\nrun.close()\n"
-    )
-    path = script(tmp_path, text)
+    # One write per line: under torchrun both workers write to the same pipe.
+    tell = "weight = round(float(model.module.weight.detach().sum()), 4)\n"
+    tell += "import os; os.write(1, f'weights {run.rank} {weight} {run.world}\\n'.encode())\nrun.close()\n"
+    path = script(tmp_path, TRAIN + tell)
     code, ours = offbeat("run", path, folder=tmp_path)
     assert code == 0, ours
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
