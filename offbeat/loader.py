@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from offbeat.engine import samples_in
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Loader:
             last = batch if real else last
             if last is _END:
                 raise ModelError(f"The loader of rank {self._control.rank} gave no batch at all while others did.")
-            self._drawn(real=real, source=who.index(True), samples=_samples(last) if real else 0)
+            self._drawn(real=real, source=who.index(True), samples=samples_in(last) if real else 0)
             index += 1
             yield last
 
@@ -179,15 +180,3 @@ def _length(loader: Iterable[Any]) -> int:
         return len(loader)
     except TypeError:  # a DataLoader over an IterableDataset without a length
         return -1
-
-
-def _samples(batch: Any) -> int:
-    """The batch size: the first dimension of the first tensor in it; 0 if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    parts: Iterable[Any] = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
-    )
-    if isinstance(batch, (str, bytes)):
-        return 0
-    return next((n for n in map(_samples, parts) if n), 0)

@@ -32,17 +32,18 @@ class Replica(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the user's model returns, unchanged."""
-        watched = self._before_forward()
+        watched = self._before_forward(args, kwargs)
         output = self.module(*args, **kwargs)
         if watched:
             self._after_forward(output)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self) -> bool:
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reducer = self._reducer
         if reducer is None or not torch.is_grad_enabled():
             return False
+        reducer.meter.forward((args, kwargs))
         if reducer.sync:
             reducer.on_forward()
         return reducer.sync or reducer.padding

@@ -194,6 +194,7 @@ class Run:
     def _prepare_loader(self, loader: Iterable[Any]) -> Loader:
         prepared = Loader(loader, control=self._control, drawn=self._on_batch, seed=self._seed)
         self._loaders.append(prepared)
+        self._meter.loader_counts = True
         return prepared
 
     def _on_batch(self, *, real: bool, source: int, samples: int) -> None:

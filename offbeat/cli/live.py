@@ -83,7 +83,7 @@ def final_table(records: Records) -> Table | None:
             *(_number(name, worker.values[name]) if name in worker.values else "" for name in names),
             f"{worker.steps}",
             f"{worker.steps_per_s:.2f}",
-            f"{worker.samples_per_s:,.0f}" if worker.samples else "",  # unknown if the loader was not prepared
+            f"{worker.samples_per_s:,.0f}" if worker.samples else "",  # unknown if batches hold no tensor
             f"{worker.waiting_share:.0%}",
             f"{worker.wait_s:.2f}",
             f"{worker.bytes_sent / 1e6:.2f}",

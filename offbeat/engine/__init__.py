@@ -12,7 +12,7 @@
 
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
-from offbeat.engine.meter import Meter, MetricsFile
+from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.waiting import Awaited, Waiter
 from offbeat.engine.witness import Watched, start_watch
@@ -27,5 +27,6 @@ __all__ = [
     "Waiter",
     "Watched",
     "distinct",
+    "samples_in",
     "start_watch",
 ]

@@ -6,7 +6,9 @@
 
 Compute is what the worker did by itself before the fence, so a straggler stays visible: it computes longest and waits
 least. Communication runs from the first bucket issued to the last one done; what is not hidden behind compute is
-waiting. Records are encoded and written by a background thread; a step pays for appending to a deque.
+waiting. Samples are those that a prepared loader gave out; without one, the batch sizes of forward passes that train.
+
+Records are encoded and written by a background thread; a step pays for appending to a deque.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +98,7 @@ class Meter:
         self._waiter = waiter
         self.sent_bytes = 0
         self.samples = 0
+        self.loader_counts = False  # a prepared loader counts the samples; else forward passes do
         self._offset_s = clock.unix_s() - clock.now_s()
         self._step_began_s = clock.now_s()
         self._fence_began_s = self._step_began_s
@@ -101,6 +106,11 @@ class Meter:
 
     def now_s(self) -> float:
         return self._clock.now_s()
+
+    def forward(self, inputs: Any) -> None:
+        """A forward pass that trains begins; its samples count if no prepared loader counts them."""
+        if not self.loader_counts:
+            self.samples += samples_in(inputs)
 
     def fence_begins(self, step: int) -> None:
         """The worker's own part of the step is done."""
@@ -154,3 +164,14 @@ class Meter:
 
     def _stamp(self, step: int) -> dict[str, Any]:
         return {"rank": self._rank, "step": step, "time_s": self._clock.unix_s()}
+
+
+def samples_in(batch: Any) -> int:
+    """The batch size: the first dimension of the first tensor in it; 0 if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif isinstance(batch, (str, bytes)) or not isinstance(batch, Sequence):
+        return 0
+    return next((n for n in map(samples_in, batch) if n), 0)

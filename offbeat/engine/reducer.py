@@ -100,7 +100,7 @@ class Reducer:
         self._fabric, self._control = fabric, control
         self._buffers = buffers
         self._waiter = waiter
-        self._meter = meter
+        self.meter = meter
         self._parameters = dict(parameters)
         self._entries = {name: Entry(name, p) for name, p in parameters.items()}
         self._states: State = {}
@@ -257,7 +257,7 @@ class Reducer:
         generator = self._codec.exchange(flat.grad, state)
         payload = next(generator)
         tail_pending = None
-        issued_s = self._meter.now_s()
+        issued_s = self.meter.now_s()
         if isinstance(payload, Sum):
             flat.write_tail(weight=weight, stamp=self.stamp, dtype=payload.tensor.dtype)
             pending = self._start(Sum(payload.tensor, flat.tail))
@@ -269,13 +269,13 @@ class Reducer:
 
     def _start(self, payload: Sum | Gather) -> Pending:
         pending = self._fabric.start(payload)
-        self._meter.sent_bytes += pending.sent_bytes
+        self.meter.sent_bytes += pending.sent_bytes
         return pending
 
     def _note_done(self) -> None:
         for flight in self._flights:
             if flight.done_s is None and flight.pending.done():
-                flight.done_s = self._meter.now_s()
+                flight.done_s = self.meter.now_s()
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Reducer:
         if not self._any_fired:
             self._open = False  # such as autograd.grad() with respect to an input
             return
-        self._meter.fence_begins(self.step)
+        self.meter.fence_begins(self.step)
         for flat in self._flats[len(self._flights) :]:
             self._issue(flat)
         dangling = [
@@ -307,7 +307,7 @@ class Reducer:
         flat, stamp = flight.flat, self.stamp
         reply = self._wait(flight.pending, "all-reduce", flat.bucket.label, flat.bucket.index)
         if flight.done_s is None:
-            flight.done_s = self._meter.now_s()
+            flight.done_s = self.meter.now_s()
         if flight.tail_pending is not None:
             total = self._wait(flight.tail_pending, "all-reduce", flat.bucket.label, flat.bucket.index)
         else:
@@ -347,7 +347,7 @@ class Reducer:
         step, self.step = self.step, self.step + 1
         weight = self.weight
         self._batches = self._batches_with_data = 0
-        self._meter.fence_ends(step, spans, weight)
+        self.meter.fence_ends(step, spans, weight)
         self._waiter.witness.exchanged(self.stamp)
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():
@@ -423,7 +423,7 @@ class Reducer:
             entry.parameter.grad = None
 
     def _tell(self, step: int, what: str, text: str) -> None:
-        self._meter.event(what, text, step)
+        self.meter.event(what, text, step)
         _log.warning("%s", text)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.engine import Meter, MetricsFile, Waiter
+from offbeat.engine import Meter, MetricsFile, Waiter, samples_in
 from tests.workers import run_workers
 
 
@@ -73,6 +73,14 @@ def test_a_straggler_computes_longest_and_waits_least(tmp_path: Path) -> None:
     for other in (0, 2):
         assert mean(1, "compute_s") > 0.1 > mean(other, "compute_s")
         assert mean(other, "wait_s") > 0.07 > mean(1, "wait_s")
+    assert all(r["samples"] == 2 for r in steps), "counted in the forward pass if no loader was prepared"
     logs = [r for r in records if r["kind"] == "log"]
     assert len(logs) == 18
     assert {tuple(r["values"]) for r in logs} == {("loss",)}
+
+
+def test_the_batch_size_is_that_of_the_first_tensor() -> None:
+    x = torch.zeros(5, 3)
+    assert samples_in(((), {"text": "hello", "mask": None, "ids": x, "more": torch.zeros(7)})) == 5
+    assert samples_in([torch.tensor(1.0)]) == 1
+    assert samples_in("hello") == samples_in(7) == samples_in(()) == 0
