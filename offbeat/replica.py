@@ -46,13 +46,13 @@ class Replica(torch.nn.Module):
         reducer.meter.forward((args, kwargs))
         if reducer.sync:
             reducer.on_forward()
-        return reducer.sync or reducer.padding
+        return reducer.sync or reducer.share.padding
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
         reducer = self._reducer
         assert reducer is not None
-        padding = reducer.padding
+        padding = reducer.share.padding
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(_Start(reducer, padding))

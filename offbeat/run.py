@@ -200,7 +200,7 @@ class Run:
     def _on_batch(self, *, real: bool, source: int, samples: int) -> None:
         self._meter.samples += samples
         for reducer in self._reducers:
-            reducer.on_batch(real=real, source=source)
+            reducer.share.draw(real=real, source=source)
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric

@@ -1,7 +1,12 @@
 """Runs a plan for real: gradients out of autograd, through codec and fabric, back into `.grad`.
 
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
+* `arrivals` - the order in which gradients arrive, learnt in the first backward
+* `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
+* `flight` - one bucket's exchange under way
+* `channel` - one model's way to the other workers, counted and waited for
+* `findings` - who is at another batch, whose gradient is NaN
 * `sparse` - gradients that are no dense tensors
 * `buffers` - BatchNorm statistics and other buffers, kept equal
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long

@@ -23,42 +23,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import sparse
-from offbeat.engine.control import odd_ones
+from offbeat.engine import findings, sparse
+from offbeat.engine.arrivals import Arrivals
+from offbeat.engine.channel import Channel
 from offbeat.engine.flat import Entry, Flat
-from offbeat.engine.waiting import Awaited
-from offbeat.errors import DisagreementError, ModelError, NumericsError
+from offbeat.engine.flight import Flight
+from offbeat.engine.share import Share
+from offbeat.errors import ModelError, NumericsError
 from offbeat.layout import Layout, arrange
-from offbeat.payload import Gather, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.codec import Codec, Exchange, Exchanged, State
+    from offbeat.codec import Codec, State
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.control import Control
     from offbeat.engine.meter import Meter
     from offbeat.engine.waiting import Waiter
-    from offbeat.fabric import Fabric, Pending
+    from offbeat.fabric import Fabric
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
-
-
-class Flight:
-    """One bucket's exchange under way."""
-
-    __slots__ = ("done_s", "flat", "generator", "issued_s", "pending", "tail_pending")
-
-    def __init__(
-        self, flat: Flat, generator: Exchange, pending: Pending, tail_pending: Pending | None, issued_s: float
-    ) -> None:
-        self.flat = flat
-        self.generator = generator
-        self.pending = pending
-        self.tail_pending = tail_pending
-        self.issued_s = issued_s
-        self.done_s: float | None = None
 
 
 class Reducer:
@@ -89,18 +74,15 @@ class Reducer:
     ) -> None:
         self.plan = plan
         self.layout = layout
-        self.step = 0  # exchanges so far
-        self.stamp = 0  # batches drawn so far, if the loader was prepared
-        self._batches = self._batches_with_data = 0  # drawn since the last exchange
-        self.buffer_source = 0  # rank whose buffers count
+        self.share = Share()
+        self.meter = meter
         self.sync = True  # False inside no_sync()
-        self.padding = False  # the batch at hand only keeps the loop going
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
-        self._fabric, self._control = fabric, control
+        self._channel = Channel(fabric, waiter, meter)
+        self._control = control
         self._buffers = buffers
         self._waiter = waiter
-        self.meter = meter
         self._parameters = dict(parameters)
         self._entries = {name: Entry(name, p) for name, p in parameters.items()}
         self._states: State = {}
@@ -110,8 +92,7 @@ class Reducer:
         self._open = False  # inside a backward that communicates
         self._closed = False
         self._any_fired = False
-        self._learning = True
-        self._arrivals: list[str] = []
+        self._arrivals: Arrivals | None = Arrivals(self._parameters)  # until they are known
         self._forward_due = False  # a forward pass that should lead to an exchange has run
         self._exchanged = False  # an exchange happened since the last optimizer step
         self._told_unused = self._told_graph = False
@@ -122,23 +103,10 @@ class Reducer:
 
     # -- called by the front end ---------------------------------------------------------------------------------
 
-    def on_batch(self, *, real: bool, source: int) -> None:
-        """The prepared loader gave out a batch.
-
-        Args:
-            real: False if it is a repetition that only keeps the loop going; it must not count.
-            source: lowest rank that has data, whose buffers count.
-        """
-        self.stamp += 1
-        self._batches += 1
-        self._batches_with_data += real
-        self.padding = not real
-        self.buffer_source = source
-
     @property
-    def weight(self) -> float:
-        """This worker's weight in the next exchange: the share of its batches since the last one that are real."""
-        return self._batches_with_data / self._batches if self._batches else 1.0
+    def step(self) -> int:
+        """Exchanges so far."""
+        return self._channel.step
 
     def on_forward(self) -> None:
         """A forward pass begins whose backward will communicate.
@@ -159,7 +127,7 @@ class Reducer:
         Raises:
             ModelError: if the run is closed and there were other workers: the replicas would silently drift apart.
         """
-        if self._closed and self._fabric.world > 1:
+        if self._closed and self._channel.world > 1:
             raise ModelError(
                 "Cannot train this replica any further: its run is closed, and the other workers no longer take part. "
                 "Close the run after the last step, or go on alone with the replica's .module."
@@ -181,7 +149,7 @@ class Reducer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.step = int(state["step"])
+        self._channel.step = int(state["step"])
         for name, tensors in state["codec"].items():
             for key, tensor in tensors.items():
                 self._states[name][key].copy_(tensor)
@@ -210,8 +178,8 @@ class Reducer:
                 "For second derivatives call torch.autograd.grad(..., create_graph=True) inside the loss."
             )
         flat = entry.flat
-        if self._learning:
-            self._arrivals.append(entry.name)
+        if self._arrivals is not None:
+            self._arrivals.note(entry.name)
         elif flat is None:
             return
         elif entry.fired == entry.expected:
@@ -250,32 +218,14 @@ class Reducer:
             self._issue(self._flats[len(self._flights)])
 
     def _issue(self, flat: Flat) -> None:
-        self._note_done()
-        weight = self.weight
+        for flight in self._flights:
+            flight.look()
+        weight, stamp = self.share.weight, self.share.stamp
         flat.pack(weight=weight, check_finite=self._check_finite)
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
-        generator = self._codec.exchange(flat.grad, state)
-        payload = next(generator)
-        tail_pending = None
-        issued_s = self.meter.now_s()
-        if isinstance(payload, Sum):
-            flat.write_tail(weight=weight, stamp=self.stamp, dtype=payload.tensor.dtype)
-            pending = self._start(Sum(payload.tensor, flat.tail))
-        else:
-            flat.write_tail(weight=weight, stamp=self.stamp, dtype=flat.tail.dtype)
-            pending = self._start(payload)
-            tail_pending = self._start(Sum(flat.tail))
-        self._flights.append(Flight(flat, generator, pending, tail_pending, issued_s))
-
-    def _start(self, payload: Sum | Gather) -> Pending:
-        pending = self._fabric.start(payload)
-        self.meter.sent_bytes += pending.sent_bytes
-        return pending
-
-    def _note_done(self) -> None:
-        for flight in self._flights:
-            if flight.done_s is None and flight.pending.done():
-                flight.done_s = self.meter.now_s()
+        self._flights.append(
+            Flight(flat, self._codec, state, self._channel, self.meter.now_s, weight=weight, stamp=stamp)
+        )
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -286,69 +236,41 @@ class Reducer:
         self.meter.fence_begins(self.step)
         for flat in self._flats[len(self._flights) :]:
             self._issue(flat)
+        channel, source = self._channel, self.share.source
         dangling = [
-            self._start(sparse.payload_of(e, weight=self.weight, world=self._fabric.world)) for e in self._sparse
+            channel.start(sparse.payload_of(e, weight=self.share.weight, world=channel.world)) for e in self._sparse
         ]
-        source = self.buffer_source
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         bad = [flight.flat for flight in self._flights if self._finish(flight)]
         for entry, pending in zip(self._sparse, dangling, strict=True):
-            reply = self._wait(pending, "exchange of the sparse gradient", entry.name)
+            reply = channel.wait(pending, "exchange of the sparse gradient", entry.name)
             assert isinstance(reply, list)
             sparse.combine(entry, reply)
         if self._buffers is not None:
             for pending in broadcasts:
-                self._wait(pending, "broadcast of the buffers", "")
+                channel.wait(pending, "broadcast of the buffers")
             self._buffers.finish(source)
         self._settle(bad)
 
     def _finish(self, flight: Flight) -> bool:
         """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
-        flat, stamp = flight.flat, self.stamp
-        reply = self._wait(flight.pending, "all-reduce", flat.bucket.label, flat.bucket.index)
-        if flight.done_s is None:
-            flight.done_s = self.meter.now_s()
-        if flight.tail_pending is not None:
-            total = self._wait(flight.tail_pending, "all-reduce", flat.bucket.label, flat.bucket.index)
-        else:
-            total = reply
-        assert isinstance(total, Total)
-        tail = flat.read_tail(total.tensor if total.tail is None else total.tail, stamp)
+        tail = flight.arrive(self.share.stamp)
         if not tail.in_step:
-            self._disagree()
-        weight = tail.weight or 1.0  # nobody had data: the sum is zero, and so is the mean
-        exchanged = self._run_rounds(flight, reply, weight)
-        if exchanged.update.data_ptr() != flat.grad.data_ptr():
-            flat.grad.copy_(exchanged.update)
-        flat.settle(tail.used_elsewhere)
+            raise findings.different_batches(self._control, step=self.step, stamp=self.share.stamp)
+        flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
+        flight.flat.settle(tail.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
-        return tail.nonfinite or (self._check_finite and not bool(torch.isfinite(flat.grad).all()))
-
-    def _run_rounds(self, flight: Flight, reply: Reply, weight: float) -> Exchanged:
-        while True:
-            if isinstance(reply, Total):
-                reply = Total(reply.tensor, weight)
-            try:
-                payload = flight.generator.send(reply)
-            except StopIteration as stop:
-                exchanged: Exchanged = stop.value
-                return exchanged
-            bucket = flight.flat.bucket
-            reply = self._wait(self._start(payload), "all-reduce", bucket.label, bucket.index)
-
-    def _wait(self, pending: Pending, operation: str, label: str, bucket: int = -1) -> Reply:
-        awaited = Awaited(operation, self.step, bucket, len(self._flats), label)
-        return self._waiter.wait(pending, awaited)
+        return tail.nonfinite or (self._check_finite and not bool(torch.isfinite(flight.flat.grad).all()))
 
     def _settle(self, bad: list[Flat]) -> None:
-        if self._learning:
-            self._learn()
+        if self._arrivals is not None:
+            self._learn(self._arrivals)
         spans = [(f.issued_s, f.done_s) for f in self._flights if f.done_s is not None]
-        step, self.step = self.step, self.step + 1
-        weight = self.weight
-        self._batches = self._batches_with_data = 0
+        step, weight = self.step, self.share.weight
+        self._channel.step += 1
         self.meter.fence_ends(step, spans, weight)
-        self._waiter.witness.exchanged(self.stamp)
+        self._waiter.witness.exchanged(self.share.stamp)
+        self.share.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():
             entry.used = False
@@ -356,26 +278,16 @@ class Reducer:
         self._exchanged = True
         if unused and not self._told_unused and weight:
             self._told_unused = True
-            self._tell(step, "unused", f"step {step}: no gradient for {_some(unused)}; they contribute zeros.")
+            self._tell(step, "unused", f"step {step}: no gradient for {findings.some(unused)}; they contribute zeros.")
         if bad:
             self._on_nonfinite(step, bad)
 
-    def _learn(self) -> None:
+    def _learn(self, arrivals: Arrivals) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
-        self._learning = False
+        self._arrivals = None
         for entry in self._entries.values():
             entry.expected = max(1, entry.fired)
-        # The last arrival counts: only then is the gradient complete.
-        last = {name: i for i, name in enumerate(self._arrivals)}
-        registered = list(self._parameters)
-        rest = [name for name in reversed(registered) if name not in last]
-        order = sorted(last, key=last.__getitem__) + rest
-        index = {name: i for i, name in enumerate(registered)}
-        device = next(iter(self._parameters.values())).device
-        ranks = torch.tensor([index[name] for name in order], dtype=torch.int64, device=device)
-        self._wait(self._fabric.broadcast(ranks, 0), "broadcast of the bucket order", "")
-        order = [registered[i] for i in ranks.tolist()]
-        self._arrivals = []
+        order = arrivals.agreed(self._channel)
         if order != [*self.layout.names, *self.layout.sparse]:
             self._build(
                 arrange(
@@ -393,27 +305,15 @@ class Reducer:
         self._flats = []
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
-            self._flats.append(Flat(bucket, entries, self._fabric.world))
+            self._flats.append(Flat(bucket, entries, self._channel.world))
             fresh = self._codec.init(bucket)
             for slot in bucket.slots:
                 self._states.setdefault(slot.name, fresh.get(slot.name, {}))
         self._sparse = [self._entries[name] for name in layout.sparse]
-
-    def _disagree(self) -> None:
-        texts = self._control.texts("the comparison of batches", str(self.stamp))
-        odd, usual = odd_ones(texts)
-        where = ", ".join(f"rank {rank} is at batch {texts[rank]}" for rank in odd)
-        raise DisagreementError(
-            f"The workers disagree about the step: at exchange {self.step} {where}, the others at batch "
-            f"{texts[usual]}. A worker skipped a step, or took one more; let every worker call backward once per batch."
-        )
+        self._channel.buckets = len(self._flats)
 
     def _on_nonfinite(self, step: int, bad: list[Flat]) -> None:
-        mine = _some([name for flat in bad for name in flat.nonfinite])
-        texts = self._control.texts("the search for NaN and Inf", mine)
-        culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        summed = f"the mean of {_some([flat.bucket.label for flat in bad])}, in none of the workers' own"
-        text = f"step {step}: NaN or Inf in the gradient of {culprits or summed}"
+        text = f"step {step}: {findings.nonfinite(self._control, bad)}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."
@@ -425,7 +325,3 @@ class Reducer:
     def _tell(self, step: int, what: str, text: str) -> None:
         self.meter.event(what, text, step)
         _log.warning("%s", text)
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,61 @@
+"""One model's way to the other workers: the fabric, counted by the meter, waited for by the one waiting primitive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.engine.waiting import Awaited
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.engine.meter import Meter
+    from offbeat.engine.waiting import Waiter
+    from offbeat.fabric import Fabric, Pending
+    from offbeat.layout import Bucket
+    from offbeat.payload import Payload, Reply
+
+
+class Channel:
+    """Starts exchanges and waits for them.
+
+    Args:
+        fabric: this worker's end of the fabric; nobody else issues on it.
+        waiter: the one waiting primitive.
+        meter: where bytes are counted.
+    """
+
+    def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter) -> None:
+        self._fabric, self._waiter, self._meter = fabric, waiter, meter
+        self.rank, self.world = fabric.rank, fabric.world
+        self.step = 0  # exchanges so far
+        self.buckets = 0  # how many there are, for reports
+
+    def start(self, payload: Payload) -> Pending:
+        """Begin an exchange; in the same order on every rank."""
+        return self._count(self._fabric.start(payload))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to overwrite `tensor` with that of rank `source`; in the same order on every rank."""
+        return self._count(self._fabric.broadcast(tensor, source))
+
+    def wait(self, pending: Pending, operation: str, label: str = "", index: int = -1) -> Reply:
+        """Block until it is done.
+
+        Args:
+            operation: such as "all-reduce".
+            label: the layer names it is about.
+            index: of the bucket, -1 if it is none.
+
+        Raises:
+            WorkerLostError, NetworkError: as `Waiter.wait`.
+        """
+        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label))
+
+    def wait_for_bucket(self, pending: Pending, bucket: Bucket) -> Reply:
+        """Block until a round of the bucket's exchange is done."""
+        return self.wait(pending, "all-reduce", bucket.label, bucket.index)
+
+    def _count(self, pending: Pending) -> Pending:
+        self._meter.sent_bytes += pending.sent_bytes
+        return pending
