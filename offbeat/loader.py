@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from offbeat.engine import samples_in
@@ -21,6 +24,7 @@ from offbeat.errors import ModelError
 if TYPE_CHECKING:
     from offbeat.engine import Control
 
+_log = logging.getLogger("offbeat")
 _END = object()
 _MOST_BITS = 52  # of an exact integer in float64
 
@@ -76,9 +80,14 @@ class Loader:
 
     def __init__(self, loader: Iterable[Any], *, control: Control, drawn: Drawn, seed: int = 0) -> None:
         self._control, self._drawn = control, drawn
-        self.epoch = 0
+        self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
+        self._at = (0, 0)  # epoch and batches given out in it, for a checkpoint
+        self._unchecked = True  # whether the workers draw different data
         self.loader = _deal_out(loader, control.rank, control.world, seed)
+        if control.world > 1:
+            control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         lengths = self._lengths() or []  # compared by all, so that all refuse
+        self._longest = max(lengths, default=0)
         if 0 in lengths:
             raise ModelError(
                 f"Cannot prepare a loader without batches: worker {lengths.index(0)} of {control.world} gets none. "
@@ -86,21 +95,46 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        """Batches that every worker goes through, so that a schedule made from it is the same on all."""
+        return self._longest or len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        sampler, epoch, skip = getattr(self.loader, "sampler", None), self._epoch, self._skip
+        if isinstance(sampler, Shard):
+            sampler.set_epoch(epoch)
+        self._epoch, self._skip = epoch + 1, 0
+        lengths = self._lengths()
+        self._longest = max(lengths or [], default=0)
+        return self._iterate(lengths, epoch, skip)
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were given out; an epoch that was left early counts as done."""
+        epoch, batch = self._at
+        return {"epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state: Mapping[str, int], *, seed: int) -> None:
+        """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
+        self._epoch, self._skip = self._at = int(state["epoch"]), int(state["batch"])
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(sampler, Shard):
-            sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        lengths = self._lengths()
-        return self._iterate(lengths)
+            sampler.seed = seed
 
-    def _iterate(self, lengths: list[int] | None) -> Iterator[Any]:
-        batches, last, index = iter(self.loader), _END, 0
+    def _iterate(self, lengths: list[int] | None, epoch: int, skip: int) -> Iterator[Any]:
+        try:
+            for index, batch in enumerate(self._all_batches(lengths, skip), skip + 1):
+                self._at = (epoch, index)
+                yield batch
+        finally:
+            self._at = (epoch + 1, 0)
+
+    def _all_batches(self, lengths: list[int] | None, skip: int) -> Iterator[Any]:
+        """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
+        batches, last, index = iter(self.loader), _END, skip
+        for _ in range(skip):
+            last = next(batches, last)
         while True:
             batch = next(batches, _END)
             real = batch is not _END
@@ -115,9 +149,27 @@ class Loader:
             last = batch if real else last
             if last is _END:
                 raise ModelError(f"The loader of rank {self._control.rank} gave no batch at all while others did.")
+            if self._unchecked:
+                self._unchecked = False
+                self._compare_first(last)
             self._drawn(real=real, source=who.index(True), samples=samples_in(last) if real else 0)
             index += 1
             yield last
+
+    def _compare_first(self, batch: Any) -> None:
+        """Warn if all workers draw the same: a loader that was left as it is may not be sharded."""
+        sampler = getattr(self.loader, "sampler", None)
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        if self._control.world == 1 or any(hasattr(s, "num_replicas") for s in (sampler, batch_sampler)):
+            return
+        digests = self._control.texts("the comparison of first batches", _fingerprint(batch))
+        if self._control.rank == 0 and digests[0] and len(set(digests)) == 1:
+            _log.warning(
+                "All %d workers drew the same first batch: the loader was left as it is, because it has no sampler for "
+                "distributed data. Let it yield only this worker's share, such as every run.world-th sample from "
+                "run.rank on.",
+                self._control.world,
+            )
 
     def _lengths(self) -> list[int] | None:
         """How many batches each rank has in this epoch; None if a rank cannot know."""
@@ -170,6 +222,24 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
         "persistent_workers": loader.persistent_workers,
     }
     return DataLoader(loader.dataset, **options)
+
+
+def _describe(loader: Iterable[Any]) -> str:
+    """What must be equal on all workers for the shares to be shares of one whole."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, Shard):
+        return "a loader of its own"
+    return f"{sampler.size} samples\nshuffle {sampler.shuffle}\nseed {sampler.seed}"
+
+
+def _fingerprint(batch: Any) -> str:
+    """Of the values in it; "" if there is no tensor."""
+    tensors = [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)
+    digest = hashlib.sha256()
+    found = [t.detach().cpu().contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+    for tensor in found:
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if found else ""
 
 
 def _length(loader: Iterable[Any]) -> int:

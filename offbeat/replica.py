@@ -41,21 +41,21 @@ class Replica(torch.nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reducer = self._reducer
-        if reducer is None or not torch.is_grad_enabled():
+        if reducer is None:
             return False
-        reducer.meter.forward((args, kwargs))
-        if reducer.sync:
-            reducer.on_forward()
-        return reducer.sync or reducer.share.padding
+        if not torch.is_grad_enabled():
+            reducer.share.seen()
+            return False
+        reducer.on_forward((args, kwargs))
+        return reducer.sync
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
         reducer = self._reducer
         assert reducer is not None
-        padding = reducer.share.padding
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(_Start(reducer, padding))
+                tensor.register_hook(lambda grad: reducer.on_output_grad())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,18 +95,6 @@ class Replica(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reducer": None}
-
-
-class _Start:
-    """A hook on an output's gradient: the outermost backward has begun; padding sends no gradient into the model."""
-
-    def __init__(self, reducer: Reducer, padding: bool) -> None:
-        self._reducer = reducer
-        self._padding = padding
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
-        self._reducer.on_output_grad()
-        return torch.zeros_like(grad) if self._padding else None
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -43,13 +43,13 @@ from offbeat.engine import (
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
-from offbeat.fabric import InMemory, ProcessGroup
+from offbeat.fabric import InMemory, ProcessGroup, keep
 from offbeat.layout import arrange
 from offbeat.loader import Loader
 from offbeat.plan import Plan
 from offbeat.rendezvous import join
 from offbeat.replica import Replica
-from offbeat.trainable import check_modules, check_optimizer, trainable
+from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def init(
     if not isinstance(plan, Plan):
         raise PlanError(f"Cannot use {plan!r} as a plan: make one with offbeat.Plan(...) or Plan.from_toml(text).")
     if timeout is None:
-        timeout = timedelta(seconds=float(os.environ.get("OFFBEAT_TIMEOUT_S", _TIMEOUT.total_seconds())))
+        text = os.environ.get("OFFBEAT_TIMEOUT_S")
+        timeout = _timeout(text) if text else _TIMEOUT
     if timeout <= timedelta(0):
         raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
     if run_dir is None:
@@ -105,25 +106,28 @@ class Run:
         self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
+        self._pid = os.getpid()
         self._reducers: list[Reducer] = []
+        self.has_data = True  # False while a prepared loader repeats the last batch, which then does not count
+        self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
+        self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
+        self._fabrics: list[Fabric] = []
         self._loaders: list[Loader] = []
         self._closed = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            _make_folder(run_dir)
         self._waiter = Waiter(
             clock=self._clock,
             timeout=timeout,
             tell=self._tell_stall,
             report_path=None if run_dir is None else run_dir / f"stall-rank{os.environ.get('RANK', '0')}.json",
         )
-        if join(self._waiter):
-            self._resources.callback(dist.destroy_process_group)
+        self._owns_group = join(self._waiter)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
-        self._resources.callback(self._metrics.close)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         self._control = Control(self._bind("gloo"), self._waiter)
         self._watch = start_watch(self._control) if self.world > 1 else None
@@ -131,7 +135,7 @@ class Run:
             self._waiter.witness = Watched(self._watch, self.rank, timeout)
         _runs.add(self)
         self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -158,15 +162,16 @@ class Run:
             ModelError: if the model, the optimizer or the loader cannot be prepared.
             DisagreementError: if the models differ between ranks; it names the first parameter that does.
         """
-        parameters = trainable(model)
         check_modules(model)
+        parameters = trainable(model)
         check_optimizer(optimizer, model)
         layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
         self._control.agree(
             "model",
-            layout.describe(),
-            "Build the same model on every worker: the same layers, order, dtypes and requires_grad.",
+            inventory(model, layout.sparse),
+            "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
+        self._claim(model, parameters)
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         device = next(iter(parameters.values())).device
         fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
@@ -180,10 +185,11 @@ class Run:
             buffers=Buffers(model, fabric) if self.world > 1 else None,
             waiter=self._waiter,
             meter=self._meter,
+            model=len(self._reducers),
         )
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
-        hook = optimizer.register_step_pre_hook(lambda *_: reducer.on_step())
+        hook = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
         self._resources.callback(hook.remove)
         replica = Replica(model, reducer)
         self._write_start(model, reducer)
@@ -191,13 +197,40 @@ class Run:
             return replica, optimizer
         return replica, optimizer, prepared_loader
 
+    def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        taken = [name for name, p in parameters.items() if id(p) in self._prepared]
+        if taken:
+            raise ModelError(
+                f"Cannot prepare {taken[0]} twice: it is {self._prepared[id(parameters[taken[0]])]} of a model that "
+                "was prepared before, and would be averaged twice. Prepare one module that holds all parts."
+            )
+        self._prepared.update({id(p): name for name, p in parameters.items()})
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+        reducer.on_step()
+        for group in optimizer.param_groups if self.world > 1 else ():
+            for p in group["params"]:
+                if p.grad is not None and id(p) not in self._prepared and id(p) not in self._ignored:
+                    raise ModelError(
+                        f"Cannot step: a parameter of shape {list(p.shape)} has a gradient that was not averaged, "
+                        "because it was frozen, or not there, when the model was prepared. Unfreeze and add parameters "
+                        "before prepare."
+                    )
+
     def _prepare_loader(self, loader: Iterable[Any]) -> Loader:
+        if isinstance(loader, Loader):
+            if loader not in self._loaders:
+                raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
+            return loader
         prepared = Loader(loader, control=self._control, drawn=self._on_batch, seed=self._seed)
         self._loaders.append(prepared)
         self._meter.loader_counts = True
         return prepared
 
     def _on_batch(self, *, real: bool, source: int, samples: int) -> None:
+        self.has_data = real
         self._meter.samples += samples
         for reducer in self._reducers:
             reducer.share.draw(real=real, source=source)
@@ -214,7 +247,7 @@ class Run:
                 f"Cannot run {self.world} worker processes over {self.plan.fabric!r}: it lives in one process. "
                 "Use ProcessGroup() - at `plan.fabric`."
             )
-        self._resources.callback(fabric.close)
+        self._fabrics.append(fabric)
         return fabric
 
     def _broadcast(self, model: torch.nn.Module, fabric: Fabric) -> None:
@@ -272,7 +305,7 @@ class Run:
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record values of this step, such as ``loss=loss``; shown live, in the report and in metrics.jsonl."""
-        numbers = {n: float(v.detach() if isinstance(v, torch.Tensor) else v) for n, v in values.items()}
+        numbers = {name: _number(value, name) for name, value in values.items()}
         self._meter.log(max(0, self.step - 1), numbers)
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
@@ -283,20 +316,23 @@ class Run:
             weight: how much it counts, such as the number of samples behind it.
 
         Raises:
-            ValueError: if all weights are 0.
+            ValueError: if all weights are 0, or `value` is no single number.
         """
-        total, weights = self._control.sum("the mean over all workers", (float(value) * weight, weight))
+        total, weights = self._control.sum("the mean over all workers", (_number(value, "value") * weight, weight))
         if weights == 0:
             raise ValueError("Cannot take a mean: all weights are 0.")
         return float(total / weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, counts of steps and epochs, and the codec's state, for a checkpoint beside model and optimizer."""
+        """Plan, step, place in the data, and the codec's state, for a checkpoint beside model and optimizer.
+
+        It may be taken anywhere in the loop: after `load_state_dict` the loader goes on behind the batches given out.
+        """
         return {
             "plan": self.plan.to_toml(),
             "seed": self._seed,
             "models": [reducer.state_dict() for reducer in self._reducers],
-            "epochs": [loader.epoch for loader in self._loaders],
+            "loaders": [loader.state_dict() for loader in self._loaders],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -305,7 +341,7 @@ class Run:
         Raises:
             ModelError: if another number of models or loaders was prepared.
         """
-        for what, mine in (("models", self._reducers), ("epochs", self._loaders)):
+        for what, mine in (("models", self._reducers), ("loaders", self._loaders)):
             if len(state[what]) != len(mine):
                 raise ModelError(
                     f"Cannot load this state: it has {len(state[what])} {what}, this run {len(mine)}. "
@@ -317,8 +353,8 @@ class Run:
         self._seed = int(state["seed"])
         for reducer, one in zip(self._reducers, state["models"], strict=True):
             reducer.load_state_dict(one)
-        for loader, epoch in zip(self._loaders, state["epochs"], strict=True):
-            loader.epoch = int(epoch)
+        for loader, place in zip(self._loaders, state["loaders"], strict=True):
+            loader.load_state_dict(place, seed=self._seed)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -327,21 +363,40 @@ class Run:
         self._close(error=None)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child is not the worker
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         _runs.discard(self)
-        # What the interpreter dies of, at exit; or what a wait ended with, whoever caught it: the workers are apart.
-        error = error or getattr(sys, "last_value", None) or self._waiter.failure
-        self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")
+        error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:
             self._say_last_words(error)
         elif self.world > 1:
             error = self._leave_together()
+        self._end_metrics(error)
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()
+        self._release(orderly=error is None)
+
+    def _close_at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))  # what the interpreter dies of
+
+    def _release(self, *, orderly: bool) -> None:
+        # After a failure an exchange may be under way that nobody will ever answer, and closing would wait for it.
+        for fabric in reversed(self._fabrics):
+            if orderly:
+                fabric.close()
+            else:
+                fabric.abandon()
+        if self._owns_group and orderly:
+            dist.destroy_process_group()
+        elif self._owns_group and dist.group.WORLD is not None:
+            keep(dist.group.WORLD)
+
+    def _end_metrics(self, error: BaseException | None) -> None:
+        self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")
+        self._metrics.close()
 
     def _tell_stall(self, text: str) -> None:
         _log.warning("%s", text)
@@ -371,6 +426,30 @@ class Run:
 
 
 def say_last_words(error: BaseException) -> None:
-    """Let the other workers know what this process dies of; for whoever ends it without closing its runs."""
+    """Write down what this process dies of; for whoever ends it without closing its runs."""
     for run in tuple(_runs):
-        run._say_last_words(error)
+        if os.getpid() == run._pid:  # a forked child is not the worker
+            run._say_last_words(error)
+            run._end_metrics(error)
+
+
+def _number(value: float | torch.Tensor, name: str) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"Cannot take {shown} for {name}: a single number is needed.") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder as run_dir.") from error
+
+
+def _timeout(text: str) -> timedelta:
+    try:
+        return timedelta(seconds=float(text))
+    except (ValueError, OverflowError) as error:
+        raise PlanError(f"Cannot read OFFBEAT_TIMEOUT_S={text!r}: it must be a number of seconds.") from error

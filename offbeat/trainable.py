@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from offbeat.errors import ModelError
 from offbeat.replica import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_ORDER = "the order is prepare(model, optimizer, loader), with a torch.nn.Module and a torch.optim.Optimizer."
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -31,7 +38,30 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return parameters
 
 
+def inventory(model: torch.nn.Module, sparse: Collection[str]) -> str:
+    """One line per parameter and buffer, in order of registration: what all workers must have in common.
+
+    Not only what is trained: frozen parameters and buffers are broadcast, and a difference there would put numbers into
+    the wrong place, or end the process inside Gloo.
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    parameters = [
+        (name, p, "sparse" if name in sparse else "trained" if p.requires_grad else "frozen")
+        for name, p in model.named_parameters()
+    ]
+    buffers = [(name, b, "buffer") for name, b in model.named_buffers()]
+    return "\n".join(_line(name, t, role) for name, t, role in parameters + buffers if name not in ignored)
+
+
+def _line(name: str, tensor: torch.Tensor, role: str) -> str:
+    # A gradient lies in its bucket in the memory order of its parameter.
+    order = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
+    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order} {role}"
+
+
 def check_modules(model: torch.nn.Module) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"Cannot prepare {type(model).__name__} as a model: {_ORDER}")
     if isinstance(model, Replica):
         raise ModelError("Cannot prepare a model twice: this one was returned by prepare. Prepare the original.")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -48,6 +78,8 @@ def check_modules(model: torch.nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(f"Cannot prepare {type(optimizer).__name__} as an optimizer: {_ORDER}")
     own = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):

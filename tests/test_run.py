@@ -180,7 +180,9 @@ def odd_model(what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "named"), [("shape", "2.bias [6]"), ("dtype", "float64"), ("more", "2.1.bias")])
+@pytest.mark.parametrize(
+    ("what", "named"), [("shape", "2.weight [6, 64]"), ("dtype", "float64"), ("more", "2.0.weight")]
+)
 def test_models_that_differ(what: str, named: str) -> None:
     for text in run_workers(3, odd_model, what):
         assert "rank 1" in text
@@ -254,6 +256,26 @@ def test_a_sum_that_overflows_is_noticed_on_every_rank() -> None:
         assert "NaN or Inf in the gradient of the mean of weight, in none of the workers' own" in result["error"]
     assert all(result["error"] == "" and not result["kept"] for result in run_workers(2, overflow, "skip"))
     assert all(result["error"] == "" and result["kept"] for result in run_workers(2, overflow, "pass"))
+
+
+def sparse_nan(policy: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    model = nn.Embedding(5, 2, sparse=True)
+    with offbeat.init(offbeat.Plan(nonfinite=policy)) as run:  # type: ignore[arg-type]
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            (replica(torch.tensor([1])).sum() * (float("nan") if rank == 1 else 1.0)).backward()
+        except NumericsError as error:
+            return {"finite": True, "error": str(error)}
+        optimizer.step()
+    return {"finite": bool(model.weight.isfinite().all()), "error": ""}
+
+
+def test_nan_in_a_sparse_gradient() -> None:
+    for result in run_workers(2, sparse_nan, "raise"):
+        assert "NaN or Inf in the gradient of rank 1: weight" in result["error"]
+    assert run_workers(2, sparse_nan, "skip") == [{"finite": True, "error": ""}] * 2
+    assert run_workers(2, sparse_nan, "pass") == [{"finite": False, "error": ""}] * 2
 
 
 # -- state ---------------------------------------------------------------------------------------------------------
@@ -419,6 +441,38 @@ def odd_buffers() -> dict[str, list[Any]]:
 def test_buffers_of_every_kind() -> None:
     expected = {name: buffer.tolist() for name, buffer in OddBuffers(0).named_buffers()} | {"count": 3}
     assert run_workers(2, odd_buffers) == [expected, expected]
+
+
+class Replaces(nn.Module):
+    """Puts a new tensor in its buffer's place instead of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.ema = nn.Buffer(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ema = 0.5 * self.ema + x.mean(0)
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+def replaced_buffers() -> list[float]:
+    model = Replaces()
+    with offbeat.init() as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            replica(torch.full((1, 2), float(run.rank))).sum().backward()
+            optimizer.step()
+        values: list[float] = model.ema.tolist()
+        model.ema = torch.zeros(3)
+        with pytest.raises(ModelError, match=r"Cannot keep the buffer ema equal: it was \[2\] .* is \[3\]"):
+            model.layer(torch.ones(1, 2)).sum().backward()
+        return values
+
+
+def test_buffers_that_are_replaced() -> None:
+    assert run_workers(2, replaced_buffers) == [[0.0, 0.0]] * 2
 
 
 def trains_after_close() -> str:

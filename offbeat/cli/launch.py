@@ -178,6 +178,13 @@ class Launch:
         culprits = [w for w in failed if w.code != VICTIM] or failed
         first = min(culprits, key=lambda w: (w.ended_s or 0.0, w.rank))
         host = socket.gethostname()
+        left = [w for w in self._workers if w.code == 0]
+        if first.code == VICTIM and left:
+            ranks = ", ".join(str(w.rank) for w in left)
+            self._console.print(
+                f"\nrank {ranks} on {host} ended with exit code 0 while the others still needed it.", style="bold red"
+            )
+            return VICTIM
         self._console.print(f"\nrank {first.rank} on {host} {first.describe_end()}.", style="bold red")
         for line in _traceback_of(first.tail):
             self._console.print(f"  {line}", markup=False)

@@ -28,15 +28,22 @@ def run(
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
     ] = None,
 ) -> None:
-    """Start SCRIPT on local workers. The same script runs under torchrun unchanged."""
+    """Start SCRIPT on local workers. The same script runs under torchrun unchanged.
+
+    The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
+    the workers disagreed; 76 if a worker left while the others still needed it.
+    """
     from offbeat.plan import Plan
 
     if not script.is_file():
         raise PlanError(f"Cannot run {script}: there is no such file.")
     chosen = Plan() if plan is None else read_plan(plan)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.toml").write_text(chosen.to_toml())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.toml").write_text(chosen.to_toml())
+    except OSError as error:
+        raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with --run-dir.") from error
     job = Job(
         script=script,
         arguments=tuple(arguments or ()),
@@ -49,7 +56,12 @@ def run(
     metrics = folder / "metrics.jsonl"
     with LiveView(console, metrics, workers) as view:
         code = Launch(job, console, view.update).run()
-    _conclude(folder, console)
+    try:
+        _conclude(folder, console)
+    except OSError as error:  # such as a full disk: what was trained is trained
+        console.print(
+            f"Cannot write the report: {error.strerror}. `offbeat report {folder}` tries again.", markup=False
+        )
     raise typer.Exit(code)
 
 

@@ -3,7 +3,7 @@
     python -m offbeat.cli.worker script.py its arguments
 
 Exit codes: 2 if offbeat refused something, `VICTIM` if this worker only stopped because another was lost, else the
-script's own.
+script's own. However it ends, short of SIGKILL, its last records are written.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ import runpy
 import signal
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 VICTIM = 76
+_QUOTED = "    | "
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run the script named on the command line as ``__main__``."""
     _die_with_launcher()
+    signal.signal(signal.SIGTERM, _on_sigterm)
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")
     except OffbeatError as error:
+        _trim(error, script)
         if os.environ.get("OFFBEAT_DEBUG"):
             traceback.print_exc()
         else:
-            sys.stderr.write(f"offbeat: {error}\n")
+            sys.stderr.write(f"offbeat: {_brief(str(error))}\n")
         _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else 2, error)
     except SystemExit as stop:
         if isinstance(stop.code, str):
@@ -40,13 +47,41 @@ def main() -> None:
         if stop.code not in (None, 0):
             _leave(stop.code if isinstance(stop.code, int) else 1, stop)
     except Exception as error:  # what the interpreter would print, without the frames of this file and of runpy
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != os.path.abspath(script):
-            if frames.tb_frame.f_code.co_filename == script:
-                break
-            frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames or error.__traceback__)
+        _trim(error, script)
+        traceback.print_exception(error)
         _leave(1, error)
+    except KeyboardInterrupt as stop:
+        _trim(stop, script)
+        traceback.print_exception(stop)
+        _leave(128 + signal.SIGINT, stop)
+
+
+def _trim(error: BaseException, script: str) -> None:
+    """Leave the frames of this file and of runpy out of the traceback: it begins in the user's script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename not in (script, os.path.abspath(script)):
+        frames = frames.tb_next
+    if frames is not None:
+        error.__traceback__ = frames
+
+
+def _brief(text: str) -> str:
+    """Without another worker's traceback but for its last line: the launcher prints it once, in full."""
+    lines = text.splitlines()
+    following = [*lines[1:], ""]
+    kept = [
+        line
+        for line, after in zip(lines, following, strict=True)
+        if not (line.startswith(_QUOTED) and after.startswith(_QUOTED))
+    ]
+    return "\n".join(kept)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if "offbeat.run" in sys.modules:
+        sys.modules["offbeat.run"].say_last_words(KeyboardInterrupt("SIGTERM"))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave(code: int, error: BaseException) -> None:

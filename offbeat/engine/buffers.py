@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.errors import ModelError
+
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from offbeat.fabric import Fabric, Pending
 
 
@@ -21,6 +25,44 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+class _Place:
+    """Where a module keeps a buffer; `forward` may put another tensor there."""
+
+    def __init__(self, name: str, module: torch.nn.Module, key: str) -> None:
+        self._name, self._module, self._key = name, module, key
+        self._like = self._kind(self.tensor)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor = self._module._buffers[self._key]
+        assert tensor is not None
+        return tensor
+
+    def look(self) -> torch.Tensor:
+        """What can be written to of the buffer that is there now."""
+        tensor = self._module._buffers.get(self._key)
+        if tensor is None or self._kind(tensor) != self._like:
+            now = "nothing" if tensor is None else self._kind(tensor)
+            raise ModelError(
+                f"Cannot keep the buffer {self._name} equal: it was {self._like} when the model was prepared and is "
+                f"{now} now. Keep its shape and dtype, or name it in _ddp_params_and_buffers_to_ignore."
+            )
+        return distinct(tensor)
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        return f"{list(tensor.shape)} {tensor.dtype}"
+
+
+def _places(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[_Place]:
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for key, tensor in child._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if tensor is not None and name not in ignored and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield _Place(name, child, key)
 
 
 class Buffers:
@@ -33,15 +75,21 @@ class Buffers:
 
     def __init__(self, module: torch.nn.Module, fabric: Fabric) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._tensors = [distinct(b) for name, b in module.named_buffers() if name not in ignored and b.numel()]
+        self._places = [place for place in _places(module, ignored) if place.tensor.numel()]
         self._fabric = fabric
-        self._kinds = sorted({(str(b.dtype), str(b.device)) for b in self._tensors})
         self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []
 
     def start(self, source: int) -> list[Pending]:
-        """Begin to overwrite every rank's buffers with those of `source`, one broadcast per dtype. Collective."""
-        for kind in self._kinds:
-            tensors = [b for b in self._tensors if (str(b.dtype), str(b.device)) == kind]
+        """Begin to overwrite every rank's buffers with those of `source`, one broadcast per dtype. Collective.
+
+        Raises:
+            ModelError: if a buffer has been replaced by one of another shape or dtype.
+        """
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for place in self._places:
+            tensor = place.look()
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for tensors in by_kind.values():
             flat = torch.cat([b.detach().reshape(-1) for b in tensors])
             self._under_way.append((tensors, flat, self._fabric.broadcast(flat, source)))
         return [pending for _, _, pending in self._under_way]

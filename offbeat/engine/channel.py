@@ -23,10 +23,12 @@ class Channel:
         fabric: this worker's end of the fabric; nobody else issues on it.
         waiter: the one waiting primitive.
         meter: where bytes are counted.
+        model: which of several, from 0, for reports.
     """
 
-    def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter) -> None:
+    def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter, model: int = 0) -> None:
         self._fabric, self._waiter, self._meter = fabric, waiter, meter
+        self._model = model
         self.rank, self.world = fabric.rank, fabric.world
         self.step = 0  # exchanges so far
         self.buckets = 0  # how many there are, for reports
@@ -50,7 +52,7 @@ class Channel:
         Raises:
             WorkerLostError, NetworkError: as `Waiter.wait`.
         """
-        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label))
+        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label, self._model))
 
     def wait_for_bucket(self, pending: Pending, bucket: Bucket) -> Reply:
         """Block until a round of the bucket's exchange is done."""

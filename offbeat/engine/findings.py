@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.engine.control import Control
-    from offbeat.engine.flat import Flat
 
 
 def different_batches(control: Control, *, step: int, stamp: int) -> DisagreementError:
@@ -25,12 +24,16 @@ def different_batches(control: Control, *, step: int, stamp: int) -> Disagreemen
     )
 
 
-def nonfinite(control: Control, bad: Sequence[Flat]) -> str:
-    """Whose gradients, of which parameters, hold NaN or Inf. Collective."""
-    mine = some([name for flat in bad for name in flat.nonfinite])
-    texts = control.texts("the search for NaN and Inf", mine)
+def nonfinite(control: Control, places: Sequence[str], mine: Sequence[str]) -> str:
+    """Whose gradients, of which parameters, hold NaN or Inf. Collective.
+
+    Args:
+        places: where the mean does.
+        mine: parameters of which this worker's own gradient does.
+    """
+    texts = control.texts("the search for NaN and Inf", some(mine))
     culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    summed = f"the mean of {some([flat.bucket.label for flat in bad])}, in none of the workers' own"
+    summed = f"the mean of {some(places)}, in none of the workers' own"
     return f"NaN or Inf in the gradient of {culprits or summed}"
 
 

@@ -1,7 +1,7 @@
 """One bucket's memory.
 
     memory = [ gradients of all its parameters | tail ]
-    tail   = [ weight | stamp | nonfinite | used, one per parameter ]
+    tail   = [ weight | stamp | stamp squared | nonfinite | used, one per parameter ]
 
 The tail is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
 part, whether they are all at the same batch, and which parameters anyone used.
@@ -9,16 +9,19 @@ part, whether they are all at the same batch, and which parameters anyone used.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
+
+from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.layout import Bucket
 
-_HEAD = 3
+_HEAD = 4
 # Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
@@ -26,7 +29,7 @@ _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torc
 class Entry:
     """One parameter: its gradient's place, and what happened to it since the last exchange."""
 
-    __slots__ = ("expected", "fired", "flat", "name", "parameter", "used", "view")
+    __slots__ = ("expected", "fired", "flat", "name", "parameter", "stale", "used", "view")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name = name
@@ -34,6 +37,7 @@ class Entry:
         self.used = False  # a gradient arrived since the last exchange
         self.fired = 0  # times a gradient arrived in this backward
         self.expected = 1  # times it arrives in a backward, as far as seen (checkpointing can make it several)
+        self.stale: torch.Tensor | None = None  # of an earlier exchange, if none arrived since: kept if nobody has one
         self.flat: Flat | None = None
         self.view: torch.Tensor | None = None
 
@@ -67,11 +71,13 @@ class Flat:
         share = 1.0 / self._world
         self.took_part = weight > 0
         with torch.no_grad():
-            if weight == 0:
-                self.grad.zero_()
-            else:
-                for entry in self.entries:
+            for entry in self.entries:
+                if not entry.used and entry.parameter.grad is not None:
+                    entry.stale = entry.parameter.grad.detach().clone()
+                if weight:
                     self._pack_one(entry, share)
+            if not weight:
+                self.grad.zero_()
         self.nonfinite = self._find_nonfinite() if check_finite else []
 
     def _pack_one(self, entry: Entry, share: float) -> None:
@@ -82,6 +88,11 @@ class Flat:
                 view.mul_(share)
         elif grad is None:
             view.zero_()
+        elif grad.is_sparse:
+            raise ModelError(
+                f"Cannot exchange the gradient of {entry.name}: it is sparse, which was not known when the model was "
+                "prepared. Use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or a dense gradient."
+            )
         else:
             # Same arithmetic as DistributedDataParallel: multiply by 1/N on the way into the bucket.
             torch.mul(grad.detach(), share, out=view)
@@ -95,7 +106,8 @@ class Flat:
             stamp: batches it has drawn.
             dtype: in which the tails will be added; what is counted must be exact in it.
         """
-        self._stamps = max(1, _EXACT[dtype] // self._world)
+        # So many different stamps that the sum of their squares over all workers is exact.
+        self._stamps = math.isqrt(_EXACT[dtype] // self._world) or 1
         tail = self.tail
         if weight == 0:
             tail.zero_()
@@ -107,34 +119,40 @@ class Flat:
                 if not entry.used:
                     tail[_HEAD + i] = 0
         tail[1] = stamp % self._stamps
+        tail[2] = (stamp % self._stamps) ** 2
         if self.nonfinite:
-            tail[2] = 1
+            tail[3] = 1
 
     def _find_nonfinite(self) -> list[str]:
         if bool(torch.isfinite(self.grad).all()):
             return []
         return [e.name for e in self.entries if e.view is not None and not bool(torch.isfinite(e.view).all())]
 
-    def read_tail(self, tail: torch.Tensor, stamp: int) -> Tail:
+    def read_tail(self, tail: torch.Tensor) -> Tail:
         """What the workers said together.
 
         Args:
             tail: [T] the summed tail.
-            stamp: this worker's own.
         """
-        weight, stamps, nonfinite = tail[:_HEAD].tolist()
+        weight, stamps, squares, nonfinite = tail[:_HEAD].tolist()
         unused = [i for i, entry in enumerate(self.entries) if not (entry.used and self.took_part)]
         used = set()
         if unused:
             counts = tail[_HEAD:].tolist()
             used = {i for i in unused if counts[i] > 0}
-        same = stamps == (stamp % self._stamps) * self._world
+        # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
+        same = int(squares) * self._world == int(stamps) ** 2
         return Tail(weight / self._world, same, nonfinite > 0, used)
 
     def settle(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
         for i in used_elsewhere:
             self.entries[i].parameter.grad = self.entries[i].view
+        for i, entry in enumerate(self.entries):
+            if entry.stale is not None:
+                if i not in used_elsewhere and entry.parameter.grad is not None:
+                    entry.parameter.grad.copy_(entry.stale)
+                entry.stale = None
         if not self.took_part:
             for i, entry in enumerate(self.entries):
                 if i not in used_elsewhere and entry.parameter.grad is not entry.view:

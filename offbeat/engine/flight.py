@@ -70,7 +70,7 @@ class Flight:
         if self.done_s is None and self._pending.done():
             self.done_s = self._now_s()
 
-    def arrive(self, stamp: int) -> Tail:
+    def arrive(self) -> Tail:
         """Wait for the first round, and return what the workers said along with it."""
         bucket = self.flat.bucket
         total = self._reply = self._channel.wait_for_bucket(self._pending, bucket)
@@ -78,7 +78,7 @@ class Flight:
         if self._tail_pending is not None:
             total = self._channel.wait_for_bucket(self._tail_pending, bucket)
         assert isinstance(total, Total)
-        return self.flat.read_tail(total.tensor if total.tail is None else total.tail, stamp)
+        return self.flat.read_tail(total.tensor if total.tail is None else total.tail)
 
     def land(self, weight: float) -> None:
         """Complete the remaining rounds and leave the mean in the bucket.

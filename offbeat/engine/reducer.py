@@ -58,6 +58,7 @@ class Reducer:
         buffers: the model's buffers, or None if they are not to be synchronised.
         waiter: the one waiting primitive.
         meter: where measurements go.
+        model: which of several prepared, from 0, for reports.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Reducer:
         buffers: Buffers | None,
         waiter: Waiter,
         meter: Meter,
+        model: int = 0,
     ) -> None:
         self.plan = plan
         self.layout = layout
@@ -79,7 +81,7 @@ class Reducer:
         self.sync = True  # False inside no_sync()
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
-        self._channel = Channel(fabric, waiter, meter)
+        self._channel = Channel(fabric, waiter, meter, model)
         self._control = control
         self._buffers = buffers
         self._waiter = waiter
@@ -95,6 +97,8 @@ class Reducer:
         self._arrivals: Arrivals | None = Arrivals(self._parameters)  # until they are known
         self._forward_due = False  # a forward pass that should lead to an exchange has run
         self._exchanged = False  # an exchange happened since the last optimizer step
+        self._landmark: Entry | None = None  # one that had a gradient after the last exchange
+        self._drops_padding = False
         self._told_unused = self._told_graph = False
         self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(functools.partial(self._on_grad, entry))
@@ -108,17 +112,29 @@ class Reducer:
         """Exchanges so far."""
         return self._channel.step
 
-    def on_forward(self) -> None:
-        """A forward pass begins whose backward will communicate.
+    def on_forward(self, inputs: Any) -> None:
+        """A forward pass that trains begins.
+
+        Args:
+            inputs: what it gets.
 
         Raises:
-            ModelError: if the last backward was cut short by an exception after it had begun to communicate.
+            ModelError: if the last backward was cut short by an exception after it had begun to communicate, or it
+                cannot be known whether this batch counts.
         """
+        self.meter.forward(inputs)
+        self.share.forward()
+        if self.share.padding and not self._drops_padding:
+            self._drop_padding()
+        if not self.sync:
+            return
         if self._open and torch._C._current_graph_task_id() == -1:
             raise ModelError(
                 f"Cannot go on after step {self.step}: its backward was cut short by an exception while other workers "
                 "were already receiving its gradients. Let the exception end this worker, or avoid it in backward."
             )
+        if self._exchanged and self._landmark is not None and self._landmark.parameter.grad is None:
+            self._exchanged = False  # gradients were cleared: the optimizer's step was left out (as GradScaler does)
         self._forward_due = True
 
     def on_output_grad(self) -> None:
@@ -160,6 +176,15 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _drop_padding(self) -> None:
+        """From now on a batch that only keeps the loop going sends no gradient, however it would have come."""
+        self._drops_padding = True
+
+        def drop(grad: torch.Tensor) -> torch.Tensor | None:
+            return torch.zeros_like(grad) if self.share.padding else None
+
+        self._hooks += [e.parameter.register_hook(drop) for e in self._entries.values() if e.parameter.requires_grad]
 
     # -- during backward -----------------------------------------------------------------------------------------
 
@@ -241,28 +266,36 @@ class Reducer:
             channel.start(sparse.payload_of(e, weight=self.share.weight, world=channel.world)) for e in self._sparse
         ]
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
-        bad = [flight.flat for flight in self._flights if self._finish(flight)]
+        bad = [flight.flat.bucket.label for flight in self._flights if self._finish(flight)]
+        mine = [name for flight in self._flights for name in flight.flat.nonfinite]
         for entry, pending in zip(self._sparse, dangling, strict=True):
             reply = channel.wait(pending, "exchange of the sparse gradient", entry.name)
             assert isinstance(reply, list)
-            sparse.combine(entry, reply)
+            if not self._is_finite(sparse.combine(entry, reply)):
+                bad.append(entry.name)
+                mine += [] if self._is_finite(reply[channel.rank].tensors[1]) else [entry.name]
         if self._buffers is not None:
             for pending in broadcasts:
                 channel.wait(pending, "broadcast of the buffers")
             self._buffers.finish(source)
-        self._settle(bad)
+        self._settle()
+        if bad:
+            self._on_nonfinite(bad, mine)
 
     def _finish(self, flight: Flight) -> bool:
         """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
-        tail = flight.arrive(self.share.stamp)
+        tail = flight.arrive()
         if not tail.in_step:
             raise findings.different_batches(self._control, step=self.step, stamp=self.share.stamp)
         flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         flight.flat.settle(tail.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
-        return tail.nonfinite or (self._check_finite and not bool(torch.isfinite(flight.flat.grad).all()))
+        return tail.nonfinite or not self._is_finite(flight.flat.grad)
 
-    def _settle(self, bad: list[Flat]) -> None:
+    def _is_finite(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is None or not self._check_finite or bool(torch.isfinite(tensor).all())
+
+    def _settle(self) -> None:
         if self._arrivals is not None:
             self._learn(self._arrivals)
         spans = [(f.issued_s, f.done_s) for f in self._flights if f.done_s is not None]
@@ -276,11 +309,10 @@ class Reducer:
             entry.used = False
         self._open = self._any_fired = self._forward_due = False
         self._exchanged = True
+        self._landmark = next((entry for entry in self._entries.values() if entry.parameter.grad is not None), None)
         if unused and not self._told_unused and weight:
             self._told_unused = True
             self._tell(step, "unused", f"step {step}: no gradient for {findings.some(unused)}; they contribute zeros.")
-        if bad:
-            self._on_nonfinite(step, bad)
 
     def _learn(self, arrivals: Arrivals) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
@@ -312,8 +344,9 @@ class Reducer:
         self._sparse = [self._entries[name] for name in layout.sparse]
         self._channel.buckets = len(self._flats)
 
-    def _on_nonfinite(self, step: int, bad: list[Flat]) -> None:
-        text = f"step {step}: {findings.nonfinite(self._control, bad)}"
+    def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:
+        step = self.step - 1
+        text = f"step {step}: {findings.nonfinite(self._control, places, mine)}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from offbeat.errors import ModelError
+
 
 class Share:
     """Counts batches. Without a prepared loader nothing is drawn, and every exchange counts in full."""
@@ -11,6 +13,7 @@ class Share:
         self.padding = False  # the batch at hand only keeps the loop going
         self.source = 0  # rank whose buffers count
         self._drawn = self._with_data = 0  # since the last exchange
+        self._ahead = 0  # drawn since the last forward pass
 
     def draw(self, *, real: bool, source: int) -> None:
         """The prepared loader gave out a batch.
@@ -21,14 +24,38 @@ class Share:
         """
         self.stamp += 1
         self._drawn += 1
+        self._ahead += 1
         self._with_data += real
         self.padding = not real
         self.source = source
 
+    def seen(self) -> None:
+        """A forward pass that does not train has used the batch."""
+        self._ahead = 0
+
+    def forward(self) -> None:
+        """A forward pass that trains begins.
+
+        Raises:
+            ModelError: if it cannot be known whether its batch counts.
+        """
+        if self.padding and self._ahead > 1:
+            raise ModelError(
+                f"Cannot tell which batch is trained: {self._ahead} were drawn before this forward pass, and this "
+                "worker's data has ended before another's, so that not all of them count. Draw one batch per forward "
+                "pass, or give every worker equally many batches."
+            )
+        self._ahead = 0
+
     @property
     def weight(self) -> float:
-        """This worker's weight in the next exchange: the share of its batches since the last one that are real."""
-        return self._with_data / self._drawn if self._drawn else 1.0
+        """This worker's weight in the next exchange: the share of its batches since the last one that are real.
+
+        A second exchange with the same batch counts as the first did.
+        """
+        if self._drawn:
+            return self._with_data / self._drawn
+        return 0.0 if self.padding else 1.0
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""

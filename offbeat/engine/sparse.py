@@ -39,11 +39,15 @@ def payload_of(entry: Entry, *, weight: float, world: int) -> Gather:
     return Gather((grad.indices(), grad.values() / world, flags))
 
 
-def combine(entry: Entry, reply: list[Contribution]) -> None:
-    """Make `.grad` the weighted mean of all contributions, or leave it alone if nobody used the parameter."""
+def combine(entry: Entry, reply: list[Contribution]) -> torch.Tensor | None:
+    """Make `.grad` the weighted mean of all contributions, or leave it alone if nobody used the parameter.
+
+    Returns:
+        [n, ...] the values of the mean, or None.
+    """
     weight = sum(float(c.tensors[2][0]) for c in reply) / len(reply)
     if not any(float(c.tensors[2][1]) for c in reply) or weight == 0:
-        return
+        return None
     indices = torch.cat([c.tensors[0] for c in reply], dim=1)
     values = torch.cat([c.tensors[1] for c in reply])
     if weight != 1:
@@ -51,3 +55,4 @@ def combine(entry: Entry, reply: list[Contribution]) -> None:
     shape = entry.parameter.shape
     total = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
     entry.parameter.grad = total
+    return total.values()

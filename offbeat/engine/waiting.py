@@ -46,6 +46,7 @@ class Awaited:
         bucket: index of the bucket, -1 if it is none.
         buckets: how many there are.
         label: the layer names the bucket covers.
+        model: of several prepared, which one; from 0.
     """
 
     operation: str
@@ -53,11 +54,13 @@ class Awaited:
     bucket: int = -1
     buckets: int = 0
     label: str = ""
+    model: int = 0
 
     def __str__(self) -> str:
         if self.bucket < 0:
             return self.operation
-        return f"{self.operation} of bucket {self.bucket + 1}/{self.buckets} ({self.label})"
+        model = f" of model {self.model + 1}" if self.model else ""
+        return f"{self.operation} of bucket {self.bucket + 1}/{self.buckets}{model} ({self.label})"
 
 
 class Findings(Protocol):

@@ -15,6 +15,7 @@ import msgspec
 
 from offbeat.errors import NetworkError
 from offbeat.wire import Diagnosis, Watch, explain
+from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
     from offbeat.engine.control import Control
@@ -43,12 +44,15 @@ class Watched:
     def __init__(self, watch: Watch, rank: int, timeout: timedelta) -> None:
         self._watch, self._rank = watch, rank
         self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
+        self._leaving = False
         self._exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
 
     def waiting(self, awaited: Awaited) -> None:
+        self._leaving = self._leaving or awaited.operation == END_OF_RUN
         self._watch.say(
-            _phase(awaited),
+            "finished" if self._leaving else _phase(awaited),
             step=self._exchanges,
+            model=awaited.model,
             bucket=awaited.bucket,
             buckets=awaited.buckets,
             stamp=self._stamp,
@@ -56,7 +60,8 @@ class Watched:
         )
 
     def resumed(self) -> None:
-        self._watch.say("computing", step=self._exchanges, stamp=self._stamp)
+        phase = "finished" if self._leaving else "computing"
+        self._watch.say(phase, step=self._exchanges, stamp=self._stamp)
 
     def exchanged(self, stamp: int) -> None:
         self._exchanges, self._stamp = self._exchanges + 1, stamp
@@ -84,6 +89,7 @@ class Watched:
             operation=awaited.operation,
             place=str(awaited),
             waited_s=waited_s,
+            model=awaited.model,
         )
 
 

@@ -81,7 +81,10 @@ class Fabric(Protocol):
         """
 
     def close(self) -> None:
-        """Release the handles; a second call does nothing."""
+        """Release the handles; a second call does nothing. Only when nothing is under way on any rank."""
+
+    def abandon(self) -> None:
+        """Instead of `close`, when an exchange may be under way for ever: never wait for it, not even at exit."""
 
 
 class FabricSpec(Protocol):

@@ -82,6 +82,9 @@ class BoundInMemory:
     def close(self) -> None:
         """Nothing to release."""
 
+    def abandon(self) -> None:
+        """Nothing to release."""
+
     def _bring(self, payload: Payload, source: int) -> Arrival:
         number, self._issued = self._issued, self._issued + 1
         with self._meeting.lock:

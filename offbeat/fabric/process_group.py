@@ -11,6 +11,7 @@ Facts this file is built on (torch 2.13):
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,11 @@ class BoundProcessGroup:
         if group is not None:
             dist.destroy_process_group(group)
 
+    def abandon(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            keep(group)
+
     @property
     def _handle(self) -> dist.ProcessGroup:
         assert self._group is not None, "fabric used after close"
@@ -97,6 +103,15 @@ class BoundProcessGroup:
         # A ring sends each element twice but for the worker's own share: 2 (N-1)/N of the whole.
         sent = 2 * (self.world - 1) * whole.numel() * whole.element_size() // self.world
         return Works([work], split, sent)
+
+
+def keep(group: dist.ProcessGroup) -> None:
+    """See to it that `group` is never destroyed, not even at exit.
+
+    Its destructor joins Gloo's threads, and one of them may wait for a worker that will never come; Gloo's own `abort`
+    does not end that wait (torch 2.13).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class Works:

@@ -103,7 +103,7 @@ class Diagnosis:
 
 
 def explain(
-    roster: Roster, *, rank: int, step: int, phase: str, operation: str, place: str, waited_s: float
+    roster: Roster, *, rank: int, step: int, phase: str, operation: str, place: str, waited_s: float, model: int = 0
 ) -> Diagnosis:
     """Explain why `rank` still waits.
 
@@ -113,10 +113,11 @@ def explain(
         step, phase, operation: where it waits, as its own last words have it.
         place: the same for people.
         waited_s: for how long it has.
+        model: of several prepared, the one whose exchange it waits in.
     """
     if roster.hub_lost_s is not None:
-        return _without_hub(roster, roster.hub_lost_s, rank, _Place(step, phase, operation), place, waited_s)
-    here = _Place(step, phase, operation)
+        return _without_hub(roster, roster.hub_lost_s, rank, _Place(step, phase, operation, model), place, waited_s)
+    here = _Place(step, phase, operation, model)
     others = [words for words in roster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
     late = [c for c in verdicts.values() if c is not None and c.reason != "elsewhere"]
@@ -125,6 +126,8 @@ def explain(
     # Who died only because another had died is no culprit if that other is known.
     lost = {words.rank for words in others if words.phase == "lost"}
     first_hand = [c for c in certain if c.rank not in lost] or certain
+    # Who had left before another died has nothing to do with it.
+    first_hand = [c for c in first_hand if c.reason != "done"] or first_hand
     arrived = tuple(sorted([rank, *(w.rank for w in others if verdicts[w.rank] is None and here.same(w))]))
     if first_hand:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(first_hand), True)
@@ -142,11 +145,14 @@ class _Place:
     step: int
     phase: str
     operation: str
+    model: int = 0
 
     def same(self, words: Words) -> bool:
+        if self.operation == END_OF_RUN:
+            return words.phase == "finished"
         if words.phase != self.phase or words.step != self.step:
             return False
-        return self.phase == "exchanging" or words.operation == self.operation
+        return words.model == self.model if self.phase == "exchanging" else words.operation == self.operation
 
 
 def _judge(words: Words, here: _Place) -> Culprit | None:
@@ -158,7 +164,9 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
 
     ahead = here.phase == "exchanging" and words.step > here.step
     if words.phase == "finished":
-        return None if ahead else culprit("done", f"has left: it was done after {_steps(words.step)}.")
+        if ahead or here.same(words):
+            return None
+        return culprit("done", f"is done after {_steps(words.step)}, and takes no further part.")
     if words.phase in ("raised", "lost"):
         return culprit("raised", f"raised an exception after {_steps(words.step)}:", words.traceback)
     if words.process == "dead":
@@ -185,9 +193,6 @@ def _judge_waiting(words: Words, here: _Place) -> Culprit | None:
     """A worker that waits, but not here."""
     if words.step < here.step:
         return None  # data of an earlier exchange is still on its way to it
-    if words.operation == END_OF_RUN:
-        text = f"is done after {_steps(words.step)}: it has waited {words.since_s:.1f} s in {END_OF_RUN}."
-        return Culprit(words.rank, words.host, "done", text)
     text = f"waits elsewhere, for {words.since_s:.1f} s now: {_doing(words)}."
     return Culprit(words.rank, words.host, "elsewhere", text)
 
@@ -221,7 +226,8 @@ def _hub_lost(lost_s: float) -> Culprit:
 
 def _doing(words: Words) -> str:
     if words.phase in ("exchanging", "waiting"):
-        return f"waiting in {words.operation} at step {words.step}"
+        model = f" of model {words.model + 1}" if words.model else ""
+        return f"waiting in {words.operation}{model} at step {words.step}"
     return f"computing step {words.step}"
 
 

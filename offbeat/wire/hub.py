@@ -168,6 +168,9 @@ class Hub:
             _log.warning("Refused %s on the control connection: %s", talk.peer, str(error) or "it took too long")
             talk.close()
             return
+        except asyncio.CancelledError:  # the hub closes
+            writer.transport.abort()
+            return
         finally:
             self._strangers -= 1
         talk.trust(_MAX_PEER_BYTES)

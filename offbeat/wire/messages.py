@@ -60,6 +60,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     phase: Name = "starting"
     operation: Name = ""
     step: int = -1
+    model: int = 0
     bucket: int = -1
     buckets: int = 0
     stamp: int = 0

@@ -23,8 +23,8 @@ _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _SEQUENCE = struct.Struct("<Q")
 _HEARTBEAT = struct.Struct("<d")
 _LABEL_BYTES = 240
-# phase, since (monotonic seconds), step, bucket, buckets, stamp, length of the label
-_STATE = struct.Struct(f"<Bxxxxxxxdqiiqi{_LABEL_BYTES}s")
+# phase, since (monotonic seconds), step, model, bucket, buckets, stamp, length of the label
+_STATE = struct.Struct(f"<Bxxxxxxxdqiiiqi{_LABEL_BYTES}s")
 _TEXT = struct.Struct(f"<I{MAX_TEXT}s")
 _AT_HEARTBEAT = _SEQUENCE.size
 _AT_STATE = _AT_HEARTBEAT + _HEARTBEAT.size
@@ -40,6 +40,7 @@ class State:
     phase: str = "starting"
     since_s: float = 0.0
     step: int = -1
+    model: int = 0
     bucket: int = -1
     buckets: int = 0
     stamp: int = 0
@@ -62,7 +63,15 @@ class Page:
         self._sequence = 0
 
     def say(
-        self, phase: str, *, step: int, bucket: int = -1, buckets: int = 0, stamp: int = 0, operation: bytes = b""
+        self,
+        phase: str,
+        *,
+        step: int,
+        model: int = 0,
+        bucket: int = -1,
+        buckets: int = 0,
+        stamp: int = 0,
+        operation: bytes = b"",
     ) -> None:
         """Write down where the worker is; takes about a microsecond.
 
@@ -73,7 +82,9 @@ class Page:
         _SEQUENCE.pack_into(memory, 0, sequence + 1)
         size = min(len(operation), _LABEL_BYTES)
         now_s = time.monotonic()
-        _STATE.pack_into(memory, _AT_STATE, _NUMBERS[phase], now_s, step, bucket, buckets, stamp, size, operation)
+        _STATE.pack_into(
+            memory, _AT_STATE, _NUMBERS[phase], now_s, step, model, bucket, buckets, stamp, size, operation
+        )
         self._sequence = sequence + 2
         _SEQUENCE.pack_into(memory, 0, self._sequence)
 
@@ -97,11 +108,11 @@ class Page:
             (after,) = _SEQUENCE.unpack_from(self._memory, 0)
             if before == after and before % 2 == 0:
                 break
-        phase, since_s, step, bucket, buckets, stamp, size, label = _STATE.unpack(raw)
+        phase, since_s, step, model, bucket, buckets, stamp, size, label = _STATE.unpack(raw)
         # The page is written by the user's process, where anything may run wild: nothing in it is an index unchecked.
         name = PHASES[phase] if phase < len(PHASES) else "computing"
         text = label[: max(0, min(size, _LABEL_BYTES))].decode(errors="replace")
-        return State(name, since_s, step, bucket, buckets, stamp, text)
+        return State(name, since_s, step, model, bucket, buckets, stamp, text)
 
     def heartbeat_s(self) -> float:
         """When the heartbeat last ticked, in seconds of the monotonic clock."""

@@ -91,6 +91,7 @@ class Sentinel:
             phase="finished" if self.left else state.phase,
             operation=state.operation,
             step=state.step,
+            model=state.model,
             bucket=state.bucket,
             buckets=state.buckets,
             stamp=state.stamp,

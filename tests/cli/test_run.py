@@ -92,6 +92,49 @@ def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: 
     assert f"rank 1 on {__import__('socket').gethostname()} {says}" in output
 
 
+LEAVES = TRAIN.replace("range(4)", "range(40)").replace("model(torch", "FAULT; model(torch")
+
+
+def test_who_leaves_early_is_named(tmp_path: Path) -> None:
+    """Exit code 0 is no failure of its own, and yet the others can go no further."""
+    text = LEAVES.replace("FAULT", "step == 9 and run.rank == 1 and __import__('sys').exit(0)")
+    code, output = offbeat("run", "-n", 3, "--timeout", 1.5, script(tmp_path, text), folder=tmp_path)
+    assert code == 76
+    assert "rank 1 on " in output
+    assert "ended with exit code 0 while the others still needed it." in output
+    assert output.count("is done after 9 steps, and takes no further part.") == 2, output
+    assert "exit code 76" not in output
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('no data')", "__import__('os').kill(__import__('os').getpid(), 15)"])
+def test_last_records_are_written_and_the_traceback_is_told_once(tmp_path: Path, end: str) -> None:
+    text = LEAVES.replace("FAULT", f"\n    if step == 9 and run.rank == 1: {end}\n    ").replace("    ; ", "    ")
+    code, output = offbeat("run", "-n", 3, "--run-dir", "out", script(tmp_path, text), folder=tmp_path)
+    assert code in (1, 128 + 15), output
+    records = [msgspec.json.decode(line) for line in (tmp_path / "out/metrics.jsonl").read_bytes().splitlines()]
+    for rank in range(3):
+        assert [r["step"] for r in records if r["kind"] == "step" and r["rank"] == rank] == list(range(9))
+    ends = {r["rank"]: r["error"] for r in records if r["kind"] == "end"}
+    assert set(ends) == {0, 1, 2}
+    assert "no data" in ends[1] or "SIGTERM" in ends[1]
+    assert "runpy" not in output
+    assert output.count("Traceback") <= 2, "its own, and the launcher's"
+
+
+def test_a_forked_child_is_not_the_worker(tmp_path: Path) -> None:
+    child = "import os\npid = os.fork()\nif pid == 0: raise SystemExit\nprint('child', os.waitpid(pid, 0)[1])\n"
+    code, output = offbeat("run", script(tmp_path, TRAIN + child), folder=tmp_path)
+    assert code == 0, output
+    assert output.count("child 0") == 2
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAIN)
+    code, output = offbeat("run", "--run-dir", path / "out", path, folder=tmp_path)
+    assert (code, len(output.splitlines())) == (2, 1)
+    assert "Choose another folder with --run-dir." in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Signals) -> None:
     """Also workers that ignore signals, are stopped, or started something themselves."""

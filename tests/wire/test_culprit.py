@@ -37,8 +37,9 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dead": ({"phase": "computing", "step": 7, "process": "dead"}, "dead", True, "without a word"),
     "raised": ({"phase": "raised", "step": 7, "traceback": "ValueError: x"}, "raised", True, "| ValueError: x"),
     "raised and dead": ({"phase": "raised", "process": "dead", "traceback": "E: y"}, "raised", True, "| E: y"),
+    "another model": ({**HERE, "model": 1}, "elsewhere", True, "waiting in all-reduce of model 2 at step 7"),
     "left": ({"phase": "finished", "step": 7, "process": "dead"}, "done", True, "done after 7 steps"),
-    "at the end": ({"phase": "waiting", "operation": END_OF_RUN, "step": 7}, "done", True, "is done after 7 steps"),
+    "at the end": ({"phase": "finished", "step": 7}, "done", True, "is done after 7 steps"),
     "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
     "starting": ({"phase": "starting"}, "starting", False, "still starting"),
     "elsewhere": ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere", True, "waits elsewhere"),
@@ -62,7 +63,7 @@ AHEAD: dict[str, dict[str, Any]] = {
     "computing the next step": {"phase": "computing", "step": 8},
     "holding the GIL in the next step": {"phase": "computing", "step": 8, "heartbeat_age_s": 5.0},
     "in the next exchange": {**HERE, "step": 8},
-    "at the end": {"phase": "waiting", "operation": END_OF_RUN, "step": 8},
+    "another model's": {**HERE, "step": 8, "model": 1},
     "gone": {"phase": "finished", "step": 8},
 }
 
@@ -92,6 +93,18 @@ def test_a_disagreement_has_to_settle() -> None:
     words = {"phase": "waiting", "operation": "a mean", "step": 7}
     assert look(words, waited_s=0.5).fatal is False
     assert look(words, waited_s=4.5).fatal is True
+
+
+def test_who_left_before_another_died_has_nothing_to_do_with_it() -> None:
+    found = look({"phase": "finished", "step": 7}, {"process": "dead", "step": 7})
+    assert [c.rank for c in found.culprits] == [2]
+
+
+def test_at_the_end_who_is_done_has_arrived() -> None:
+    here = {"phase": "waiting", "operation": END_OF_RUN, "step": 7}
+    found = look({"phase": "finished", "step": 7}, {"phase": "computing", "step": 7, "busy": 1.0}, me=here)
+    assert found.arrived == (0, 1)
+    assert [(c.rank, c.reason) for c in found.culprits] == [(2, "computing")]
 
 
 def test_who_died_of_another_is_no_culprit() -> None:
