@@ -363,9 +363,12 @@ class Run:
         self._close(error=None)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked child is not the worker
+        if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:  # a forked child is not the worker, and has none of its threads
+            self._release(orderly=False)
+            return
         atexit.unregister(self._close_at_exit)
         _runs.discard(self)
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
@@ -405,9 +408,12 @@ class Run:
 
     def _say_last_words(self, error: BaseException) -> None:
         """Let the other workers know what this one dies of."""
-        if self._watch is not None:
-            phase = "lost" if isinstance(error, (WorkerLostError, NetworkError)) else "raised"
-            self._watch.last_words(phase, "".join(traceback.format_exception(error)))
+        if self._watch is None:
+            return
+        if isinstance(error, (WorkerLostError, NetworkError)):
+            self._watch.last_words("lost", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            self._watch.last_words("raised", "".join(traceback.format_exception(error)))
 
     def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.

@@ -446,10 +446,12 @@ def test_buffers_of_every_kind() -> None:
 class Replaces(nn.Module):
     """Puts a new tensor in its buffer's place instead of writing into it."""
 
+    ema: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.ema = nn.Buffer(torch.zeros(2))
+        self.register_buffer("ema", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.ema = 0.5 * self.ema + x.mean(0)

@@ -102,7 +102,7 @@ def test_who_leaves_early_is_named(tmp_path: Path) -> None:
     assert code == 76
     assert "rank 1 on " in output
     assert "ended with exit code 0 while the others still needed it." in output
-    assert output.count("is done after 9 steps, and takes no further part.") == 2, output
+    assert output.count("is done after 9 steps, and takes no further part.") >= 2, output
     assert "exit code 76" not in output
 
 
