@@ -1,4 +1,6 @@
-"""All time goes through a `Clock`; nothing else in offbeat reads it or sleeps.
+"""What trains, schedules or decides gets its time from a `Clock`.
+
+Around it, processes that only ever live in real time (the sentinel, the launcher, the lab) read the machine's directly.
 
 `WallClock` is the machine's. `VirtualClock` stands still until somebody sleeps or advances it, so that thousands of
 interleavings can be tested in milliseconds and the simulator can run a day in a second.

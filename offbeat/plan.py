@@ -175,10 +175,13 @@ def _from_table(table: Any, part: str) -> Any:
 
 
 def _value(value: Any, cls: type, key: str, path: str) -> Any:
+    kind = typing.get_type_hints(cls)[key]
     try:
-        return msgspec.convert(value, typing.get_type_hints(cls)[key])
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise PlanError(f"{error} - at `{path}.{key}`.") from error
+        allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        advice = f"Choose one of {', '.join(map(repr, allowed))}" if allowed else str(error)
+        raise PlanError(f"Cannot use {value!r} as {key}. {advice} - at `{path}.{key}`.") from error
 
 
 def _nearest(word: str, known: typing.Iterable[str]) -> str:

@@ -29,7 +29,10 @@ def test_digest_tells_plans_apart() -> None:
         ("[codec]\nkind = 'Cats'", "Unknown codec 'Cats' (did you mean 'Cast'?) - at `plan.codec.kind`"),
         ("[codec]\nkind = 'Cast'\ndtipe = 'bf16'", "(did you mean 'dtype'?) - at `plan.codec.dtipe`"),
         ("[codec]\nkind = 'Cast'\ndtype = 'bf17'", "at `plan.codec.dtype`"),
-        ("[codec]\nkind = 'Cast'\ndtype = 3", "Expected `str`, got `int` - at `plan.codec.dtype`"),
+        (
+            "[codec]\nkind = 'Cast'\ndtype = 3",
+            "Cannot use 3 as dtype. Choose one of 'bf16', 'fp16' - at `plan.codec.dtype`",
+        ),
         ("codec = 'Dense'", "write a table with its kind"),
         ("bucket_bytes = 'many'", "Expected `int`, got `str` - at `plan.bucket_bytes`"),
         ("bucket_bytes = 0", "at `plan.bucket_bytes`"),
@@ -40,7 +43,7 @@ def test_digest_tells_plans_apart() -> None:
 def test_a_bad_file_is_refused_with_the_path(text: str, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_toml(text)
-    assert message in str(caught.value).replace("Invalid enum value 'bf17'", "")
+    assert message in str(caught.value)
 
 
 def test_parts_in_the_wrong_place_are_refused() -> None:

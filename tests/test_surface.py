@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = {"BSP", "Cast", "Dense", "InMemory", "Plan", "ProcessGroup", "Replica", "Run", "init"}
 RUN = {
     "close",
+    "has_data",
     "load_state_dict",
     "log",
     "mean",

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import offbeat
 from offbeat.cli.doctor import doctor
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
@@ -30,8 +31,17 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offbeat {offbeat.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def shared(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks for offbeat's own errors, too.")] = False,
 ) -> None:
     """Options of every command."""

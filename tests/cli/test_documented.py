@@ -23,7 +23,7 @@ COMMANDS = {
 
 def test_commands_and_options_are_frozen() -> None:
     assert {name: options(command) for name, command in commands().items()} == COMMANDS
-    assert options(get_command(app)) == ["--debug"]
+    assert options(get_command(app)) == ["--version", "--debug"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
