@@ -428,7 +428,9 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close(error)
+        # To leave with exit code 0 is to be done.
+        done = isinstance(error, SystemExit) and error.code in (None, 0)
+        self._close(None if done else error)
 
 
 def say_last_words(error: BaseException) -> None:

@@ -1,19 +1,48 @@
-"""What `offbeat run` shows while the workers train: one line per worker, and a table at the end."""
+"""What `offbeat run` shows while the workers train: one line per worker, and a table at the end.
+
+Both are made of columns, and columns that the console is too narrow for are never squeezed: the lines leave the least
+important ones out, the table is continued below itself.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 
 from offbeat.report import Records, Tally, tally
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_WIDEST = 1 << 16  # more than any table needs
+_GAP = 2  # between the columns of the live lines
+_NUMBER = 9  # characters of the longest number, such as -1.23e-05
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One thing that is said of each worker.
+
+    Args:
+        cells: for each worker, in order.
+        width: to keep free, so that the lines do not jump when a number grows.
+    """
+
+    heading: str
+    cells: tuple[str, ...]
+    width: int = 0
+
+    @property
+    def needs(self) -> int:
+        return max(self.width, *map(len, self.cells))
 
 
 class LiveView:
@@ -27,8 +56,10 @@ class LiveView:
 
     def __init__(self, console: Console, path: Path, workers: int) -> None:
         # In a folder that was used before, the earlier run is not shown.
-        self._records = Records(path, skip_bytes=path.stat().st_size if path.exists() else 0)
+        self.skip_bytes = path.stat().st_size if path.exists() else 0
+        self._records = Records(path, self.skip_bytes)
         self._tallies = {rank: Tally(rank) for rank in range(workers)}
+        self._console = console
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> LiveView:
@@ -49,46 +80,123 @@ class LiveView:
         self._live.update(self._lines())
 
     def _lines(self) -> Table:
-        grid = Table.grid(padding=(0, 2))
-        for _ in range(6):
-            grid.add_column(no_wrap=True)
-        for worker in self._tallies.values():
-            if not worker.steps:
-                grid.add_row(f"rank {worker.rank}", "starting")
-                continue
-            grid.add_row(
-                f"rank {worker.rank}",
-                f"step {worker.step + 1}",
-                "  ".join(f"{name} {_number(name, value)}" for name, value in worker.values.items()),
-                f"{worker.recent_samples_per_s:,.0f} samples/s" if worker.samples else "",
-                f"waiting {worker.recent_waiting_share:.0%}",
-                "done" if worker.ended else "",
-            )
+        columns = _that_fit(_live_columns(list(self._tallies.values())), self._console.width)
+        grid = Table.grid(padding=(0, _GAP))
+        for column in columns:
+            grid.add_column(no_wrap=True, min_width=column.needs)
+        for cells in zip(*(column.cells for column in columns), strict=True):
+            grid.add_row(*cells)
         return grid
 
 
-def final_table(records: Records) -> Table | None:
+def _live_columns(workers: Sequence[Tally]) -> list[tuple[int, _Column]]:
+    """All columns as they are shown, each with its priority; 0 is the highest."""
+    names = _names(workers)
+    first = "loss" if "loss" in names else next(iter(names), "")
+    values = [
+        (1 if name == first else 4 + place, _Column(name, _cells(workers, name), len(name) + 1 + _NUMBER))
+        for place, name in enumerate(names)
+    ]
+    values.sort(key=lambda value: value[0])
+    return [
+        (0, _Column("worker", tuple(f"rank {worker.rank}" for worker in workers))),
+        (0, _Column("step", tuple(f"step {w.step + 1}" if w.steps else "starting" for w in workers))),
+        *values,
+        (2, _Column("samples/s", tuple(_rate(worker) for worker in workers))),
+        (3, _Column("waiting", tuple(f"waiting {w.recent_waiting_share:.0%}" if w.steps else "" for w in workers))),
+        (3, _Column("done", tuple("done" if worker.ended else "" for worker in workers))),
+    ]
+
+
+def _cells(workers: Sequence[Tally], name: str) -> tuple[str, ...]:
+    return tuple(f"{name} {_number(name, w.values[name])}" if name in w.values else "" for w in workers)
+
+
+def _rate(worker: Tally) -> str:
+    return f"{worker.recent_samples_per_s:,.0f} samples/s" if worker.samples else ""
+
+
+def _that_fit(columns: Sequence[tuple[int, _Column]], width: int) -> list[_Column]:
+    """The columns in their order, without those of low priority that there is no room for."""
+    chosen: set[int] = set()
+    left = width + _GAP
+    for place in sorted(range(len(columns)), key=lambda place: columns[place][0]):
+        priority, column = columns[place]
+        if not any(column.cells):
+            continue
+        left -= column.needs + _GAP
+        if left < 0 and priority:
+            break
+        chosen.add(place)
+    return [column for place, (_, column) in enumerate(columns) if place in chosen]
+
+
+class FinalTable:
+    """What each worker did, as one table; as several, one below the other, if a terminal is too narrow for it."""
+
+    def __init__(self, workers: Sequence[Tally]) -> None:
+        self._workers = _Column("worker", tuple(f"rank {worker.rank}" for worker in workers))
+        self._values = [
+            _Column(name, tuple(_number(name, w.values[name]) if name in w.values else "" for w in workers))
+            for name in _names(workers)
+        ]
+        self._fixed = [
+            _Column("steps", tuple(f"{worker.steps}" for worker in workers)),
+            _Column("steps/s", tuple(f"{worker.steps_per_s:.2f}" for worker in workers)),
+            # Unknown if batches hold no tensor.
+            _Column("samples/s", tuple(f"{w.samples_per_s:,.0f}" if w.samples else "" for w in workers)),
+            _Column("waiting", tuple(f"{worker.waiting_share:.0%}" for worker in workers)),
+            _Column("waited s", tuple(f"{worker.wait_s:.2f}" for worker in workers)),
+            _Column("sent MB", tuple(f"{worker.bytes_sent / 1e6:.2f}" for worker in workers)),
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(width=_WIDEST)
+
+        def width(columns: Sequence[_Column]) -> int:
+            return Measurement.get(console, unbounded, self._table(columns)).maximum
+
+        # A pipe or a file has no width, and who reads it may want to split its lines.
+        most = options.max_width if console.is_terminal else _WIDEST
+        whole = [*self._values, *self._fixed]
+        groups: list[Sequence[_Column]] = [whole]
+        if width(whole) > most:
+            groups = [group for part in (self._fixed, self._values) for group in _grouped(part, most, width)]
+        for group in groups:
+            yield from console.render(self._table(group), options.update(max_width=max(most, width(group))))
+
+    def _table(self, columns: Sequence[_Column]) -> Table:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+        table.add_column(self._workers.heading, no_wrap=True)
+        for column in columns:
+            table.add_column(column.heading, justify="right", no_wrap=True)
+        for cells in zip(self._workers.cells, *(column.cells for column in columns), strict=True):
+            table.add_row(*cells)
+        return table
+
+
+def _grouped(
+    columns: Sequence[_Column], most: int, width: Callable[[Sequence[_Column]], int]
+) -> Iterator[list[_Column]]:
+    """The columns in order, in groups that are no wider than `most`; one that is wider is alone."""
+    group: list[_Column] = []
+    for column in columns:
+        if group and width([*group, column]) > most:
+            yield group
+            group = []
+        group.append(column)
+    if group:
+        yield group
+
+
+def final_table(records: Records) -> FinalTable | None:
     """What each worker did; None if nothing was recorded."""
     workers = tally(records.all())
-    if not any(worker.steps for worker in workers):
-        return None
-    names = list(dict.fromkeys(name for worker in workers for name in worker.values))
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("worker", no_wrap=True)
-    for heading in (*names, "steps", "steps/s", "samples/s", "waiting", "waited s", "sent MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for worker in workers:
-        table.add_row(
-            f"rank {worker.rank}",
-            *(_number(name, worker.values[name]) if name in worker.values else "" for name in names),
-            f"{worker.steps}",
-            f"{worker.steps_per_s:.2f}",
-            f"{worker.samples_per_s:,.0f}" if worker.samples else "",  # unknown if batches hold no tensor
-            f"{worker.waiting_share:.0%}",
-            f"{worker.wait_s:.2f}",
-            f"{worker.bytes_sent / 1e6:.2f}",
-        )
-    return table
+    return FinalTable(workers) if any(worker.steps for worker in workers) else None
+
+
+def _names(workers: Sequence[Tally]) -> list[str]:
+    return list(dict.fromkeys(name for worker in workers for name in worker.values))
 
 
 def _number(name: str, value: float | None) -> str:

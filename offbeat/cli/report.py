@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from offbeat.errors import ScenarioError
 from offbeat.report import Records
+from offbeat.report.ending import Stall, ending, read_stalls
+from offbeat.report.nonfinite import nonfinite
 from offbeat.report.page import page
+from offbeat.report.records import End, Start
 from offbeat.report.trace import trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.report.records import Record
+
+_METRICS = "metrics.jsonl"
 
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A folder that `offbeat run` left.", show_default=False)],
 ) -> None:
     """Write trace.json (for Perfetto) and report.html from a run's metrics.jsonl."""
-    for path in write_report(run_dir):
+    written = write_report(run_dir)
+    for line in conclusion(run_dir):
+        typer.echo(line, err=True)  # what is written can be piped on
+    for path in written:
         typer.echo(path)
 
 
@@ -28,7 +41,7 @@ def write_report(run_dir: Path) -> list[Path]:
     Raises:
         ScenarioError: if the folder has no records, or cannot be written.
     """
-    metrics = run_dir / "metrics.jsonl"
+    metrics = run_dir / _METRICS
     if not metrics.is_file():
         raise ScenarioError(
             f"Cannot report on {run_dir}: it has no metrics.jsonl. Give a folder that `offbeat run` left."
@@ -49,6 +62,8 @@ def write_report(run_dir: Path) -> list[Path]:
         title=run_dir.resolve().name,
         plan=plan.read_text() if plan.is_file() else "",
         damaged=reader.damaged,
+        stalls=_stalls(run_dir, records),
+        notes=_earlier(reader.earlier),
     )
     written = []
     for name, data in (("trace.json", msgspec.json.encode(trace(records))), ("report.html", text.encode())):
@@ -59,3 +74,37 @@ def write_report(run_dir: Path) -> list[Path]:
             raise ScenarioError(f"Cannot write {path}: {error.strerror}. Make room, or make it writable.") from error
         written.append(path)
     return written
+
+
+def conclusion(run_dir: Path) -> list[str]:
+    """What is to be said about a run after its final table: how it ended, and what else people should know."""
+    reader = Records(run_dir / _METRICS)
+    records = reader.all()
+    lines = [*ending(records, _stalls(run_dir, records)).lines, nonfinite(records), *_earlier(reader.earlier)]
+    return [line for line in lines if line]
+
+
+def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
+    """Why there is neither table nor report, in one sentence.
+
+    Args:
+        skip_bytes: of metrics.jsonl; what earlier runs wrote.
+    """
+    records = Records(run_dir / _METRICS, skip_bytes).all()
+    if any(isinstance(record, Start) for record in records):
+        return "No step was recorded: the run ended before the first exchange of gradients was complete."
+    if any(isinstance(record, End) for record in records):
+        return "No step was recorded: no worker prepared a model. Call run.prepare in the script."
+    return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."
+
+
+def _stalls(run_dir: Path, records: Sequence[Record]) -> list[Stall]:
+    began_s = min((record.time_s for record in records if isinstance(record, Start)), default=0.0)
+    return read_stalls(run_dir, since_s=began_s)
+
+
+def _earlier(runs: int) -> list[str]:
+    if not runs:
+        return []
+    which = "an earlier run" if runs == 1 else f"{runs} earlier runs"
+    return [f"The folder holds {which}, too: only the newest is shown."]

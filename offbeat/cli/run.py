@@ -13,7 +13,7 @@ from rich.console import Console
 from offbeat.cli.launch import Job, Launch
 from offbeat.cli.live import LiveView, final_table
 from offbeat.cli.plan import read_plan
-from offbeat.cli.report import write_report
+from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.errors import PlanError
 from offbeat.report import Records
 
@@ -57,7 +57,7 @@ def run(
     with LiveView(console, metrics, workers) as view:
         code = Launch(job, console, view.update).run()
     try:
-        _conclude(folder, console)
+        _conclude(folder, console, view.skip_bytes)
     except OSError as error:  # such as a full disk: what was trained is trained
         console.print(
             f"Cannot write the report: {error.strerror}. `offbeat report {folder}` tries again.", markup=False
@@ -65,11 +65,14 @@ def run(
     raise typer.Exit(code)
 
 
-def _conclude(folder: Path, console: Console) -> None:
-    """Say what was done and where it can be looked at; nothing if the script did not train."""
-    table = final_table(Records(folder / "metrics.jsonl"))
+def _conclude(folder: Path, console: Console, skip_bytes: int) -> None:
+    """Say what was done, how it ended, and where it can be looked at."""
+    table = final_table(Records(folder / "metrics.jsonl", skip_bytes))
     if table is None:
+        console.print(no_step(folder, skip_bytes), style="dim", markup=False)
         return
     console.print(table)
+    for line in conclusion(folder):
+        console.print(line, markup=False)
     for path in write_report(folder):
         console.print(f"wrote {path}", style="dim", markup=False)

@@ -2,6 +2,9 @@
 
 * `records` - the lines of metrics.jsonl, read while they are written
 * `tally` - what they add up to per worker, and who sets the pace
+* `ending` - how the run ended, from last words and stall reports
+* `nonfinite` - logged values that became NaN or Inf
+* `words` - numbers and ranks in sentences
 * `trace` - trace.json, for Perfetto
 * `page` - report.html with plots, self-contained
 * `plots` - the plots as SVG

@@ -7,12 +7,15 @@ import statistics
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from offbeat.report.ending import ending
+from offbeat.report.nonfinite import nonfinite
 from offbeat.report.records import End, Event, Start
 from offbeat.report.tally import pace, tally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.report.ending import Ending, Stall
     from offbeat.report.records import Record
     from offbeat.report.tally import Tally
 
@@ -25,7 +28,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        max-width: 76rem; padding: 2rem 1.5rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
 p.about { color: var(--soft); margin: .2rem 0 1.4rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; }
+.cards { margin-top: 1.4rem; display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem 1rem; }
 .card b { display: block; font-size: 1.5rem; font-weight: 600; } .card span { color: var(--soft); font-size: .85rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1rem; }
@@ -36,11 +39,19 @@ th, td { text-align: right; padding: .35rem .7rem; border-bottom: 1px solid var(
 th { color: var(--soft); font-weight: 500; font-size: .85rem; } th:first-child, td:first-child { text-align: left; }
 table.events td { text-align: left; vertical-align: top; } table.events td:last-child { white-space: pre-wrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; overflow-x: auto; }
-.bad { color: #d55e00; }
+.bad { color: #d55e00; } .ending { margin: 0 0 .6rem; }
 """
 
 
-def page(records: Sequence[Record], *, title: str, plan: str = "", damaged: int = 0) -> str:
+def page(
+    records: Sequence[Record],
+    *,
+    title: str,
+    plan: str = "",
+    damaged: int = 0,
+    stalls: Sequence[Stall] = (),
+    notes: Sequence[str] = (),
+) -> str:
     """The report as HTML.
 
     Args:
@@ -48,10 +59,14 @@ def page(records: Sequence[Record], *, title: str, plan: str = "", damaged: int 
         title: the run's name.
         plan: its plan as TOML.
         damaged: lines of the metrics that could not be read.
+        stalls: what the workers reported about each other.
+        notes: what else is to be said about the records.
     """
     workers = tally(records)
-    parts = [_head(records, title), _cards(records, workers)]
-    if sentence := pace(workers):
+    parts = [_head(records, title, notes), _ending(ending(records, stalls)), _cards(records, workers)]
+    if sentence := nonfinite(records):
+        parts.append(f'<p class="bad">{html.escape(sentence)}</p>')
+    if sentence := pace(records):
         parts.append(f"<p>{html.escape(sentence)}</p>")
     parts += [_table(workers), _plots(records, workers), _events(records, damaged)]
     if plan:
@@ -64,7 +79,7 @@ def page(records: Sequence[Record], *, title: str, plan: str = "", damaged: int 
     )
 
 
-def _head(records: Sequence[Record], title: str) -> str:
+def _head(records: Sequence[Record], title: str, notes: Sequence[str]) -> str:
     start = next((record for record in records if isinstance(record, Start)), None)
     about = ""
     if start is not None:
@@ -73,7 +88,16 @@ def _head(records: Sequence[Record], title: str) -> str:
             f"{start.model} on {start.world} worker{'s' if start.world > 1 else ''}, begun {when}; "
             f"offbeat {start.offbeat}, torch {start.torch}"
         )
-    return f'<h1>{html.escape(title)}</h1><p class="about">{html.escape(about)}</p>'
+    lines = "<br>".join(html.escape(line) for line in (about, *notes))
+    return f'<h1>{html.escape(title)}</h1><p class="about">{lines}</p>'
+
+
+def _ending(how: Ending) -> str:
+    text = f'<h2>How it ended</h2><p class="ending{"" if how.well else " bad"}">{html.escape(how.text)}</p>'
+    if not how.suspects:
+        return text
+    told = "".join(f"<tr><td>{html.escape(str(suspect))}</td></tr>" for suspect in how.suspects)
+    return f'{text}<div class="wide"><table class="events">{told}</table></div>'
 
 
 def _cards(records: Sequence[Record], workers: Sequence[Tally]) -> str:
@@ -149,7 +173,7 @@ def _events(records: Sequence[Record], damaged: int) -> str:
 
 def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # which is shown as 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

@@ -102,6 +102,7 @@ class Records:
         self._offset = skip_bytes
         self._decoder = msgspec.json.Decoder(Record)
         self.damaged = 0  # lines that could not be read
+        self.earlier = 0  # runs in the file before the last one, as far as it was read by `all`
 
     def new(self) -> list[Record]:
         """The records that were added since the last call; a line that is not whole yet comes with a later one."""
@@ -120,7 +121,8 @@ class Records:
         found: list[Record] = []
         while batch := self.new():
             found += batch
-        return last_run(found)
+        last, self.earlier = last_run(found)
+        return last
 
     def _decode(self, lines: bytes) -> list[Record]:
         found = []
@@ -141,23 +143,26 @@ class Records:
         return []
 
 
-def last_run(records: Sequence[Record]) -> list[Record]:
-    """The records of the last run in a folder that was used more than once.
+def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:
+    """The records of the last run in a folder that was used more than once, and how many runs came before it.
 
     A worker begins anew when it starts after its end, or as another process.
     """
     begun: dict[int, int] = {}
+    again: dict[int, int] = {}
     pids: dict[int, int] = {}
     ended: set[int] = set()
     for index, record in enumerate(records):
         if isinstance(record, Start):
             if record.rank in ended or pids.get(record.rank, record.pid) != record.pid:
                 begun[record.rank] = index
+                again[record.rank] = again.get(record.rank, 0) + 1
                 ended.discard(record.rank)
             pids[record.rank] = record.pid
         elif isinstance(record, End):
             ended.add(record.rank)
     if not begun:
-        return list(records)
+        return list(records), 0
     first = min(begun.values())  # a rank that only the earlier run had is left out, too
-    return [record for index, record in enumerate(records) if index >= begun.get(record.rank, first)]
+    last = [record for index, record in enumerate(records) if index >= begun.get(record.rank, first)]
+    return last, max(again.values())

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.report.records import End, Event, Log, Start, Step
+from offbeat.report.words import span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from offbeat.report.records import Record
 
 _RECENT = 20  # steps that the live view's rates are taken over
+_FEWEST_STEPS = 5  # to compare workers over
 # A worker sets the pace if it computes this many times as long as the usual one; less is noise on a busy machine.
 _PACE = 1.15
 
@@ -118,23 +120,41 @@ def tally(records: Iterable[Record]) -> list[Tally]:
     return [found[rank] for rank in sorted(found)]
 
 
-def pace(workers: list[Tally]) -> str:
-    """Who sets the pace, in one sentence."""
-    busy = [worker for worker in workers if worker.steps]
-    if len(busy) < 2:
+def pace(records: Sequence[Record]) -> str:
+    """Who sets the pace, in one sentence; nothing if there is too little to compare."""
+    shared, count = _shared(records)
+    workers = tally(shared)
+    if len(workers) < 2 or count < _FEWEST_STEPS:
         return ""
-    slowest = max(busy, key=lambda worker: worker.compute_per_step_s)
-    others = [worker for worker in busy if worker is not slowest]
-    compute_ms = slowest.compute_per_step_s * 1e3
-    usual_ms = statistics.median_low(worker.compute_per_step_s for worker in others) * 1e3
-    waiting = statistics.fmean(worker.waiting_share for worker in others)
-    if compute_ms < _PACE * usual_ms:
-        return (
-            f"No worker stands out: all compute about {usual_ms:.1f} ms per step and wait {waiting:.0%} of the time "
-            "for communication and for each other."
-        )
+    slowest = max(workers, key=lambda worker: worker.compute_per_step_s)
+    others = [worker for worker in workers if worker is not slowest]
+    usual_s = statistics.median_low(worker.compute_per_step_s for worker in others)
+    if slowest.compute_per_step_s < _PACE * usual_s:
+        return f"No worker stands out: all {_habits(workers)} of the time for communication and for each other."
     return (
-        f"Rank {slowest.rank} on {slowest.host} sets the pace: it computes {compute_ms:.1f} ms per step and waits "
-        f"{slowest.waiting_share:.0%} of the time; the usual other computes {usual_ms:.1f} ms, and the others wait "
-        f"{waiting:.0%}."
+        f"Rank {slowest.rank} sets the pace: it computes {slowest.compute_per_step_s * 1e3:.1f} ms per step and waits "
+        f"{slowest.waiting_share:.0%} of the time; the others {_habits(others)}."
     )
+
+
+def _habits(workers: Sequence[Tally]) -> str:
+    computing = span([worker.compute_per_step_s * 1e3 for worker in workers], ".1f", " ms")
+    return f"compute {computing} per step and wait {span([worker.waiting_share for worker in workers], '.0%')}"
+
+
+def _shared(records: Sequence[Record]) -> tuple[list[Record], int]:
+    """The records without the steps that not all workers have, and how many steps that leaves each.
+
+    A worker that is killed takes its last records along: what the others did meanwhile is no comparison.
+    """
+    steps: dict[int, dict[tuple[int, int], Step]] = {record.rank: {} for record in records}
+    for record in records:
+        if isinstance(record, Step):
+            # A second model's steps have the same numbers, and so have those after a checkpoint was loaded.
+            own, nth = steps[record.rank], 0
+            while (record.step, nth) in own:
+                nth += 1
+            own[record.step, nth] = record
+    common = set.intersection(*map(set, steps.values())) if steps else set()
+    rest: list[Record] = [record for record in records if not isinstance(record, Step)]
+    return rest + [record for own in steps.values() for key, record in own.items() if key in common], len(common)

@@ -118,6 +118,7 @@ def test_last_records_are_written_and_the_traceback_is_told_once(tmp_path: Path,
     assert set(ends) == {0, 1, 2}
     assert "no data" in ends[1] or "SIGTERM" in ends[1]
     assert "runpy" not in output
+    assert "Rank 1 ended after 9 steps with ValueError: no data." in output or "killed by SIGTERM" in output
     assert output.count("Traceback") <= 2, "its own, and the launcher's"
 
 
@@ -131,7 +132,7 @@ def test_a_forked_child_is_not_the_worker(tmp_path: Path) -> None:
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)
     code, output = offbeat("run", "--run-dir", path / "out", path, folder=tmp_path)
-    assert (code, len(output.splitlines())) == (2, 1)
+    assert (code, len(output.splitlines())) == (2, 1), output
     assert "Choose another folder with --run-dir." in output
 
 

@@ -5,80 +5,26 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from rich.console import Console
 
-from offbeat.cli.live import LiveView, final_table
-from offbeat.cli.report import write_report
+from offbeat.cli.report import conclusion, write_report
 from offbeat.errors import ScenarioError
 from offbeat.report import Records, pace, tally
 from offbeat.report.page import page
 from offbeat.report.plots import colour
 from offbeat.report.trace import trace
+from tests.report.made_up import a_run, start, step, write
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.table import Table
-
-
-def start(rank: int) -> dict[str, Any]:
-    buckets = [{"index": 0, "size_bytes": 400, "parameters": ["fc.bias", "fc.weight"]}]
-    about = {"world": 2, "host": f"host{rank}", "pid": 7, "torch": "2.13", "offbeat": "0.1", "plan": "Plan()"}
-    return {"kind": "start", "rank": rank, "step": 0, "time_s": 100.0, "model": "Net<b>", "buckets": buckets, **about}
-
-
-def step(rank: int, number: int, *, compute_s: float = 0.1, wait_s: float = 0.1) -> dict[str, Any]:
-    return {
-        "kind": "step",
-        "rank": rank,
-        "step": number,
-        "time_s": 100.0 + 0.2 * number,
-        "step_s": compute_s + wait_s,
-        "compute_s": compute_s,
-        "communication_s": 0.12,
-        "wait_s": wait_s,
-        "bytes_sent": 1000,
-        "samples": 32,
-        "weight": 1.0,
-        "buckets": [[0.05, 0.17]],
-    }
-
-
-def a_run() -> list[dict[str, Any]]:
-    records = [start(0), start(1)]
-    for number in range(50):
-        records += [step(0, number, compute_s=0.02, wait_s=0.18), step(1, number, compute_s=0.19, wait_s=0.01)]
-        records.append(
-            {
-                "kind": "log",
-                "rank": 0,
-                "step": number,
-                "time_s": 100 + 0.2 * number,
-                "values": {"loss": 1 / (number + 1)},
-            }
-        )
-    text = "rank 1 <script>alert(1)</script>"
-    records.append({"kind": "event", "rank": 0, "step": 3, "time_s": 101.0, "what": "stall", "text": text})
-    records.append({"kind": "log", "rank": 0, "step": 49, "time_s": 110.0, "values": {"accuracy": 0.975, "bad": None}})
-    records += [
-        {"kind": "end", "rank": 0, "step": 50, "time_s": 110.0, "steps": 50, "error": None},
-        {"kind": "end", "rank": 1, "step": 50, "time_s": 110.0, "steps": 50, "error": "ValueError: <x>"},
-    ]
-    return records
-
-
-def write(folder: Path, records: list[dict[str, Any]]) -> Path:
-    path = folder / "metrics.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    return path
-
 
 def test_sums_per_worker(tmp_path: Path) -> None:
-    zero, one = tally(Records(write(tmp_path, a_run())).all())
+    records = Records(write(tmp_path, a_run())).all()
+    zero, one = tally(records)
     assert (zero.steps, zero.samples, zero.bytes_sent, zero.host) == (50, 1600, 50_000, "host0")
     assert zero.wait_s == pytest.approx(9.0)
     assert zero.waiting_share == pytest.approx(0.9)
@@ -86,20 +32,48 @@ def test_sums_per_worker(tmp_path: Path) -> None:
     assert zero.samples_per_s == pytest.approx(160.0)
     assert zero.values == {"loss": 0.02, "accuracy": 0.975, "bad": None}
     assert one.error == "ValueError: <x>"
-    assert "Rank 1 on host1 sets the pace: it computes 190.0 ms per step and waits 5% of the time" in pace([zero, one])
-    assert pace([zero, one]).endswith("the usual other computes 20.0 ms, and the others wait 90%.")
+    assert pace(records) == (
+        "Rank 1 sets the pace: it computes 190.0 ms per step and waits 5% of the time; "
+        "the others compute 20.0 ms per step and wait 90%."
+    )
 
 
 def test_nobody_sets_the_pace_of_equals(tmp_path: Path) -> None:
     records = [step(rank, number) for number in range(5) for rank in (0, 1)]
-    assert "No worker stands out" in pace(tally(Records(write(tmp_path, records)).all()))
+    assert "No worker stands out" in pace(Records(write(tmp_path, records)).all())
+
+
+def test_what_differs_is_given_as_a_range(tmp_path: Path) -> None:
+    waits = {0: 0.047, 1: 0.06, 2: 0.0695}
+    records = [step(rank, number, wait_s=wait_s) for number in range(9) for rank, wait_s in waits.items()]
+    assert "all compute 100.0 ms per step and wait 32 to 41% of the time" in pace(
+        Records(write(tmp_path, records)).all()
+    )
+    records = [*records, *(step(3, number, compute_s=0.16, wait_s=0.0) for number in range(9))]
+    assert pace(Records(write(tmp_path, records)).all()).endswith(
+        "the others compute 100.0 ms per step and wait 32 to 41%."
+    )
+
+
+def test_workers_are_compared_over_the_steps_that_all_have(tmp_path: Path) -> None:
+    """Rank 1 was killed, its last records lost with it: just when rank 0 had become slow."""
+    alike = [step(rank, number) for number in range(10) for rank in (0, 1)]
+    slow = [step(0, number, compute_s=1.0) for number in range(10, 20)]
+    assert "No worker stands out" in pace(Records(write(tmp_path, [*alike, *slow])).all())
+    assert pace(Records(write(tmp_path, [*alike[: 2 * 4], *slow])).all()) == ""  # 4 steps in common
+    assert pace(Records(write(tmp_path, [start(0), start(1), *slow])).all()) == ""
+
+
+def test_the_steps_of_two_models_are_told_apart(tmp_path: Path) -> None:
+    both = [step(rank, number) for number in range(3) for rank in (0, 1) for _ in range(2)]
+    assert "No worker stands out" in pace(Records(write(tmp_path, both)).all())  # 3 steps of either: 6
 
 
 def test_several_slow_workers_are_not_called_equal(tmp_path: Path) -> None:
     """Two of four are slow: neither waits much longer than the other, and still two wait for them."""
     costs = {0: (0.19, 0.01), 1: (0.18, 0.02), 2: (0.02, 0.18), 3: (0.02, 0.18)}
     records = [step(r, n, compute_s=c, wait_s=w) for n in range(5) for r, (c, w) in costs.items()]
-    assert pace(tally(Records(write(tmp_path, records)).all())).startswith("Rank 0 ")
+    assert pace(Records(write(tmp_path, records)).all()).startswith("Rank 0 ")
 
 
 def test_rates_leave_out_the_start_up(tmp_path: Path) -> None:
@@ -118,10 +92,25 @@ def test_rates_leave_out_the_start_up(tmp_path: Path) -> None:
 
 def test_a_folder_used_twice_shows_its_last_run(tmp_path: Path) -> None:
     again = [{**record, "pid": 8} if record["kind"] == "start" else record for record in a_run()]
-    records = Records(write(tmp_path, [*a_run(), *again[: 2 + 3 * 25]])).all()
-    assert {worker.steps for worker in tally(records)} == {25}
+    reader = Records(write(tmp_path, [*a_run(), *again[: 2 + 3 * 25]]))
+    assert {worker.steps for worker in tally(reader.all())} == {25}
+    assert reader.earlier == 1
     two_models = [start(0), start(0), step(0, 0)]  # of one process: not two runs
-    assert len(Records(write(tmp_path, two_models)).all()) == 3
+    reader = Records(write(tmp_path, two_models))
+    assert len(reader.all()) == 3
+    assert reader.earlier == 0
+
+
+def test_the_page_says_that_there_was_an_earlier_run(tmp_path: Path) -> None:
+    others = [[{**r, "pid": pid} if r["kind"] == "start" else r for r in a_run()] for pid in (8, 9)]
+    note = "The folder holds 2 earlier runs, too: only the newest is shown."
+    write(tmp_path, [*a_run(), *others[0], *others[1]])
+    write_report(tmp_path)
+    assert note in (tmp_path / "report.html").read_text()
+    assert note in conclusion(tmp_path)
+    write(tmp_path, a_run())
+    write_report(tmp_path)
+    assert "earlier run" not in (tmp_path / "report.html").read_text() + "".join(conclusion(tmp_path))
 
 
 def test_a_torn_line_does_not_take_the_next_one_along(tmp_path: Path) -> None:
@@ -253,40 +242,3 @@ def test_folders_without_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"")
     with pytest.raises(ScenarioError, match="is empty, because no worker prepared a model"):
         write_report(tmp_path)
-
-
-def test_the_live_view_has_a_line_per_worker(tmp_path: Path) -> None:
-    earlier = write(tmp_path, a_run()).read_bytes()  # of a run in the same folder: not to be shown
-    console = Console(force_terminal=True, width=120, record=True)
-    with LiveView(console, tmp_path / "metrics.jsonl", workers=3) as view:
-        view.update()
-        assert "starting" in _text(view._lines())
-        with (tmp_path / "metrics.jsonl").open("ab") as file:
-            file.write(earlier)
-        view.update()
-        console.print(view._lines())
-    text = console.export_text()
-    assert re.search(r"rank 0 +step 50 +loss 0\.02 +accuracy 97\.5% .* 160 samples/s +waiting 90% +done", text)
-    assert re.search(r"rank 2 +starting", text)
-
-
-def _text(shown: Table) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(shown)
-    return capture.get()
-
-
-def test_the_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveView(Console(force_terminal=False), write(tmp_path, a_run()), workers=2) as view:
-        view.update()
-    assert capsys.readouterr().out == ""
-
-
-def test_the_table_at_the_end(tmp_path: Path) -> None:
-    table = final_table(Records(write(tmp_path, a_run())))
-    assert table is not None
-    console = Console(record=True, width=160)
-    console.print(table)
-    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +9\.00 +0\.05", console.export_text())
-    assert final_table(Records(tmp_path / "nothing")) is None

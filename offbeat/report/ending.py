@@ -1,0 +1,209 @@
+"""How a run ended: what its workers said last, and what they reported about each other.
+
+A worker that ends in order, or raises, leaves an end record. One that is killed leaves none: then the others' stall
+reports (stall-rank*.json, see `offbeat.wire.culprit`) say what is known of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.report.records import End, Event, Start
+from offbeat.report.tally import tally
+from offbeat.report.words import listed, ranks, span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from offbeat.report.records import Record
+    from offbeat.report.tally import Tally
+
+# Errors of a worker that only stopped because another was lost.
+_VICTIM = ("WorkerLostError", "NetworkError")
+# That of one that a signal ended, such as the launcher's when another was lost.
+_STOPPED = "KeyboardInterrupt"
+_MOST_SUSPECTS = 3  # in one line
+
+
+class Culprit(msgspec.Struct, frozen=True):
+    """A worker that had not arrived."""
+
+    rank: int
+    reason: str = ""
+    text: str = ""
+    detail: str = ""
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """The last stall that a worker reported."""
+
+    rank: int
+    culprits: tuple[Culprit, ...] = ()
+    step: int = 0
+    fatal: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What the stall reports say of one worker.
+
+    Args:
+        rank: of that worker; None if nobody was late.
+        by: ranks that reported it.
+    """
+
+    rank: int | None
+    reason: str
+    text: str
+    by: tuple[int, ...]
+
+    def __str__(self) -> str:
+        verb = "reports" if len(self.by) == 1 else "report"
+        whom = "no culprit" if self.rank is None else f"rank {self.rank} ({self.reason})"
+        return f"{ranks(self.by, capital=True)} {verb} {whom}{': ' if self.text else '.'}{self.text}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Args:
+        well: whether all workers said that they did.
+        text: what they said, in a few sentences.
+        suspects: what the stall reports say; nothing if all ended well.
+    """
+
+    well: bool
+    text: str
+    suspects: tuple[Suspect, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The same in one or two lines."""
+        told = " ".join(map(str, self.suspects[:_MOST_SUSPECTS]))
+        return [self.text, told] if told else [self.text]
+
+
+def read_stalls(run_dir: Path, since_s: float) -> list[Stall]:
+    """The stall reports in a run's folder, in order of rank.
+
+    Args:
+        since_s: unix time; older ones are of an earlier run.
+    """
+    found = []
+    for path in run_dir.glob("stall-rank*.json"):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):  # half a report is none
+            if path.stat().st_mtime >= since_s:
+                found.append(msgspec.json.decode(path.read_bytes(), type=Stall))
+    return sorted(found, key=lambda stall: stall.rank)
+
+
+def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
+    """How the run with these records ended."""
+    workers = {worker.rank: worker for worker in tally(records)}
+    world = max((record.world for record in records if isinstance(record, Start)), default=0)
+    everyone = sorted({*workers, *range(world)})
+    ends = _last_words(records)
+    errors = {rank: end.error for rank, end in ends.items() if end.error is not None}
+    if not everyone:
+        return Ending(False, "Nothing was recorded.")
+    if len(ends) == len(everyone) and not errors:
+        return Ending(True, f"{_all(len(ends))} ended well after {_steps(ends.values())}.{_on_the_way(records)}")
+    victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]
+    stopped = [ends[rank] for rank, error in errors.items() if error.startswith(_STOPPED)]
+    sentences = [  # from the cause to its consequences
+        *_raised([end for end in ends.values() if end.error is not None and end not in victims + stopped]),
+        *_silent([rank for rank in everyone if rank not in ends], workers, nobody=not ends),
+        *_others(stopped, "were told to stop" if len(stopped) > 1 else "was told to stop"),
+        *_others(victims, "gave up waiting"),
+        *_others([end for end in ends.values() if end.error is None], "ended well"),
+    ]
+    return Ending(False, " ".join(sentences), tuple(_suspects(stalls, workers, errors)))
+
+
+def _last_words(records: Iterable[Record]) -> dict[int, End]:
+    """Each worker's end; the first one that tells of an error, if there are several."""
+    ends: dict[int, End] = {}
+    for record in records:
+        if isinstance(record, End) and (record.rank not in ends or ends[record.rank].error is None):
+            ends[record.rank] = record
+    return ends
+
+
+def _raised(ends: Sequence[End]) -> list[str]:
+    alike: dict[str, list[End]] = {}
+    for end in ends:
+        alike.setdefault(_headline(end.error or ""), []).append(end)
+    return [f"{_who(group)} ended after {_steps(group)} with {error}." for error, group in alike.items()]
+
+
+def _silent(silent: Sequence[int], workers: Mapping[int, Tally], *, nobody: bool) -> list[str]:
+    if not silent:
+        return []
+    why = "killed, or still running?" if nobody else "killed?"
+    last = [workers[rank].step for rank in silent if rank in workers and workers[rank].steps]
+    which = "step" if len(set(last)) == 1 else "steps"
+    known = f"the last recorded {which}: {span(last)}" if last else "no step was recorded"
+    return [f"{ranks(silent, capital=True)} left no last word ({why}); {known}."]
+
+
+def _others(ends: Sequence[End], did: str) -> list[str]:
+    if not ends:
+        return []
+    names = sorted({end.error.partition(":")[0] for end in ends if end.error})
+    return [f"{_who(ends)} {did} after {_steps(ends)}{f' ({listed(names)})' if names else ''}."]
+
+
+def _suspects(stalls: Iterable[Stall], workers: Mapping[int, Tally], errors: Mapping[int, str]) -> list[Suspect]:
+    """What bears on the end, each but once."""
+    reporters: dict[tuple[int | None, str], list[int]] = {}
+    texts: dict[tuple[int | None, str], str] = {}
+    for stall in stalls:
+        # A wait that came to an end was followed by the record of its step: it explains nothing.
+        if not stall.fatal and stall.rank in workers and stall.step <= workers[stall.rank].step:
+            continue
+        found: list[tuple[int | None, str, str]] = [(c.rank, c.reason, _said(c)) for c in stall.culprits]
+        for rank, reason, text in found or [(None, "", "")]:
+            if rank in errors and reason == "raised":
+                continue  # its own last words say so better
+            reporters.setdefault((rank, reason), []).append(stall.rank)
+            texts.setdefault((rank, reason), f"{text} {stall.note}".strip())
+    return [Suspect(*key, texts[key], tuple(by)) for key, by in reporters.items()]
+
+
+def _said(culprit: Culprit) -> str:
+    if culprit.reason != "raised":
+        return culprit.text
+    # A traceback ends with the error; what it says may go on in indented lines.
+    errors = [line for line in culprit.detail.splitlines() if line and not line[0].isspace()]
+    return f"{culprit.text} {errors[-1]}" if errors else culprit.text
+
+
+def _on_the_way(records: Sequence[Record]) -> str:
+    stalls = sum(isinstance(record, Event) and record.what == "stall" for record in records)
+    if not stalls:
+        return ""
+    return f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way."
+
+
+def _all(count: int) -> str:
+    return "The worker" if count == 1 else f"All {count} workers"
+
+
+def _who(ends: Iterable[End]) -> str:
+    return ranks(sorted(end.rank for end in ends), capital=True)
+
+
+def _steps(ends: Iterable[End]) -> str:
+    counts = [end.steps for end in ends]
+    return f"{span(counts)} step{'' if set(counts) == {1} else 's'}"
+
+
+def _headline(error: str) -> str:
+    return error.strip().partition("\n")[0].rstrip(".:")
