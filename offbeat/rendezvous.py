@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.engine import Awaited
+from offbeat.engine import Awaited, Nobody
 from offbeat.errors import PlanError
 from offbeat.payload import Reply, Total
 
 if TYPE_CHECKING:
     from offbeat.engine import Waiter
+    from offbeat.engine.waiting import Findings
 
 _NEVER = timedelta(days=365)
 _LOOK_S = 0.02
@@ -81,7 +82,7 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-class Roll:
+class Roll(Nobody):
     """Who is there: something to wait for, and the witness of that wait."""
 
     sent_bytes = 0
@@ -107,16 +108,7 @@ class Roll:
     def result(self) -> Reply:
         return Total(torch.empty(0))
 
-    def waiting(self, awaited: Awaited) -> None:
-        """Nobody listens yet."""
-
-    def resumed(self) -> None:
-        """Nobody listens yet."""
-
-    def exchanged(self, stamp: int) -> None:
-        """Nobody listens yet."""
-
-    def investigate(self, awaited: Awaited, waited_s: float) -> Absent:
+    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
         return Absent(self._rank, tuple(self._missing), waited_s)
 
 

@@ -19,7 +19,7 @@ from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
-from offbeat.engine.waiting import Awaited, Waiter
+from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Control",
     "Meter",
     "MetricsFile",
+    "Nobody",
     "Reducer",
     "Waiter",
     "Watched",

@@ -144,7 +144,7 @@ def test_who_is_late_is_named_and_waited_for(fault: str, reason: str, says: str,
     [
         ("raises", "raised", "RuntimeError: the disk is full"),
         ("is_killed", "dead", "died"),
-        ("leaves", "raised", "SystemExit"),
+        ("leaves", "done", "is done after 2 steps"),
     ],
 )
 def test_who_cannot_come_is_named_and_ends_the_wait(fault: str, reason: str, says: str, tmp_path: Path) -> None:
