@@ -28,6 +28,7 @@ GIL_S = 1.0
 SETTLED_S = 1.5
 _IDLE = 0.05
 _STACK_LINES = 8
+_STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker.py"')
 END_OF_RUN = "the end of the run"
 _FATAL = frozenset({"dead", "raised", "done"})
 _DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
@@ -236,10 +237,10 @@ def _steps(count: int) -> str:
 
 
 def _tail_of(stack: str) -> str:
-    """The main thread's innermost frames; faulthandler writes the main thread last."""
-    blocks = stack.strip().split("\n\n")
-    lines = blocks[-1].splitlines()[: _STACK_LINES + 1]
-    return "\n".join(lines)
+    """The main thread's innermost frames, without those that started it; faulthandler writes the main thread last."""
+    lines = stack.strip().split("\n\n")[-1].splitlines()
+    own = [line for line in lines if not any(starter in line for starter in _STARTERS)]
+    return "\n".join(own[: _STACK_LINES + 1])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
