@@ -24,6 +24,9 @@ Written by `make results-page` from the files in this folder; each was written b
 the scenario, the versions, the hardware and every step of every worker. Rows of one file ran interleaved on the same
 links. Compare ratios within a file, never seconds between files.
 
+The column "x ddp" is the median over the repeats of the ratio to ddp's run next to it, of times to target where there
+is one, else of seconds per step, so it is not the quotient of the medians beside it.
+
 The limit is the larger of computation and 2 (N-1)/N x S/B, the least time in which S bytes per host can be all-reduced
 over links of B; what sends fewer bytes may go below it.
 """

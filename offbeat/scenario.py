@@ -51,7 +51,12 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class About(_Table, frozen=True, kw_only=True):
     """`[scenario]`: `name` is a file name without its ending."""
 
-    name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            pattern="^[a-z0-9][a-z0-9-]{0,63}$", description="of 1 to 64 of a-z, 0-9 and '-', not starting with '-'"
+        ),
+    ]
     description: str = ""
 
 
@@ -75,7 +80,12 @@ class Hosts(_Table, frozen=True, kw_only=True):
 class LayerTable(_Table, frozen=True, kw_only=True):
     """One `[[workload.layer]]`, in order of the forward pass: the shapes of its parameters and its times."""
 
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            pattern="^[A-Za-z_][A-Za-z0-9_]*$", description="of letters, digits and '_', not starting with a digit"
+        ),
+    ]
     shapes: list[list[Size]]
     backward_s: Seconds
     forward_s: Seconds = 0.0
@@ -115,7 +125,7 @@ class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
 class Row(_Table, frozen=True, kw_only=True):
     """One system to measure. `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=40, description="of 1 to 40 characters")]
     system: System
     plan: dict[str, Any] | str | None = None
 
@@ -125,7 +135,10 @@ class Rounds(_Table, frozen=True, kw_only=True):
 
     repeats: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
     steps: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 20
-    warmup_steps: Annotated[int, msgspec.Meta(ge=3, le=100_000)] = 5
+    warmup_steps: Annotated[
+        int,
+        msgspec.Meta(ge=3, le=100_000, description="because DDP still moves its buckets in the first steps"),
+    ] = 5
     baseline: str = "ddp"
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
 
@@ -151,7 +164,9 @@ class Scenario(_Table, frozen=True, kw_only=True):
         try:
             table = msgspec.toml.decode(text)
         except msgspec.DecodeError as error:
-            raise ScenarioError(f"Cannot read the scenario: it is not valid TOML ({error}).") from error
+            raise ScenarioError(
+                f"Cannot read the scenario: it is not valid TOML ({error}). Correct it there."
+            ) from error
         _check_keys(table, msgspec.inspect.type_info(cls), "")
         try:
             scenario = msgspec.convert(table, cls, strict=True)
@@ -200,6 +215,8 @@ class Scenario(_Table, frozen=True, kw_only=True):
         _ = self.topology
 
     def _check_rows(self) -> None:
+        if not self.row:
+            raise ScenarioError("Cannot measure nothing: there is no row. Add a [[row]] for each system (row).")
         names = [row.name for row in self.row]
         for index, row in enumerate(self.row):
             if row.name in names[:index]:
@@ -243,42 +260,86 @@ def _check_hosts(hosts: Hosts) -> None:
 
 def _check_keys(value: Any, kind: Any, path: str) -> None:
     """Refuse the first key that no table of that kind has, with the nearest that it does have."""
-    if isinstance(kind, msgspec.inspect.UnionType):
-        structs = [t for t in kind.types if isinstance(t, msgspec.inspect.StructType)]
-        if len(structs) > 1 and isinstance(value, dict):
-            structs = [t for t in structs if t.tag == value.get(t.tag_field)]
-        kind = structs[0] if structs else None
     if isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
         for index, item in enumerate(value):
             _check_keys(item, kind.item_type, f"{path}[{index}]")
-    if not isinstance(kind, msgspec.inspect.StructType) or not isinstance(value, dict):
-        return
-    fields = {field.encode_name: field.type for field in kind.fields}
-    known = [*fields, kind.tag_field] if kind.tag_field else list(fields)
-    for key, item in value.items():
+    known = _keys(kind, value)
+    for key, item in value.items() if known else ():
         inner = f"{path}.{key}" if path else key
         if key not in known:
             raise ScenarioError(f"Unknown key {key!r}{_nearest(key, known)}. Correct or remove it ({inner}).")
-        if key in fields:
-            _check_keys(item, fields[key], inner)
+        _check_keys(item, known[key], inner)
+
+
+def _keys(kind: Any, value: Any) -> dict[str, Any]:
+    """What each key of a table of that kind takes; nothing if it is no table of ours."""
+    structs = [
+        t
+        for t in getattr(kind, "types", [kind])
+        if isinstance(t, msgspec.inspect.StructType) and isinstance(value, dict)
+    ]
+    # A table that does not say its kind, or a wrong one, is told so: until then it may hold what any kind may.
+    own = [t for t in structs if t.tag_field is None or t.tag == value.get(t.tag_field)] or structs
+    keys = {field.encode_name: field.type for t in own for field in t.fields}
+    tags = tuple(t.tag for t in structs if t.tag_field is not None)
+    return keys | {t.tag_field: msgspec.inspect.LiteralType(tags) for t in own if t.tag_field is not None}
 
 
 def _sentence(message: str, table: Any) -> str:
-    """msgspec's verdict as a sentence of ours: what was found, what would do, and the path."""
+    """msgspec's verdict as a sentence of ours: what cannot be, what would do, and the path."""
     reason, _, place = message.partition(" - at ")
-    path = place.strip("`").removeprefix("$.").removeprefix("$")
-    found: Any = table
+    path = place.strip("`").removeprefix("$").removeprefix(".")
+    missing = reason.startswith("Object missing required field")
+    if missing:
+        path = f"{path}.{reason.split('`')[1]}".removeprefix(".")
+    found, kind = table, msgspec.inspect.type_info(Scenario)
     for part in path.replace("[", ".[").split("."):
-        try:
-            found = found[int(part[1:-1]) if part.startswith("[") else part]
-        except (LookupError, TypeError, ValueError):
-            return f"Cannot read the scenario: {reason[:1].lower()}{reason[1:]} ({path or 'top level'})."
-    choices = {"system": get_args(System), "profile": get_args(Profile), "kind": ("replay", "script")}
-    known = choices.get(path.rpartition(".")[2])
+        if part.startswith("["):
+            found, kind = found[int(part[1:-1])], kind.item_type  # type: ignore[attr-defined]
+        else:
+            found, kind = found.get(part), _keys(kind, found)[part]
+    key = path.rpartition(".")[2]
+    wanted = _wanted(kind)
+    if missing:
+        return f"Cannot do without {key}: it is not given, and there is no default. Give {wanted} ({path})."
+    known = [value for one in getattr(kind, "types", [kind]) for value in getattr(one, "values", ())]
     if known and isinstance(found, str):
-        what = path.rpartition(".")[2]
-        return f"Unknown {what} {found!r}{_nearest(found, known)}. Use one of {', '.join(known)} ({path})."
-    return f"Cannot read {found!r}: {reason[:1].lower()}{reason[1:]} ({path})."
+        return f"Unknown {key} {found!r}{_nearest(found, known)}. Use one of {', '.join(known)} ({path})."
+    return f"Cannot set {key} to {_shown(found)}: it takes {wanted}. Choose such a value ({path})."
+
+
+def _wanted(kind: Any) -> str:
+    """What a key of that kind takes, for people."""
+    match kind:
+        case msgspec.inspect.Metadata(type=inner, extra_json_schema={"description": str(text)}):
+            return f"{_wanted(inner)}{' ' if text.startswith('of ') else ', '}{text}"
+        case msgspec.inspect.UnionType(types=types):
+            return " or ".join(dict.fromkeys(_wanted(t) for t in types if not isinstance(t, msgspec.inspect.NoneType)))
+        case msgspec.inspect.IntType():
+            return f"a whole number{_range(kind)}"
+        case msgspec.inspect.FloatType():
+            return f"a number{_range(kind)}"
+        case msgspec.inspect.StrType():
+            return "a text"
+        case msgspec.inspect.LiteralType(values=values):
+            return f"one of {', '.join(map(str, values))}"
+        case msgspec.inspect.ListType(item_type=inner):
+            return f"a list, each item {_wanted(inner)}"
+    return "a table"
+
+
+def _range(kind: Any) -> str:
+    low, high = kind.ge if kind.gt is None else kind.gt, kind.le
+    if low is None:
+        return ""
+    least = "of at least" if kind.gt is None else "above"
+    if high is None:
+        return f" {least} {low:,g}"
+    return f" from {low:,} to {high:,}" if kind.gt is None else f" above {low:,g} and up to {high:,g}"
+
+
+def _shown(value: Any) -> str:
+    return {dict: "a table", list: "a list", bool: str(value).lower()}.get(type(value)) or repr(value)
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -102,7 +102,7 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             "Cannot shape a link to 1e+06 Mbit/s: the lab shapes 0.1 to 10000 Mbit/s.* (hosts.rate_mbps).",
         ),
         ("= 100", "= nan", "Cannot shape a link to nan Mbit/s: .* (hosts.rate_mbps)."),
-        ("= 100", '= "fast"', "Cannot read 'fast': expected `float | null`, got `str` (hosts.rate_mbps)."),
+        ("= 100", '= "fast"', "Cannot set rate_mbps to 'fast': it takes a number. .* (hosts.rate_mbps)."),
         ("rate_mbps = 100", "", "Cannot build the links: no rate is given.* (hosts.rate_mbps)."),
         ("= 100", '= 100\nnetwork = "loopback"', "Cannot shape the loopback interface to 100.* (hosts.rate_mbps)."),
         (HOSTS, '[[host]]\nname = "a"\nrate_mbps = 0', "Cannot shape a link to 0 Mbit/s.* (host[0].rate_mbps)."),
@@ -123,14 +123,46 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
         ('"replay"', '"play"', "Unknown kind 'play' (did you mean 'replay'?).* (workload.kind)."),
         # Work and rows that cannot be measured.
         ('profile = "resnet50"', "", "Cannot replay nothing: give profile .* (workload.profile)."),
-        ("scale = 0.01", "scale = 0", "Cannot read 0: expected `float` > 0.0 (workload.scale)."),
-        ("scale = 0.01", "forward_s = -1.0", "Cannot read -1.0: expected `float` >= 0.0 (workload.forward_s)."),
-        ("repeats = 2", "repeats = 0", "Cannot read 0: expected `int` >= 1 (run.repeats)."),
+        (
+            "scale = 0.01",
+            "scale = 0",
+            "Cannot set scale to 0: it takes a number above 0 and up to 1. .* (workload.scale).",
+        ),
+        (
+            "scale = 0.01",
+            "forward_s = -1.0",
+            "Cannot set forward_s to -1.0: it takes a number from 0 to 3,600. .* (workload.forward_s).",
+        ),
+        (
+            "repeats = 2",
+            "repeats = 0",
+            "Cannot set repeats to 0: it takes a whole number from 1 to 100. .* (run.repeats).",
+        ),
+        ("repeats = 2", "repeats = true", "Cannot set repeats to true: it takes a whole number.* (run.repeats)."),
+        (
+            "repeats = 2",
+            "warmup_steps = 2",
+            "Cannot set warmup_steps to 2: it takes a whole number from 3 to 100,000, because .* (run.warmup_steps).",
+        ),
+        (
+            "scale = 0.01",
+            "batch = 0",
+            "Cannot set batch to 0: it takes a whole number of at least 1.* (workload.batch).",
+        ),
+        ("scale = 0.01", "args = 1", "Unknown key 'args' .* (workload.args)."),
+        ("scale = 0.01", "layer = [3]", "Cannot set layer[0] to 3: it takes a table.* (workload.layer[0])."),
+        ('kind = "replay"\n', "", "Cannot do without kind: .* Give one of replay, script (workload.kind)."),
+        ("= 100", '= 100\nnetwork = "loop"', "Unknown network 'loop' (did you mean 'loopback'?).* (hosts.network)."),
+        ('{ codec = { kind = "Cast" } }', "3", "Cannot set plan to 3: it takes a table or a text.* (row[1].plan)."),
         ("repeats = 2", 'baseline = "dpd"', "Cannot compare with 'dpd': .*(did you mean 'ddp'?).* (run.baseline)."),
         ('name = "ours"', 'name = "ddp"', "Cannot measure row 'ddp' twice: row[1] has .* (row[1].name)."),
         ('"ddp"\n[[row]]', '"ddp"\nplan = "x"\n[[row]]', "Cannot give a plan to ddp: only offbeat .* (row[0].plan)."),
-        ('name = "two"', 'name = "../up"', "Cannot read '../up': .* (scenario.name)."),
-        ('name = "two"\n', "", "Cannot read .*missing required field `name` (scenario)."),
+        (
+            'name = "two"',
+            'name = "../up"',
+            "Cannot set name to '../up': it takes a text of 1 to 64 of a-z.* (scenario.name).",
+        ),
+        ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
     ],
 )
 def test_one_sentence_and_the_path(old: str, new: str, says: str) -> None:
@@ -142,6 +174,17 @@ def test_one_sentence_and_the_path(old: str, new: str, says: str) -> None:
     assert text.endswith(end.rpartition(".*")[2]), text
     assert end.partition(".*")[0] in text
     assert "\n" not in text
+
+
+def test_no_rows() -> None:
+    with pytest.raises(ScenarioError, match=r"Cannot measure nothing: there is no row\. .* \(row\)\.$"):
+        Scenario.from_toml("row = []\n" + GOOD.partition("[[row]]")[0])
+
+
+def test_layers_are_read_to_the_innermost_number() -> None:
+    layer = '[[workload.layer]]\nname = "a"\nshapes = [[3, 0]]\nbackward_s = 0.1'
+    with pytest.raises(ScenarioError, match=r"^Cannot set shapes\[0\]\[1\] to 0: .* \(workload\.layer\[0\]\.shapes\["):
+        Scenario.from_toml(changed('profile = "resnet50"\nscale = 0.01', layer))
 
 
 def test_not_toml() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +16,16 @@ from rich.table import Table
 from offbeat.errors import ScenarioError
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
+
     from offbeat.lab.results import Report
     from offbeat.scenario import Scenario
 
 app = typer.Typer(help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True)
+
+_HEADING_WIDTH = 8
+_LEAST_REPEATS = 3
+"""With fewer, a difference of microseconds is noise."""
 
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="A scenario as TOML.", show_default=False)]
 
@@ -58,12 +66,17 @@ def run(
             progress.update(task, description=f"repeat {repeat + 1}: {row}", completed=begun)
             begun += 1
 
+        signal.signal(signal.SIGTERM, _stop)
         report = rounds.run(parsed, text, scenario.parent, command=machine.command_line(), tell=tell)
         progress.update(task, description="done", completed=begun)
     results.write(report, json)
     if png is not None:
         plots.draw(report, png)
     _show_table(report)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # through every with block, so that nothing is left behind
 
 
 @app.command()
@@ -148,10 +161,16 @@ def _show_table(report: Report) -> None:
 
     headings, rows = results.table(report)
     table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for index, (heading, *cells) in enumerate(zip(headings, *rows, strict=True)):
+        # Long headings are broken, to fit 80 columns; a number cut short would be another number.
+        lines = textwrap.wrap(heading, max(_HEADING_WIDTH, *map(len, cells)))
+        width = max(map(len, (*lines, *cells)))
+        justify: JustifyMethod = "right" if index else "left"
+        table.add_column("\n".join(lines), justify=justify, no_wrap=True, min_width=width, vertical="bottom")
     for cells in rows:
         table.add_row(*cells)
-    Console().print(table)
+    Console().print(table, crop=False)
+    if report.rows[0].repeats < _LEAST_REPEATS:
+        return
     for name, overhead_us in report.overhead_us_per_bucket.items():
         typer.echo(f"{name}: {overhead_us:+.0f} us per bucket against {report.rows[0].baseline}")

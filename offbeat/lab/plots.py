@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart by everyone.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
 def draw(report: Report, path: Path) -> None:
@@ -41,19 +42,23 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_steps(axes: Any, report: Report) -> None:
-    """One bar per row: the median, a whisker from least to most, and every repeat as a dot."""
+    """One bar per row: the median, and a whisker from least to most of the repeats."""
     for place, (row, colour) in enumerate(zip(report.rows, COLOURS * 8, strict=False)):
         step = row.seconds_per_step
         axes.barh(place, step.median * 1e3, color=colour, alpha=0.75, height=0.6)
         axes.plot([step.min * 1e3, step.max * 1e3], [place, place], color="black", linewidth=1)
-        note = f" {step.median * 1e3:.4g} ms, x{row.ratio_to_baseline:.3f}"
-        axes.text(step.max * 1e3, place, note, va="center", fontsize=7)
+        note = f"{step.median * 1e3:.4g} ms, x{row.ratio_to_baseline:.3f}"
+        # What sends less may end left of the limit: the line must not cross what is written there.
+        end = (step.max * 1e3, place)
+        axes.annotate(note, end, xytext=(4, 0), textcoords="offset points", va="center", fontsize=7, bbox=_PAPER)
     bound_ms = report.rows[0].bound_s * 1e3
     axes.axvline(bound_ms, color="black", linestyle="--", linewidth=1)
-    axes.text(bound_ms, -0.7, f"limit {bound_ms:.4g} ms", ha="center", va="bottom", fontsize=7)
+    # Above the axes: the line ends where its label begins.
+    above = axes.get_xaxis_transform()
+    axes.text(bound_ms, 1.01, f"limit {bound_ms:.4g} ms", ha="center", va="bottom", fontsize=7, transform=above)
     axes.set_yticks(range(len(report.rows)), [row.row for row in report.rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_ylim(len(report.rows) - 0.5, -0.9)
+    axes.set_ylim(len(report.rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.45 * max(bound_ms, *(row.seconds_per_step.max * 1e3 for row in report.rows)))
     axes.set_xlabel("milliseconds per step (median; least to most of the repeats)", fontsize=8)
     axes.tick_params(labelsize=7)

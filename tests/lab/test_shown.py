@@ -1,0 +1,51 @@
+"""What people see of a result: the table on the terminal, and the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from offbeat.cli.lab import _show_table
+from offbeat.lab import plots, results
+
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks/results"
+
+
+@pytest.mark.parametrize(("repeats", "said"), [(1, False), (2, False), (3, True)])
+def test_microseconds_are_told_from_three_repeats_on(
+    capsys: pytest.CaptureFixture[str], repeats: int, said: bool
+) -> None:
+    report = results.read(RESULTS / "loopback.json")
+    rows = [msgspec.structs.replace(row, repeats=repeats) for row in report.rows]
+    _show_table(msgspec.structs.replace(report, rows=rows))
+    assert ("us per bucket against ddp" in capsys.readouterr().out) is said
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_number_is_cut_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report = results.read(RESULTS / "mnist.json")
+    _show_table(report)
+    shown = capsys.readouterr().out
+    assert all(cell in shown for cells in results.table(report)[1] for cell in cells)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["uniform", "mnist", "loopback"])
+def test_the_limit_is_written_clear_of_its_line(name: str) -> None:
+    figure = Figure()
+    canvas: Any = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    plots._draw_steps(axes, results.read(RESULTS / f"{name}.json"))
+    canvas.draw()
+    (label,) = (text for text in axes.texts if text.get_text().startswith("limit "))
+    (line,) = (line for line in axes.lines if line.get_linestyle() == "--")
+    assert not label.get_window_extent().overlaps(line.get_window_extent())
