@@ -1,10 +1,17 @@
-"""The closing line of a test run: how many lab tests were skipped, and why."""
+"""For the whole test run: Ctrl-C means the same everywhere, and the closing line says what of the lab was skipped."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """A shell that starts a command in the background has it ignore SIGINT, and so would every process of a test."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

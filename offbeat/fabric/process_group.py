@@ -202,9 +202,15 @@ class GatherWorks:
 def _wait_for(work: Any, timeout: timedelta) -> bool:
     try:
         work.wait(timeout)
-    except RuntimeError as error:
+    except RuntimeError:
         if not work.is_completed():
             return False
+    else:
+        return True
+    # It failed, or came to its end, well, just when the time was up: asked again it says which.
+    try:
+        work.wait()
+    except RuntimeError as error:
         raise NetworkError(f"The connection to another worker broke: {_first_line(error)}") from error
     return True
 
