@@ -39,11 +39,12 @@ from offbeat.engine import (
     Waiter,
     Watched,
     distinct,
+    ignored_names,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
-from offbeat.fabric import InMemory, ProcessGroup, keep
+from offbeat.fabric import InMemory, ProcessGroup, never_destroy
 from offbeat.layout import arrange
 from offbeat.loader import Loader
 from offbeat.plan import Plan
@@ -205,7 +206,7 @@ class Run:
                 "was prepared before, and would be averaged twice. Prepare one module that holds all parts."
             )
         self._prepared.update({id(p): name for name, p in parameters.items()})
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
@@ -254,7 +255,7 @@ class Run:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
         if self.world == 1:
             return
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_names(model)
         named = [*model.named_parameters(), *model.named_buffers()]
         with torch.no_grad():
             for name, tensor in named:
@@ -395,7 +396,7 @@ class Run:
         if self._owns_group and orderly:
             dist.destroy_process_group()
         elif self._owns_group and dist.group.WORLD is not None:
-            keep(dist.group.WORLD)
+            never_destroy(dist.group.WORLD)
 
     def _end_metrics(self, error: BaseException | None) -> None:
         self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")

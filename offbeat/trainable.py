@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
 from offbeat.replica import Replica
 
@@ -16,7 +17,7 @@ _ORDER = "the order is prepare(model, optimizer, loader), with a torch.nn.Module
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = ignored_names(model)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
     if not parameters:
         raise ModelError(
@@ -44,7 +45,7 @@ def inventory(model: torch.nn.Module, sparse: Collection[str]) -> str:
     Not only what is trained: frozen parameters and buffers are broadcast, and a difference there would put numbers into
     the wrong place, or end the process inside Gloo.
     """
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = ignored_names(model)
     parameters = [
         (name, p, "sparse" if name in sparse else "trained" if p.requires_grad else "frozen")
         for name, p in model.named_parameters()

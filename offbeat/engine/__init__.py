@@ -6,9 +6,10 @@
 * `flat` - one bucket's memory: the gradients are views into it
 * `flight` - one bucket's exchange under way
 * `channel` - one model's way to the other workers, counted and waited for
-* `findings` - who is at another batch, whose gradient is NaN
+* `inquiry` - who is at another batch, whose gradient is NaN
 * `sparse` - gradients that are no dense tensors
 * `buffers` - BatchNorm statistics and other buffers, kept equal
+* `ignored` - what the user asked to leave alone
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
 * `witness` - ties the waiting primitive to the sentinel beside each worker
 * `control` - collective questions beside the data's path: are we the same, who has data
@@ -17,6 +18,7 @@
 
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
+from offbeat.engine.ignored import ignored_names
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
@@ -33,6 +35,7 @@ __all__ = [
     "Waiter",
     "Watched",
     "distinct",
+    "ignored_names",
     "samples_in",
     "start_watch",
 ]

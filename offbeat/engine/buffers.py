@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.engine.ignored import ignored_names
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Buffers:
     """
 
     def __init__(self, module: torch.nn.Module, fabric: Fabric) -> None:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = ignored_names(module)
         self._places = [place for place in _places(module, ignored) if place.tensor.numel()]
         self._fabric = fabric
         self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []

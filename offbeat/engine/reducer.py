@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import findings, sparse
+from offbeat.engine import inquiry, sparse
 from offbeat.engine.arrivals import Arrivals
 from offbeat.engine.channel import Channel
 from offbeat.engine.flat import Entry, Flat
@@ -286,7 +286,7 @@ class Reducer:
         """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
         tail = flight.arrive()
         if not tail.in_step:
-            raise findings.different_batches(self._control, step=self.step, stamp=self.share.stamp)
+            raise inquiry.different_batches(self._control, step=self.step, stamp=self.share.stamp)
         flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         flight.flat.settle(tail.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
@@ -312,7 +312,7 @@ class Reducer:
         self._landmark = next((entry for entry in self._entries.values() if entry.parameter.grad is not None), None)
         if unused and not self._told_unused and weight:
             self._told_unused = True
-            self._tell(step, "unused", f"step {step}: no gradient for {findings.some(unused)}; they contribute zeros.")
+            self._tell(step, "unused", f"step {step}: no gradient for {inquiry.some(unused)}; they contribute zeros.")
 
     def _learn(self, arrivals: Arrivals) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
@@ -346,7 +346,7 @@ class Reducer:
 
     def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:
         step = self.step - 1
-        text = f"step {step}: {findings.nonfinite(self._control, places, mine)}"
+        text = f"step {step}: {inquiry.nonfinite(self._control, places, mine)}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."

@@ -7,6 +7,6 @@
 
 from offbeat.fabric.fabric import Fabric, FabricSpec, Offers, Pending
 from offbeat.fabric.in_memory import InMemory, Meeting
-from offbeat.fabric.process_group import ProcessGroup, keep
+from offbeat.fabric.process_group import ProcessGroup, never_destroy
 
-__all__ = ["Fabric", "FabricSpec", "InMemory", "Meeting", "Offers", "Pending", "ProcessGroup", "keep"]
+__all__ = ["Fabric", "FabricSpec", "InMemory", "Meeting", "Offers", "Pending", "ProcessGroup", "never_destroy"]

@@ -82,7 +82,7 @@ class BoundProcessGroup:
     def abandon(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            keep(group)
+            never_destroy(group)
 
     @property
     def _handle(self) -> dist.ProcessGroup:
@@ -105,8 +105,8 @@ class BoundProcessGroup:
         return Works([work], split, sent)
 
 
-def keep(group: dist.ProcessGroup) -> None:
-    """See to it that `group` is never destroyed, not even at exit.
+def never_destroy(group: dist.ProcessGroup) -> None:
+    """Leave `group` as it is, even at exit.
 
     Its destructor joins Gloo's threads, and one of them may wait for a worker that will never come; Gloo's own `abort`
     does not end that wait (torch 2.13).

@@ -123,7 +123,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
     if isinstance(row.plan, str):
         path = find(row.plan, folder)
-        if path is None:
+        if path is None or not path.is_file():
             raise ScenarioError(
                 f"Cannot use the plan of row {row.name!r}: there is no file {row.plan!r} in {folder} or {Path.cwd()}. "
                 f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."

@@ -41,7 +41,6 @@ class Work(msgspec.Struct, frozen=True):
     warmup_steps: int = 5
     compute_factor: float = 1.0
     bucket_bytes: int | None = None
-    target: float | None = None
     data: str | None = None
     tolerance: float | None = None
     """Largest absolute error of a summed standard-normal gradient element; None: the system is lossy by design."""

@@ -268,6 +268,8 @@ def test_a_closed_watch_is_silent(hub: Watch) -> None:
     watch.say("computing", step=8)
     watch.last_words("raised", "too late")
     watch.close()
+    last = hub.roster(ASK).words[1]
+    assert (last.phase, last.traceback) == ("finished", "")
 
 
 def test_a_watch_that_is_closed_while_another_thread_asks(hub: Watch) -> None:
@@ -316,7 +318,10 @@ def test_a_traceback_with_a_file_name_that_is_no_text() -> None:
 def test_the_users_modules_do_not_get_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secrets.py").write_text("raise ImportError('the user has a module of this name')\n")
     monkeypatch.chdir(tmp_path)
-    Watch.start(rank=0, world=1, token=TOKEN, hub=None).close()
+    assert subprocess.run([sys.executable, "-c", "import secrets"], capture_output=True, check=False).returncode == 1
+    watch = Watch.start(rank=0, world=1, token=TOKEN, hub=None)
+    assert [words.rank for words in watch.roster(ASK).words] == [0]
+    watch.close()
 
 
 def test_the_page_needs_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
