@@ -24,6 +24,7 @@ _log = logging.getLogger("offbeat.wire")
 _MAX_HUB_BYTES = 64 << 20
 _CONNECT_S = 3.0
 _RETRY_S = 1.0
+_LEAVE_S = 1.0
 
 
 class Uplink:
@@ -39,6 +40,7 @@ class Uplink:
         self._hub, self._token, self._rank = hub, token, rank
         self.on_show: Callable[[], None] = lambda: None  # called when the hub wants this worker's stack
         self._talk: Talk | None = None
+        self._tried = asyncio.Event()  # the first attempt to connect has ended, one way or the other
         self._answers: dict[int, asyncio.Future[Roster]] = {}
         self._number = 0
         self._latest: Words | None = None
@@ -56,6 +58,7 @@ class Uplink:
             except (OSError, TimeoutError):
                 pass  # the hub's machine is not there, or not yet
             self._lose()
+            self._tried.set()
             await asyncio.sleep(_RETRY_S)
 
     def report(self, words: Words) -> None:
@@ -95,11 +98,14 @@ class Uplink:
 
     async def leave(self, *, well: bool) -> None:
         """Send what is left, and say good-bye if the worker is done."""
+        # A worker may be done before its sentinel has reached the hub; nobody would know how it ended.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._tried.wait(), _LEAVE_S)
         talk = self._talk  # may be lost while it is flushed
         if talk is not None:
             if well:
                 talk.say(Bye())
-            await talk.flush(1.0)
+            await talk.flush(_LEAVE_S)
             talk.close()
 
     async def _converse(self) -> None:
@@ -115,6 +121,7 @@ class Uplink:
         self._talk, self.lost_since_s = talk, None
         if self._latest is not None:
             talk.say(Report(self._latest))
+        self._tried.set()
         try:
             while (message := await talk.hear()) is not None:
                 if isinstance(message, Roster) and message.number == 0:

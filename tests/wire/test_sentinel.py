@@ -272,6 +272,19 @@ def test_a_closed_watch_is_silent(hub: Watch) -> None:
     assert (last.phase, last.traceback) == ("finished", "")
 
 
+def test_a_worker_that_is_done_before_its_sentinel_has_reached_the_hub(hub: Watch) -> None:
+    os.kill(hub._process.pid, signal.SIGSTOP)
+    try:
+        watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
+        closer = threading.Thread(target=watch.close)
+        closer.start()
+        time.sleep(0.3)
+    finally:
+        os.kill(hub._process.pid, signal.SIGCONT)
+    closer.join(BOUND_S)
+    assert hub.roster(ASK).words[1].phase == "finished"
+
+
 def test_a_watch_that_is_closed_while_another_thread_asks(hub: Watch) -> None:
     watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
     until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
