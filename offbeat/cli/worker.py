@@ -78,19 +78,23 @@ def _brief(text: str) -> str:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    if "offbeat.run" in sys.modules:
-        sys.modules["offbeat.run"].say_last_words(KeyboardInterrupt("SIGTERM"))
+    _say_last_words(KeyboardInterrupt("SIGTERM"))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave(code: int, error: BaseException) -> None:
     """End now: closing in order would wait for workers that will never come."""
-    if "offbeat.run" in sys.modules:
-        sys.modules["offbeat.run"].say_last_words(error)
+    _say_last_words(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _say_last_words(error: BaseException) -> None:
+    say = getattr(sys.modules.get("offbeat.run"), "say_last_words", None)  # it may just be being imported
+    if say is not None:
+        say(error)
 
 
 def _die_with_launcher() -> None:

@@ -54,11 +54,12 @@ def test_hooks_fire_layer_by_layer_at_their_times(factor: float) -> None:
     layers = [name.split(".")[0] for name, _ in fired]
     assert layers == ["third", "third", "second", "first", "first"]
     assert forward_s >= FORWARD_S * factor * 0.99
-    # No earlier than the layers behind it allow, by the longest; how much later is the machine's affair.
-    times = {name.split(".")[0]: at_s - start_s - forward_s for name, at_s in fired}
-    assert times["third"] >= 0.02 * factor * 0.99
-    assert times["second"] >= 0.08 * factor * 0.95
-    assert times["first"] >= BACKWARD_S * factor * 0.95
+    # No earlier than the layers behind it allow, by the longest; how much later is the machine's affair. From the very
+    # start: what the forward pass overslept is taken off the backward pass.
+    times = {name.split(".")[0]: at_s - start_s for name, at_s in fired}
+    assert times["third"] >= (FORWARD_S + 0.02) * factor * 0.99
+    assert times["second"] >= (FORWARD_S + 0.08) * factor * 0.95
+    assert times["first"] >= (FORWARD_S + BACKWARD_S) * factor * 0.95
 
 
 def test_oversleeping_is_made_up_for() -> None:
