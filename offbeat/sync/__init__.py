@@ -1,10 +1,62 @@
 """When may a worker go on?
 
-* `policy` - what a synchronization policy declares
+* `policy` - the noun: a rule over the state
+* `state` - what every rule decides from, and how events and decisions change it
+* `events`, `actions` - what happens to workers, and what is decided
 * `bsp` - bulk synchronous: after every step all workers wait for all
+* `asp` - asynchronous: nobody waits
+* `ssp` - stale synchronous: nobody is more than so many steps ahead
+* `dssp` - the same, the number chosen anew where it helps
+* `ksync` - the first k make the update: backup workers
+* `round_robin` - workers take turns on the link
+* `local_sgd` - workers step by themselves, and average now and then
+* `hybrid` - one policy within groups of workers, another between groups
 """
 
+from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
+from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
-from offbeat.sync.policy import Policy
+from offbeat.sync.dssp import DSSP
+from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, Ready
+from offbeat.sync.hybrid import Hybrid
+from offbeat.sync.ksync import KSync
+from offbeat.sync.local_sgd import LocalSGD, OuterSGD
+from offbeat.sync.policy import Contributes, Policy, on
+from offbeat.sync.round_robin import RoundRobin
+from offbeat.sync.ssp import SSP
+from offbeat.sync.state import Member, PolicyMisstep, State
 
-__all__ = ["BSP", "Policy"]
+__all__ = [
+    "ASP",
+    "BSP",
+    "DSSP",
+    "SSP",
+    "Action",
+    "Adopted",
+    "Apply",
+    "Contributes",
+    "Deadline",
+    "Drop",
+    "Event",
+    "Evict",
+    "Grant",
+    "Hybrid",
+    "Joined",
+    "KSync",
+    "Left",
+    "LocalSGD",
+    "Member",
+    "OuterSGD",
+    "Policy",
+    "PolicyMisstep",
+    "Pulled",
+    "Push",
+    "Pushed",
+    "Ready",
+    "Release",
+    "Remember",
+    "RoundRobin",
+    "State",
+    "Wake",
+    "on",
+]

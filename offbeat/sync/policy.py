@@ -1,12 +1,32 @@
 """A synchronization policy is a rule for when a worker may go on; it does no I/O and reads no clock.
 
-With bulk-synchronous training on a replicated fabric the collective itself is the rule, so a policy declares no more
-than what it needs of a fabric.
+The rule looks at the `State` alone, not at what just happened: it is asked again after every event, and after every
+decision of its own, until it has nothing more to say. So it cannot miss anything, and can take over from another rule
+at any moment.
+
+>>> from offbeat.sync import ASP, Joined, Pushed, Ready, State
+>>> state, _ = on(ASP(), State(), Joined(worker=0, at_s=0.0))
+>>> on(ASP(), state, Ready(worker=0, clock=0, at_s=1.0, weight=32))[1]
+(Grant(worker=0), Apply(pushes=((0, 0),), rate=1.0, in_order=False), Release(worker=0))
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from offbeat.sync.actions import Wake
+from offbeat.sync.state import PolicyMisstep, State, enact, observe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.sync.actions import Action
+    from offbeat.sync.events import Event
+
+
+# "gradient": of this step. "change": of the parameters since the last contribution; the worker steps by itself in
+# between. None: nothing.
+Contributes = Literal["gradient", "change"] | None
 
 
 class Policy(Protocol):
@@ -15,3 +35,56 @@ class Policy(Protocol):
     @property
     def replicated(self) -> bool:
         """Whether it can run where every worker holds the parameters and applies the same update."""
+
+    @property
+    def bound(self) -> int | None:
+        """How many steps a worker may be ahead of the slowest one that takes part; None if any number.
+
+        When a worker is released for step s, each other member has brought at least s - bound contributions. One that
+        is in the update the worker waits for counts, and one in any earlier update if that update is made in order:
+        the worker is given no block before they are in it.
+        """
+
+    @property
+    def drops(self) -> bool:
+        """Whether it may leave a contribution unused."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether a worker that is ready may have to wait for its `Grant`; else it may begin to push at once."""
+
+    def contributes(self, step: int) -> Contributes:
+        """What a worker brings after its own step number `step`, from 0."""
+
+    def decide(self, state: State) -> Sequence[Action]:
+        """What is to be done now; empty if nothing. Pure."""
+
+
+def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """What `policy` decides after `event`, and the state after that.
+
+    Raises:
+        PolicyMisstep: if the policy decided something impossible, or finds no end.
+    """
+    return settle(policy, observe(state, event))
+
+
+def settle(policy: Policy, state: State) -> tuple[State, tuple[Action, ...]]:
+    """What `policy` decides until it has nothing more to say, and the state after that.
+
+    Raises:
+        PolicyMisstep: if the policy decided something impossible, or finds no end.
+    """
+    decided: list[Action] = []
+    most = 16 + 8 * len(state.members)
+    while actions := [action for action in policy.decide(state) if not _is_set(state, action)]:
+        for action in actions:
+            state = enact(state, action)
+        decided += actions
+        if len(decided) > most:
+            raise PolicyMisstep(f"{policy!r} finds no end: {', '.join(map(repr, decided[-8:]))}")
+    return state, tuple(decided)
+
+
+def _is_set(state: State, action: Action) -> bool:
+    return isinstance(action, Wake) and state.wake_s == action.at_s

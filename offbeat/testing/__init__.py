@@ -5,11 +5,13 @@ nothing but offbeat and torch, so they run under any test runner.
 
     codec.py    check_codec: rules of `offbeat.codec.codec`
     fabric.py   check_fabric: rules of `offbeat.fabric.fabric`
+    policy.py   check_policy: rules of `offbeat.sync.policy`
 """
 
 from __future__ import annotations
 
 from offbeat.testing.codec import check_codec
 from offbeat.testing.fabric import check_fabric
+from offbeat.testing.policy import check_policy
 
-__all__ = ["check_codec", "check_fabric"]
+__all__ = ["check_codec", "check_fabric", "check_policy"]

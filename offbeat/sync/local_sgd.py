@@ -1,0 +1,124 @@
+"""Local SGD: workers step by themselves and average now and then.
+
+Stich, "Local SGD converges fast and communicates little" (ICLR 2019); Lin et al., "Don't use large mini-batches, use
+local SGD" (ICLR 2020), begin with ordinary steps (post-local SGD); Douillard et al., "DiLoCo" (2023), apply the mean
+change with an outer optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PlanError
+from offbeat.sync.bsp import BSP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.sync.actions import Action
+    from offbeat.sync.policy import Contributes
+    from offbeat.sync.state import State
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """The mean change of the parameters is treated as a gradient (its negative) and applied by SGD.
+
+    Args:
+        lr: learning rate; 1 with no momentum is the plain average.
+        momentum: of the outer steps, from 0 to below 1.
+        nesterov: look ahead along the momentum.
+
+    Raises:
+        PlanError: if a value cannot be.
+
+    >>> OuterSGD()
+    OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise PlanError(
+                f"Cannot step with a learning rate of {self.lr!r}: choose above 0 - at `plan.sync.outer.lr`."
+            )
+        if not 0 <= self.momentum < 1:
+            raise PlanError(
+                f"Cannot use a momentum of {self.momentum!r}: choose from 0 to below 1 - at `plan.sync.outer.momentum`."
+            )
+        if self.nesterov and self.momentum == 0:
+            raise PlanError(
+                "Cannot look ahead along a momentum of 0. Use nesterov=False, or a momentum "
+                "- at `plan.sync.outer.nesterov`."
+            )
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Each worker steps by itself; after each `every` steps all average how far they came.
+
+    Communication falls to 1/every. Who steps by itself drifts: short runs, few samples per worker and unlike data ask
+    for small `every`; begin with ordinary steps (`after`), while the learning rate is high. Momentum stays with each
+    worker's own optimizer. What is contributed is waited for as in BSP; contributions, not steps, are counted.
+
+    Args:
+        every: steps between two averages.
+        after: steps at the beginning after each of which gradients are averaged, as in BSP.
+        outer: how the mean change is applied; None for a plain average.
+
+    Raises:
+        PlanError: if `every` is less than 1 or `after` negative.
+
+    >>> policy = LocalSGD(every=2, after=1)
+    >>> [policy.contributes(step) for step in range(5)]
+    ['gradient', None, 'change', None, 'change']
+    """
+
+    every: int
+    after: int = 0
+    outer: OuterSGD | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise PlanError(
+                f"Cannot average after each {self.every!r} steps: choose a whole number from 1 - at `plan.sync.every`."
+            )
+        if not isinstance(self.after, int) or self.after < 0:
+            raise PlanError(
+                f"Cannot begin after {self.after!r} ordinary steps: choose a whole number from 0 "
+                "- at `plan.sync.after`."
+            )
+        if self.outer is not None and not isinstance(self.outer, OuterSGD):
+            raise PlanError(
+                f"Cannot apply changes with {self.outer!r}: use OuterSGD(...) or None - at `plan.sync.outer`."
+            )
+
+    @property
+    def replicated(self) -> bool:
+        return True
+
+    @property
+    def bound(self) -> int | None:
+        return 0
+
+    @property
+    def drops(self) -> bool:
+        return False
+
+    @property
+    def gated(self) -> bool:
+        return False
+
+    def contributes(self, step: int) -> Contributes:
+        """The gradient at the beginning; then the change since the last contribution, after each `every` steps."""
+        if step < self.after:
+            return "gradient"
+        return "change" if (step - self.after + 1) % self.every == 0 else None
+
+    def decide(self, state: State) -> Sequence[Action]:
+        """As `BSP`: the update waits for all, and all wait for it."""
+        return BSP().decide(state)

@@ -1,0 +1,53 @@
+"""Who steps by itself, when it contributes, and how the mean change is applied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.errors import PlanError
+from offbeat.sync import BSP, Joined, LocalSGD, OuterSGD, Ready, State, on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.sync import Action, Policy
+
+
+def test_it_contributes_gradients_at_the_beginning_and_then_every_change() -> None:
+    policy = LocalSGD(every=3, after=2)
+    kinds = [policy.contributes(step) for step in range(10)]
+    assert kinds == ["gradient", "gradient", None, None, "change", None, None, "change", None, None]
+    assert [LocalSGD(every=1).contributes(step) for step in range(3)] == ["change"] * 3
+
+
+def test_what_is_contributed_is_waited_for_as_in_bsp() -> None:
+    events = (Joined(0, 0.0), Joined(1, 0.0), Ready(1, 0, 1.0), Ready(0, 0, 2.0))
+
+    def decided(policy: Policy) -> list[tuple[Action, ...]]:
+        state, all_actions = State(), []
+        for event in events:
+            state, actions = on(policy, state, event)
+            all_actions.append(actions)
+        return all_actions
+
+    assert decided(LocalSGD(every=4)) == decided(BSP())
+    assert LocalSGD(every=4).replicated
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: LocalSGD(every=0), "plan.sync.every"),
+        (lambda: LocalSGD(every=1.5), "plan.sync.every"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(every=2, after=-1), "plan.sync.after"),
+        (lambda: LocalSGD(every=2, outer="SGD"), "plan.sync.outer"),  # type: ignore[arg-type]
+        (lambda: OuterSGD(lr=0.0), "plan.sync.outer.lr"),
+        (lambda: OuterSGD(momentum=1.0), "plan.sync.outer.momentum"),
+        (lambda: OuterSGD(momentum=0.0), "plan.sync.outer.nesterov"),
+    ],
+)
+def test_nonsense_is_refused_with_the_path(make: Callable[[], object], path: str) -> None:
+    with pytest.raises(PlanError, match=f"at `{path}`"):
+        make()
