@@ -1,7 +1,20 @@
-"""The transport of everything that is not a collective of torch's: here, the control connection.
+"""The transport of everything that is not a collective of torch's.
 
-* `frame` - bytes to frames and back, without I/O
-* `messages` - what is said, as declared structs; the proof of the token
+* `frame` - bytes to frames and back, bodies in place, without I/O
+* `messages` - what is said, as declared structs
+* `handshake`, `credentials` - what proves who may speak: token, certificates
+
+Links, which carry a parameter server's blocks:
+
+* `session` - exactly once and in order, whatever breaks; without I/O
+* `stream` - a socket that never blocks, plain or with TLS
+* `link` - a session on real connections, one after the other
+* `tcp` - `listen` and `connect`, with an example; `door` and `dial` behind them, `greeting` between them
+* `ask` - questions and answers over a link
+* `loop` - an event loop on a thread, for a training process
+
+The control connection:
+
 * `page` - shared memory with a worker's last words
 * `process` - what the kernel knows about a process
 * `talk`, `hub`, `uplink` - messages over TCP: between a sentinel and rank 0's

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import logging
-import secrets
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -15,7 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
+from offbeat.wire import handshake
+from offbeat.wire.credentials import Token, require_credentials
+from offbeat.wire.messages import Ask, Bye, Join, Report, Roster, Show, Words
 from offbeat.wire.talk import Talk
 
 if TYPE_CHECKING:
@@ -59,11 +58,7 @@ class Hub:
         Raises:
             NetworkError: if the address is not loopback and there is no token, or it cannot be bound.
         """
-        if not self._token and not ipaddress.ip_address(bind).is_loopback:
-            raise NetworkError(
-                f"Cannot open the control connection on {bind} without a token: anybody could join. "
-                "Give every worker the same secret, or use a loopback address."
-            )
+        require_credentials("the control connection", bind, Token(self._token) if self._token else None)
         try:
             self._server = await asyncio.start_server(self._welcome, bind, 0, family=socket.AF_INET)
         except OSError as error:
@@ -187,17 +182,16 @@ class Hub:
             talk.close()
 
     async def _authenticate(self, talk: Talk) -> int:
-        nonce = secrets.token_bytes(32)
-        talk.say(Hello(nonce))
+        hello = handshake.hello()
+        talk.say(hello)
         join = await talk.hear()
         if not isinstance(join, Join):
             raise PeerError("it did not prove that it knows the token")
-        if join.rank >= self._world:
-            raise PeerError(f"it says it is rank {join.rank} of {self._world}")
-        if not hmac.compare_digest(join.proof, proof(self._token, "peer", join.rank, nonce, join.nonce)):
-            raise PeerError("its token is wrong")
-        talk.say(Welcome(proof(self._token, "hub", join.rank, join.nonce, nonce)))
-        return join.rank
+        handshake.check(self._token, hello, join)
+        if join.claim.rank >= self._world:
+            raise PeerError(f"it says it is rank {join.claim.rank} of {self._world}")
+        talk.say(handshake.welcome(self._token, hello, join))
+        return join.claim.rank
 
     async def _converse(self, talk: Talk, rank: int) -> None:
         answers: set[asyncio.Task[None]] = set()

@@ -1,8 +1,8 @@
-"""What is said on the control connection.
+"""What is said on the control connection, and to open a link.
 
     peer                                    hub
       | <----------- Hello(nonce) ----------- |
-      | -- Join(rank, nonce, proof) --------> |   both prove that they know the run's token, without sending it
+      | -- Join(claim, nonce, proof) -------> |   both prove that they know the run's token: see `handshake`
       | <----------- Welcome(proof) --------- |
       | -- Report(words) -------------------> |   whenever they change, and once a second
       | -- Ask(number, stacks) -------------> |
@@ -11,13 +11,12 @@
       | -- Bye -----------------------------> |
       | <----------- Roster(0, words) ------- |   when the hub's own worker has ended
 
-Between a worker and its own sentinel, over a socket pair: Config, Ready, Ask, Roster, Bye.
+Between a worker and its own sentinel, over a socket pair: Config, Ready, Ask, Roster, Bye. A link is opened by the same
+Hello, Join and Welcome, or by Refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
@@ -32,6 +31,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +78,41 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     nonce: Nonce
 
 
-class Join(msgspec.Struct, tag=True, frozen=True):
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wants to come in.
+
+    Args:
+        job: the name of what it belongs to; "" on the control connection.
+        session: the link's, drawn by the one that dials; b"" on the control connection.
+        received: number of the last frame it has received in this session.
+        resumes: it was welcome in this session before.
+    """
+
     rank: Rank
+    job: Name = ""
+    session: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    received: Number = 0
+    resumes: bool = False
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    claim: Claim
     nonce: Nonce
     proof: Nonce
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """`received`: number of the last frame received in this session."""
+
     proof: Nonce
+    received: Number = 0
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Only to who has proved that it may know why."""
+
+    proof: Nonce
+    reason: Text
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +167,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     error: Text = ""
 
 
-Message = Hello | Join | Welcome | Report | Ask | Show | Roster | Bye | Config | Ready
+Message = Hello | Join | Welcome | Refused | Report | Ask | Show | Roster | Bye | Config | Ready
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -158,11 +185,6 @@ def unpack(frame: Frame) -> Message:
     """
     try:
         message: Message = _decoder.decode(frame.metadata)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: text that is not UTF-8
         raise PeerError(f"Cannot understand this peer: {error}.") from error
     return message
-
-
-def proof(token: bytes, side: str, rank: int, first: bytes, second: bytes) -> bytes:
-    """HMAC-SHA256 over who says it, for which rank, and both nonces."""
-    return hmac.new(token, b"|".join((side.encode(), str(rank).encode(), first, second)), hashlib.sha256).digest()

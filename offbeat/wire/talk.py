@@ -7,7 +7,7 @@ import collections
 import contextlib
 import socket
 
-from offbeat.wire.frame import Decoder
+from offbeat.wire.frame import Reader
 from offbeat.wire.messages import Message, pack, unpack
 
 _READ_BYTES = 1 << 16
@@ -30,12 +30,12 @@ class Talk:
         sock = writer.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
-        self._decoder = Decoder(max_metadata_bytes=max_bytes)
+        self._frames = Reader(max_metadata_bytes=max_bytes)
         self._heard: collections.deque[Message] = collections.deque()
 
     def trust(self, max_bytes: int) -> None:
         """From now on take messages of up to `max_bytes`; between two messages only."""
-        self._decoder = Decoder(max_metadata_bytes=max_bytes)
+        self._frames = Reader(max_metadata_bytes=max_bytes)
 
     def say(self, message: Message) -> None:
         """Send; never blocks. A peer that does not read is cut off."""
@@ -57,7 +57,7 @@ class Talk:
                 return None
             if not data:
                 return None
-            self._heard.extend(unpack(frame) for frame in self._decoder.feed(data))
+            self._heard.extend(unpack(frame) for frame in self._frames.feed(data))
         return self._heard.popleft()
 
     @property

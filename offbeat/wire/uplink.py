@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Show, Welcome, Words, proof
+from offbeat.wire import handshake
+from offbeat.wire.messages import Ask, Bye, Claim, Hello, Report, Roster, Show, Welcome, Words
 from offbeat.wire.talk import Talk
 
 if TYPE_CHECKING:
@@ -142,12 +141,12 @@ class Uplink:
         hello = await talk.hear()
         if not isinstance(hello, Hello):
             raise PeerError("it is no hub")
-        nonce = secrets.token_bytes(32)
-        talk.say(Join(self._rank, nonce, proof(self._token, "peer", self._rank, hello.nonce, nonce)))
+        join = handshake.join(self._token, hello, Claim(rank=self._rank))
+        talk.say(join)
         welcome = await talk.hear()
-        expected = proof(self._token, "hub", self._rank, nonce, hello.nonce)
-        if not isinstance(welcome, Welcome) or not hmac.compare_digest(welcome.proof, expected):
-            raise PeerError("it does not know the token")
+        if not isinstance(welcome, Welcome):
+            raise PeerError("it did not prove that it knows the token")
+        handshake.check_welcome(self._token, hello, join, welcome)
 
     def _lose(self) -> None:
         self._talk = None

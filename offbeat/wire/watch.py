@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
-from offbeat.wire.frame import Decoder
+from offbeat.wire.frame import Reader
 from offbeat.wire.messages import Ask, Bye, Config, Message, Ready, Roster, pack, unpack
 from offbeat.wire.page import Page
 from offbeat.wire.sentinel import STACK_SIGNAL
@@ -48,7 +48,7 @@ class Watch:
         self._page, self._link, self._process, self._stack_fd = page, link, process, stack_fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._decoder = Decoder(max_metadata_bytes=_MAX_ROSTER_BYTES)
+        self._frames = Reader(max_metadata_bytes=_MAX_ROSTER_BYTES)
         self._heard: list[Message] = []
         self._number = 0
         self._closed = threading.Event()
@@ -174,14 +174,16 @@ class Watch:
                 return None
             self._link.settimeout(left_s)
             try:
-                data = self._link.recv(1 << 16)
+                size = self._link.recv_into(self._frames.get_buffer())
             except TimeoutError:
                 return None
             except OSError:
-                data = b""
-            if not data:
+                size = 0
+            if not size:
                 return None
-            self._heard += [unpack(frame) for frame in self._decoder.feed(data)]
+            if self._frames.buffer_updated(size):
+                while (frame := self._frames.next_frame()) is not None:
+                    self._heard.append(unpack(frame))
         return self._heard.pop(0)
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from offbeat.errors import NetworkError
+from offbeat.wire import handshake
 from offbeat.wire import hub as hub_module
-from offbeat.wire.frame import Decoder
+from offbeat.wire.frame import Frame, Reader, encode
 from offbeat.wire.hub import Hub
-from offbeat.wire.messages import Ask, Bye, Hello, Join, Report, Roster, Words, pack, proof, unpack
+from offbeat.wire.messages import Ask, Bye, Claim, Hello, Join, Report, Roster, Words, pack, unpack
 from offbeat.wire.uplink import Uplink
 
 if TYPE_CHECKING:
@@ -94,11 +95,12 @@ async def speak(address: str, data: bytes) -> bytes:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         pack(Report(Words(rank=1))),
-        pack(Join(9, b"n" * 32, b"p" * 32)),
-        pack(Join(1, b"n" * 32, b"p" * 32)),
-        b"OFFB\x01\x00\x00\x00" + (2**31).to_bytes(4, "big") + bytes(12),
+        pack(Join(Claim(rank=9), b"n" * 32, b"p" * 32)),
+        pack(Join(Claim(rank=1), b"n" * 32, b"p" * 32)),
+        encode(Frame(b"\x81\xa4type\xa2\xff\xfe")),
+        b"OFFB\x02\x00\x00\x00" + (2**31).to_bytes(4, "big") + bytes(28),
     ],
-    ids=["http", "report without joining", "rank out of range", "wrong proof", "two gigabytes"],
+    ids=["http", "report without joining", "rank out of range", "wrong proof", "no text", "two gigabytes"],
 )
 def test_a_stranger_is_cut_off_and_the_hub_lives(data: bytes) -> None:
     async def story(hub: Hub, address: str) -> None:
@@ -114,10 +116,10 @@ def test_a_proof_cannot_be_used_again() -> None:
     async def story(hub: Hub, address: str) -> None:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        (frame,) = Decoder().feed(await reader.read(1000))
+        (frame,) = Reader().feed(await reader.read(1000))
         hello = unpack(frame)
         assert isinstance(hello, Hello)
-        recorded = pack(Join(1, b"n" * 32, proof(TOKEN, "peer", 1, hello.nonce, b"n" * 32)))
+        recorded = pack(handshake.join(TOKEN, hello, Claim(rank=1)))
         writer.write(recorded)
         assert await reader.read(1000), "the first time it is welcome"
         writer.close()

@@ -1,0 +1,124 @@
+"""Links over TCP: frames from memory to memory, exactly once and in order, while connections break and come back.
+
+A server that answers each frame, and a worker that sends one:
+
+    class Echo:
+        def __init__(self, link):
+            self.link = link
+
+        def destination(self, metadata, size_bytes):     # where the body is to be received
+            return memoryview(bytearray(size_bytes))     # e.g. a view of a tensor: memoryview(tensor.numpy()).cast("B")
+
+        def received(self, metadata, body):              # whole, checked, in order, exactly once
+            self.link.send(b"got it", body)
+
+        def lost(self, error):                           # for good; None: the other side said good-bye
+            ...
+
+    listener = await listen("127.0.0.1", 0, accept=Echo, job="mnist", credentials=Token(secret))
+    link = await connect(listener.address, accept=Worker, job="mnist", rank=3, credentials=Token(secret))
+    link.send(metadata, body, sent=lambda: ...)          # queues; body must not change before `sent` is called
+    await link.drain()                                   # until the queue fits the window again
+    await link.close()
+    listener.close()
+
+Everything happens on one event loop. A training process has one in a thread:
+
+    loop = Loop()
+    link = loop.run(connect(...))                        # a coroutine, from any other thread
+    loop.call(link.send, metadata, body)                 # a function; calls of one thread stay in order
+
+Who dials (`dial`) draws the session's name, and dials again whenever the connection is lost, for as long as the other
+side is not given up (`Limits.timeout`); who listens (`door`) keeps the session for as long. How they prove who they are
+stands in `handshake`, what may break and what not in `session`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+from offbeat.wire.credentials import Credentials, require_credentials
+from offbeat.wire.dial import Dialler
+from offbeat.wire.door import Door, Listener
+from offbeat.wire.link import Link
+from offbeat.wire.messages import Claim
+from offbeat.wire.session import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.wire.session import Receiver
+
+_BACKLOG = 256
+_LIMITS = Limits()
+
+
+async def listen(
+    bind: str,
+    port: int,
+    *,
+    accept: Callable[[Link], Receiver],
+    job: str,
+    credentials: Credentials | None = None,
+    limits: Limits = _LIMITS,
+) -> Listener:
+    """Take in who dials.
+
+    Args:
+        bind: IPv4 or IPv6 address.
+        port: 0 for one of the kernel's choice.
+        accept: called with each new link; returns who takes in what comes over it, or refuses by a `PeerError`.
+        job: who belongs to another is refused.
+        credentials: what both sides have to prove; may be left out on a loopback address.
+        limits: what a link may cost.
+
+    Raises:
+        NetworkError: if there have to be credentials, a certificate cannot be used, or the address cannot be bound.
+    """
+    require_credentials("a server", bind, credentials)
+    door = Door(accept, job, credentials, limits)
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    try:
+        sock = socket.create_server((bind, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise NetworkError(f"Cannot open a server on {bind}, port {port}: {error}. Choose another.") from error
+    sock.setblocking(False)
+    return Listener(sock, door)
+
+
+async def connect(
+    address: str,
+    *,
+    accept: Callable[[Link], Receiver],
+    job: str,
+    rank: int,
+    credentials: Credentials | None = None,
+    limits: Limits = _LIMITS,
+    patience: timedelta = timedelta(seconds=20),
+) -> Link:
+    """Dial; tries again while nobody listens there yet.
+
+    Args:
+        address: "host:port", of IPv6 "[host]:port".
+        accept: called with the link before anything comes over it; returns who takes that in.
+        job, rank: what this worker belongs to, and who it is.
+        credentials, limits: as the other side's.
+        patience: for how long to try.
+
+    Raises:
+        NetworkError: if nobody could be reached in time; says what was tried.
+        PeerError: if the other side refused, or could not prove who it is.
+    """
+    dialler = Dialler(address, Claim(rank=rank, job=job, session=secrets.token_bytes(16)), credentials, limits)
+    link = Link(limits, peer=address, rank=rank)
+    try:
+        link.begin(accept(link))
+        await dialler.first(link, patience)
+    except BaseException:
+        link.abort()
+        raise
+    return link

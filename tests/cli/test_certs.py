@@ -1,0 +1,80 @@
+"""`offbeat certs`: what it makes works for mutual TLS, is for its owner's eyes, and is never overwritten."""
+
+from __future__ import annotations
+
+import builtins
+import ssl
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from offbeat.cli.certs import make
+from offbeat.errors import NetworkError
+from tests.cli.commands import offbeat
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = {f"{name}.{kind}" for name in ("authority", "server", "worker") for kind in ("pem", "key")}
+
+
+def test_it_makes_an_authority_a_server_and_a_worker(tmp_path: Path) -> None:
+    code, output = offbeat("certs", "made", "--host", "node1.example", "--host", "10.1.2.3", folder=tmp_path)
+    assert code == 0, output
+    assert set(output.split()) == {f"made/{name}" for name in FILES}
+    folder = tmp_path / "made"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for name in FILES:
+        assert stat.S_IMODE((folder / name).stat().st_mode) == (0o600 if name.endswith(".key") else 0o644)
+    names = ssl._ssl._test_decode_cert(str(folder / "server.pem"))["subjectAltName"]  # type: ignore[attr-defined]
+    assert {value for _, value in names} == {
+        "localhost",
+        "127.0.0.1",
+        "0:0:0:0:0:0:0:1",
+        "node1.example",
+        "10.1.2.3",
+    }
+    assert "subjectAltName" not in ssl._ssl._test_decode_cert(str(folder / "worker.pem"))  # type: ignore[attr-defined]
+
+
+def test_each_call_is_another_authority(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make(tmp_path / name)
+    assert (tmp_path / "a/authority.pem").read_bytes() != (tmp_path / "b/authority.pem").read_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(NetworkError, match="Choose another folder"):
+        make(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nor is half of it written"
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, output = offbeat("certs", "file/folder", folder=tmp_path)
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert "Cannot write certificates to file/folder" in output
+
+
+def test_a_host_that_is_no_name(tmp_path: Path) -> None:
+    with pytest.raises(NetworkError, match="neither an address nor a name"):
+        make(tmp_path, ["münchen.example"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_cryptography(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name.startswith("cryptography"):
+            raise ImportError(name)
+        return true_import(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(NetworkError, match=r"pip install 'offbeat\[certs\]'"):
+        make(tmp_path)

@@ -1,0 +1,125 @@
+"""Who takes in frames in the tests, and remembers them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from offbeat.wire.session import Limits
+from offbeat.wire.tcp import connect, listen
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from offbeat.errors import OffbeatError
+    from offbeat.wire.door import Listener
+    from offbeat.wire.link import Link
+
+JOB = "test"
+SOON = Limits(timeout=timedelta(seconds=2))
+
+
+class Taker:
+    """A `Receiver` that copies what it gets, and sees to it that its callbacks come in the promised order."""
+
+    def __init__(self, link: Link | None = None) -> None:
+        self.link = link
+        self.frames: list[tuple[bytes, bytes]] = []
+        self.asked: list[bytes] = []
+        self.losses: list[OffbeatError | None] = []
+        self.refuses: OffbeatError | None = None
+        self._place: tuple[bytes, memoryview] | None = None
+
+    def begin(self, link: Link) -> Taker:
+        self.link = link
+        return self
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        assert self._place is None, "the frame before has to be received first"
+        assert not self.losses
+        if self.refuses is not None:
+            raise self.refuses
+        self.asked.append(metadata)
+        self._place = metadata, memoryview(bytearray(size_bytes))
+        return self._place[1]
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        assert not self.losses
+        if len(body):
+            assert self._place is not None
+            assert self._place[0] == metadata
+            assert body.obj is self._place[1].obj, "it lies where it was to lie"
+            self._place = None
+        self.frames.append((metadata, bytes(body)))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        assert not self.losses, "it is told once"
+        self.losses.append(error)
+
+
+class Server:
+    """A listener whose links are taken in by `Taker`s."""
+
+    def __init__(self) -> None:
+        self.takers: list[Taker] = []
+        self.listener: Listener
+
+    def accept(self, link: Link) -> Taker:
+        self.takers.append(Taker(link))
+        return self.takers[-1]
+
+    @property
+    def address(self) -> str:
+        return self.listener.address
+
+    @property
+    def one(self) -> Taker:
+        (taker,) = self.takers
+        return taker
+
+
+@contextlib.asynccontextmanager
+async def serving(bind: str = "127.0.0.1", **options: Any) -> AsyncIterator[Server]:
+    server = Server()
+    server.listener = await listen(bind, 0, accept=server.accept, **{"job": JOB, "limits": SOON, **options})
+    try:
+        yield server
+    finally:
+        for link in server.listener.links:
+            link.abort()
+        server.listener.close()
+
+
+async def dial(address: str, taker: Taker | None = None, **options: Any) -> Link:
+    taker = taker or Taker()
+    return await connect(address, accept=taker.begin, **{"job": JOB, "rank": 1, "limits": SOON, **options})
+
+
+async def until(condition: Callable[[], object], otherwise: str, within_s: float = 10.0) -> float:
+    """Wait; returns for how long."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while not condition():
+        assert loop.time() - began_s < within_s, otherwise
+        await asyncio.sleep(0.002)
+    return loop.time() - began_s
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's story; what a callback raised is raised here."""
+    raised: list[BaseException] = []
+
+    async def told() -> None:
+        def remember(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            raised.append(context.get("exception") or AssertionError(context["message"]))
+
+        asyncio.get_running_loop().set_exception_handler(remember)
+        await story()
+        for _ in range(3):  # what was closed last is gone when the loop is
+            await asyncio.sleep(0)
+
+    asyncio.run(told())
+    if raised:
+        raise raised[0]

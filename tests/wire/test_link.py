@@ -1,0 +1,494 @@
+"""Links over real connections that are cut, delayed, and worse: exactly once and in order, or a clear end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.errors import NetworkError, PeerError
+from offbeat.wire.frame import HEADER_BYTES
+from offbeat.wire.messages import Claim, Hello, Join, Welcome, pack
+from offbeat.wire.session import FRAME_COST_BYTES, TICKS, Limits
+from tests.wire.peers import SOON, Taker, dial, play, serving, until
+from tests.wire.proxy import Fault, Proxy
+
+if TYPE_CHECKING:
+    from offbeat.wire.link import Link
+
+NONCE = b"n" * 32
+JOIN_BYTES = len(pack(Join(Claim(rank=1, job="test", session=NONCE[:16]), NONCE, NONCE)))
+HELLO_BYTES = len(pack(Hello(NONCE)))
+WELCOME_BYTES = len(pack(Welcome(NONCE)))
+
+SIZES = [0, 700, 3000, 0, 40_000, 1]
+FRAMES = [(b"frame %d" % number, random.Random(number).randbytes(size)) for number, size in enumerate(SIZES)]
+ENDS = [JOIN_BYTES]
+for metadata, body in FRAMES:
+    ENDS.append(ENDS[-1] + HEADER_BYTES + len(metadata) + len(body))
+
+
+async def deliver(link: Link, taker: Taker) -> None:
+    """Send `FRAMES`, and see them come once and in order."""
+    acknowledged: list[bytes] = []
+    for metadata, body in FRAMES:
+        link.send(metadata, body, lambda metadata=metadata: acknowledged.append(metadata))  # type: ignore[misc]
+    await until(lambda: len(acknowledged) == len(FRAMES), f"{len(acknowledged)} arrived, then: {link.trouble}")
+    assert taker.frames == FRAMES
+    assert acknowledged == [metadata for metadata, _ in FRAMES]
+    assert taker.asked == [metadata for metadata, body in FRAMES if body], "once per body, however often it came"
+
+
+def through(faults: list[list[Fault]]) -> list[Link]:
+    """Deliver through a proxy with `faults`; returns both links."""
+    links: list[Link] = []
+
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address, faults) as proxy:
+            link = await dial(proxy.address)
+            await deliver(link, server.one)
+            assert server.one.link is not None
+            links.extend((link, server.one.link))
+            await link.close()
+            await until(lambda: server.one.losses == [None], "the good-bye does not arrive")
+
+    play(story)
+    for fault in (fault for connection in faults for fault in connection):
+        assert fault.fired, fault
+    return links
+
+
+PLACES = sorted(
+    {JOIN_BYTES // 2}
+    | {end + shift for end in ENDS for shift in (-1, 0, 1, HEADER_BYTES)}
+    | {(begin + end) // 2 for begin, end in itertools.pairwise(ENDS)}
+)
+
+
+@pytest.mark.parametrize("at", [place for place in PLACES if place <= ENDS[-1]])
+def test_a_cut_anywhere_loses_nothing(at: int) -> None:
+    """At every frame's end, around it, in its header, and in the middle."""
+    link, _ = through([[Fault("cut", at)]])
+    if at != JOIN_BYTES:  # then it depends on whether the welcome comes back in time
+        assert link.counters.reconnects == (at > JOIN_BYTES)
+
+
+@pytest.mark.parametrize("at", [HELLO_BYTES // 2, HELLO_BYTES, HELLO_BYTES + 5, HELLO_BYTES + WELCOME_BYTES])
+def test_a_cut_on_the_way_back_loses_nothing(at: int) -> None:
+    through([[Fault("cut", at, up=False)]])
+
+
+def test_a_cut_again_and_again() -> None:
+    """Not one connection lives for more than 5,000 bytes, so the longest body is received in one go only at the end."""
+    sizes = random.Random(5)
+    cuts = [[Fault("cut", JOIN_BYTES + sizes.randrange(1, 5000))] for _ in range(30)]
+    link, far = through(cuts)
+    assert link.counters.reconnects >= 25
+    assert far.counters.repeated == 0, "what was received is not sent again"
+
+
+DAMAGE = [
+    Fault("flip", ENDS[2] + 3),
+    Fault("flip", ENDS[1] + HEADER_BYTES + 2),
+    Fault("flip", ENDS[4] + 20_000),
+    Fault("drop", ENDS[1] + 10, size=100),
+    Fault("drop", ENDS[1], size=ENDS[2] - ENDS[1]),
+    Fault("drop", ENDS[4] + 2000, size=10),
+    Fault("swap", ENDS[3], size=ENDS[4] - ENDS[3]),
+    Fault("swap", ENDS[4] + 5000, size=100),
+    Fault("flip", HELLO_BYTES + 4, up=False),
+    Fault("flip", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES + 6, up=False),
+    Fault("drop", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES, size=5, up=False),
+]
+
+
+@pytest.mark.parametrize("fault", DAMAGE, ids=lambda fault: f"{fault.kind} {fault.at} {'up' if fault.up else 'down'}")
+def test_damage_costs_the_connection_and_nothing_else(fault: Fault) -> None:
+    fault.fired = False
+    link, far = through([[fault]])
+    assert link.counters.reconnects + far.counters.reconnects >= (fault.up or fault.at > HELLO_BYTES + WELCOME_BYTES)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_repeated_frame_is_thrown_away(number: int) -> None:
+    begin, end = ENDS[number], ENDS[number + 1]
+    link, far = through([[Fault("repeat", begin, size=end - begin)]])
+    assert far.counters.repeated == 1
+    assert link.counters.reconnects == 0
+
+
+def test_a_delay_is_only_a_delay() -> None:
+    link, _ = through([[Fault("delay", ENDS[2] + 50)]])
+    assert link.counters.reconnects == 0
+
+
+def test_damage_without_end_is_the_end() -> None:
+    async def story() -> None:
+        faults = [[Fault("flip", JOIN_BYTES + 3)] for _ in range(9)]
+        async with serving() as server, Proxy(server.address, faults) as proxy:
+            link = await dial(proxy.address, taker := Taker())
+            link.send(b"m", b"body")
+            await until(lambda: server.one.losses and taker.losses, "nobody gives up")
+            assert sum(connection[0].fired for connection in faults) == 3
+            assert isinstance(server.one.losses[0], PeerError)
+            assert "does not speak offbeat's protocol" in str(server.one.losses[0])
+            assert isinstance(taker.losses[0], PeerError)
+            assert server.one.frames == []
+
+    play(story)
+
+
+KINDS = ["cut", "flip", "drop", "repeat", "swap", "delay"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_anything_anywhere(seed: int) -> None:
+    """In both directions, on one connection after the other: all comes once and in order, or there is a clear end."""
+    chance = random.Random(seed)
+    faults = [
+        [
+            Fault(chance.choice(KINDS), chance.randrange(JOIN_BYTES, 40_000), chance.randrange(1, 3000), up=up)
+            for up in (True, False)
+        ]
+        for _ in range(8)
+    ]
+    sent = [(b"%d" % number, chance.randbytes(chance.choice([0, 10, 9000]))) for number in range(40)]
+
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address, faults) as proxy:
+            link = await dial(proxy.address, taker := Taker())
+            far = server.takers[-1].link
+            assert far is not None
+            for frame in sent:
+                link.send(*frame)
+                far.send(*frame)
+            theirs = server.takers[-1]
+
+            def done() -> bool:
+                return bool(taker.losses or theirs.losses) or taker.frames == theirs.frames == sent
+
+            await until(done, "neither all nor an end", 20)
+            for one in (taker, theirs):
+                assert one.frames == sent[: len(one.frames)]
+                assert not one.losses or isinstance(one.losses[0], PeerError)
+            link.abort()
+
+    play(story)
+    assert sum(fault.fired for connection in faults for fault in connection) >= 1
+
+
+def test_both_directions_while_everything_is_cut() -> None:
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            link = await dial(proxy.address, taker := Taker())
+            far = server.one.link
+            assert far is not None
+            expected = []
+            for number in range(200):
+                frame = (b"%d" % number, bytes([number]) * (number * 37 % 5000))
+                expected.append(frame)
+                link.send(*frame)
+                far.send(*frame)
+                if number % 20 == 19:
+                    await until(lambda: link.counters.reconnects == number // 20, "it does not come back")  # noqa: B023
+                    await asyncio.sleep(random.Random(number).random() * 0.002)
+                    proxy.cut_all()
+            await until(lambda: len(taker.frames) == len(server.one.frames) == 200, "not all arrive")
+            assert taker.frames == server.one.frames == expected
+            assert link.counters.reconnects >= 9
+
+    play(story)
+
+
+# -- silence ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_partition_shorter_than_the_timeout_heals() -> None:
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            link = await dial(proxy.address)
+            proxy.held.clear()
+            link.send(b"m", b"x" * 1000)
+            await asyncio.sleep(0.6 * SOON.timeout.total_seconds())
+            assert server.one.frames == []
+            proxy.held.set()
+            await until(lambda: server.one.frames, "it does not come through")
+            assert server.one.losses == []
+            await link.close()
+
+    play(story)
+
+
+def test_a_partition_is_noticed_on_both_sides_in_time() -> None:
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            await dial(proxy.address, taker := Taker())
+            await asyncio.sleep(0.5)
+            proxy.held.clear()
+            took_s = await until(lambda: taker.losses and server.one.losses, "nobody notices")
+            assert took_s < SOON.timeout.total_seconds() + 0.1
+            for error in (taker.losses[0], server.one.losses[0]):
+                assert isinstance(error, NetworkError)
+                assert "silent for 2 s" in str(error)
+
+    play(story)
+
+
+def test_a_slow_body_is_no_silence() -> None:
+    """It takes longer than the timeout, and not even once comes as much as the event loop is to be woken for."""
+
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            proxy.pause_s = 0.05
+            link = await dial(proxy.address)
+            link.send(b"m", bytes(200_000))
+            took_s = await until(lambda: server.one.frames, "it does not come")
+            assert took_s > 1.1 * SOON.timeout.total_seconds()
+            assert link.counters.reconnects == 0
+            link.abort()
+
+    play(story)
+
+
+def test_a_small_frame_after_a_large_one_comes_at_once() -> None:
+    """Who waited for the rest of a body does not wait for as much of the next frame."""
+
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address)
+            for number in range(12):
+                link.send(b"large", bytes((1 << 20) + number * 99_999))
+                await until(lambda: len(server.one.frames) % 2, "it does not come")
+                link.send(b"small")
+                took_s = await until(lambda: len(server.one.frames) % 2 == 0, "it does not come")
+                assert took_s < 0.5 * SOON.timeout.total_seconds() / TICKS, "before the next tick"
+            link.abort()
+
+    play(story)
+
+
+def test_idle_links_stay() -> None:
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address, taker := Taker())
+            await asyncio.sleep(1.3 * SOON.timeout.total_seconds())
+            assert not server.one.losses
+            assert not taker.losses
+            assert link.counters.reconnects == 0
+            assert 0 < link.counters.bytes_in < 1000, "and cost next to nothing"
+
+    play(story)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_stops_the_sender_at_the_window() -> None:
+    limits = Limits(window_bytes=1 << 20, timeout=SOON.timeout)
+
+    async def story() -> None:
+        async with serving(limits=limits) as server:
+            link = await dial(server.address, limits=limits)
+            far = server.one.link
+            assert far is not None
+            far.pause_reading()
+            body, queued = bytes(64 << 10), 0
+            arrived: list[int] = []
+
+            async def pour() -> None:
+                nonlocal queued
+                for number in range(100):
+                    link.send(b"", body, lambda number=number: arrived.append(number))  # type: ignore[misc]
+                    queued += 1
+                    await link.drain()
+
+            task = asyncio.create_task(pour())
+            await asyncio.sleep(1.2 * SOON.timeout.total_seconds())
+            cost = len(body) + HEADER_BYTES + FRAME_COST_BYTES
+            assert queued == limits.window_bytes // cost + 1, "one more than fits, then it waits"
+            assert not arrived
+            assert not server.one.losses, "who does not listen cannot find the other side silent"
+            far.resume_reading()
+            await task
+            await until(lambda: len(arrived) == 100, "the rest does not arrive")
+            assert link.counters.reconnects == 0
+
+    play(story)
+
+
+def test_a_reader_that_pauses_still_misses_who_has_gone() -> None:
+    """It hears nothing, but what it says gets no further."""
+
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            await dial(proxy.address, taker := Taker())
+            far = server.one.link
+            assert far is not None
+            far.pause_reading()
+            await asyncio.sleep(0.1)
+            assert taker.link is not None
+            taker.link.abort()
+            took_s = await until(lambda: server.one.losses, "it is not missed")
+            assert took_s < 1.5 * SOON.timeout.total_seconds()
+
+    play(story)
+
+
+def test_an_ended_link_holds_no_bodies() -> None:
+    async def story() -> None:
+        import weakref
+
+        class Body(bytearray):
+            pass
+
+        async with serving() as server, Proxy(server.address) as proxy:
+            link = await dial(proxy.address)
+            proxy.held.clear()
+            body = Body(1 << 20)
+            gone = weakref.ref(body)
+            link.send(b"", body)
+            await asyncio.sleep(0.01)
+            del body
+            assert gone() is not None
+            link.abort()
+            assert gone() is None
+
+    play(story)
+
+
+def test_bodies_are_not_copied_and_memory_is_bounded() -> None:
+    """A hundred bodies of one megabyte are sent from the same memory and received into the same."""
+    import tracemalloc
+
+    limits = Limits(window_bytes=4 << 20, timeout=SOON.timeout)
+    body = bytearray(1 << 20)
+    place = memoryview(bytearray(1 << 20))
+
+    class Same(Taker):
+        def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+            return place[:size_bytes]
+
+        def received(self, metadata: bytes, body: memoryview) -> None:
+            self.frames.append((metadata, b""))
+
+    async def story() -> None:
+        async with serving(limits=limits) as server:
+            same = Same()
+            server.accept = same.begin  # type: ignore[method-assign]
+            server.listener._door._accept = same.begin
+            link = await dial(server.address, limits=limits)
+            tracemalloc.start()
+            for _ in range(100):
+                link.send(b"m", body)
+                await link.drain()
+            await until(lambda: len(same.frames) == 100, "not all arrive")
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            # Both sides live in this process; the window's bodies are not theirs.
+            assert peak_bytes < 2 * limits.bookkeeping_bytes - 2 * limits.window_bytes + 10 * FRAME_COST_BYTES
+            await link.close()
+
+    play(story)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_bye_comes_after_everything() -> None:
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address, taker := Taker())
+            for metadata, body in FRAMES:
+                link.send(metadata, body)
+            await link.close()
+            await until(lambda: server.one.losses == [None], "no good-bye")
+            assert server.one.frames == FRAMES
+            assert taker.losses == [], "who closes knows"
+            assert server.listener.links == []
+            with pytest.raises(NetworkError, match="the link has ended"):
+                link.send(b"more")
+            await link.close()
+
+    play(story)
+
+
+def test_both_say_good_bye_at_once() -> None:
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address, taker := Taker())
+            far = server.one.link
+            assert far is not None
+            await asyncio.gather(link.close(), far.close())
+            assert taker.losses == server.one.losses == []
+
+    play(story)
+
+
+def test_a_good_bye_through_a_cut() -> None:
+    async def story() -> None:
+        async with serving() as server, Proxy(server.address) as proxy:
+            link = await dial(proxy.address)
+            proxy.cut_all()
+            link.send(b"last words")
+            await link.close()
+            assert server.one.frames == [(b"last words", b"")]
+            assert server.one.losses == [None]
+
+    play(story)
+
+
+def test_who_aborts_is_missed() -> None:
+    """The session cannot be resumed, and the one that dials again is told so at once."""
+
+    async def story() -> None:
+        async with serving() as server:
+            await dial(server.address, taker := Taker())
+            assert server.one.link is not None
+            server.one.link.abort()
+            took_s = await until(lambda: taker.losses, "it is not noticed")
+            assert took_s < 1.0
+            assert isinstance(taker.losses[0], PeerError)
+            assert "its session is over" in str(taker.losses[0])
+            assert server.one.losses == []
+
+    play(story)
+
+
+def test_a_frame_that_is_refused_ends_the_session_with_the_reason() -> None:
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address, taker := Taker())
+            server.one.refuses = PeerError("Cannot take in bucket 9: there are 4.")
+            link.send(b"bucket 9", b"values")
+            await until(lambda: taker.losses, "it is not told")
+            assert str(server.one.losses[0]).endswith("Cannot take in bucket 9: there are 4.")
+            assert "ended the session" in str(taker.losses[0])
+            assert str(taker.losses[0]).endswith("Cannot take in bucket 9: there are 4.")
+
+    play(story)
+
+
+@pytest.mark.parametrize(("metadata", "body"), [(b"m" * (65 << 10), b""), (b"", bytes((16 << 20) + 1))])
+def test_frames_that_are_too_long_are_not_sent(metadata: bytes, body: bytes) -> None:
+    async def story() -> None:
+        async with serving() as server:
+            link = await dial(server.address)
+            with pytest.raises(NetworkError, match="one frame takes at most"):
+                link.send(metadata, body)
+            link.abort()
+
+    play(story)
+
+
+def test_a_longer_frame_than_the_other_side_takes() -> None:
+    async def story() -> None:
+        async with serving(limits=Limits(max_body_bytes=100, timeout=SOON.timeout)) as server:
+            link = await dial(server.address, taker := Taker())
+            link.send(b"", b"x" * 101)
+            await until(lambda: taker.losses, "it is not told")
+            assert "Cannot receive a body of 101 bytes: the most that is taken here is 100" in str(taker.losses[0])
+
+    play(story)
