@@ -1,0 +1,222 @@
+"""What a worker is told when it asks for data, and the state it is told from: where every sample is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+class Piece(NamedTuple):
+    """Positions `start` to below `stop` in the order of `epoch`."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a worker is to compute next.
+
+    Args:
+        number: by which it is delivered and acknowledged; no two leases have the same.
+        epoch: the worker is in. Pieces that others lost may be of earlier epochs.
+        pieces: in the order in which the samples are to be drawn.
+    """
+
+    number: int
+    epoch: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        """Samples in it."""
+        return total(self.pieces)
+
+
+@dataclass(frozen=True)
+class Over:
+    """For this worker there is nothing more in `epoch`; its next request is for the one behind it, if there is one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing is left, but what `workers` hold may return, and no epoch follows in which others could take it.
+
+    Ask again when one of them has delivered or is lost, at the latest at `until_s`. Who still holds leases contributes
+    what it has before it asks again. Where a round needs everybody, who waits takes part with nothing.
+    """
+
+    workers: tuple[int, ...]
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease that is neither acknowledged nor returned.
+
+    Args:
+        taken_s: when.
+        delivered: whether the contribution computed from it has arrived whole.
+    """
+
+    lease: Lease
+    worker: int
+    taken_s: float
+    delivered: bool = False
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Samples that are settled, and how.
+
+    Args:
+        used: were in a contribution that was applied.
+        dropped: were in one that arrived and was not applied.
+        skipped: were left out: the last ones with `drop_last`, or by `Leases.close`.
+    """
+
+    used: int = 0
+    dropped: int = 0
+    skipped: int = 0
+
+    @property
+    def settled(self) -> int:
+        """All of them."""
+        return self.used + self.dropped + self.skipped
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.used + other.used, self.dropped + other.dropped, self.skipped + other.skipped)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Where every sample is; immutable.
+
+    Args:
+        epoch: the newest that somebody has begun.
+        fresh: the first of its positions that nobody has leased yet.
+        number: of the next lease.
+        held: leases that are neither acknowledged nor returned, by number.
+        returned: what is to be leased again, by position.
+        at: workers that take part, and the epoch each is in.
+        open: epochs in which samples are not settled yet.
+        complete: how many epochs are settled, and ...
+        settled: ... how, all together.
+        came_back: samples that were returned so far, for people.
+        now_s: time of the last request.
+    """
+
+    epoch: int = 0
+    fresh: int = 0
+    number: int = 0
+    held: dict[int, Held] = field(default_factory=dict)
+    returned: tuple[Piece, ...] = ()
+    at: dict[int, int] = field(default_factory=dict)
+    open: dict[int, Tally] = field(default_factory=lambda: {0: Tally()})
+    complete: int = 0
+    settled: Tally = Tally()
+    came_back: int = 0
+    now_s: float = 0.0
+
+    @property
+    def left_over(self) -> int:
+        """Samples that came back and that nobody has leased since."""
+        return total(self.returned)
+
+    def leased_to(self, worker: int) -> tuple[int, ...]:
+        """Numbers of the leases that `worker` holds and has not delivered."""
+        return tuple([n for n, held in self.held.items() if held.worker == worker and not held.delivered])
+
+
+def total(pieces: Iterable[Piece]) -> int:
+    """Samples in all of them."""
+    return sum([stop - start for _, start, stop in pieces])
+
+
+def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
+    """The pool in which those of the leases that were not delivered are returned."""
+    back = [n for n in numbers if not pool.held[n].delivered]
+    if not back:
+        return pool
+    pieces = [piece for n in back for piece in pool.held[n].lease.pieces]
+    return dataclasses.replace(
+        pool,
+        held={n: held for n, held in pool.held.items() if n not in back},
+        returned=_joined([*pool.returned, *pieces]),
+        came_back=pool.came_back + total(pieces),
+    )
+
+
+def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
+    """Take `count` samples that are there: first what was returned, oldest first, then fresh ones."""
+    drawn: list[Piece] = []
+    kept: list[Piece] = []
+    for piece in pool.returned:
+        stop = min(piece.stop, piece.start + count)
+        if stop > piece.start:
+            drawn.append(piece._replace(stop=stop))
+        if stop < piece.stop:
+            kept.append(piece._replace(start=stop))
+        count -= stop - piece.start
+    if count:
+        drawn.append(Piece(pool.epoch, pool.fresh, pool.fresh + count))
+    return dataclasses.replace(pool, returned=tuple(kept), fresh=pool.fresh + count), tuple(drawn)
+
+
+def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
+    """Count samples of `epoch`; with the last of its `samples` the epoch is complete."""
+    now = pool.open[epoch] + tally
+    if now.settled < samples:
+        return dataclasses.replace(pool, open={**pool.open, epoch: now})
+    rest = {other: of_other for other, of_other in pool.open.items() if other != epoch}
+    return dataclasses.replace(pool, open=rest, complete=pool.complete + 1, settled=pool.settled + now)
+
+
+def audit(pool: Pool, *, samples: int) -> str | None:
+    """What does not add up; None if each of the `samples` of each epoch is in exactly one place."""
+    if not 0 <= pool.fresh <= samples or pool.epoch < 0:
+        return f"position {pool.fresh} of {samples} in epoch {pool.epoch}"
+    pieces = sorted([*pool.returned, *(piece for held in pool.held.values() for piece in held.lease.pieces)])
+    for piece in pieces:
+        end = pool.fresh if piece.epoch == pool.epoch else samples
+        if not 0 <= piece.start < piece.stop <= end or piece.epoch not in pool.open:
+            return f"{piece} was never leased"
+    for one, other in itertools.pairwise(pieces):
+        if one.epoch == other.epoch and other.start < one.stop:
+            return f"{one} and {other} overlap"
+    for epoch, tally in pool.open.items():
+        fresh = samples - pool.fresh if epoch == pool.epoch else 0
+        away = total([piece for piece in pieces if piece.epoch == epoch])
+        if min(dataclasses.astuple(tally)) < 0 or tally.settled + away + fresh != samples:
+            return f"epoch {epoch}: {tally.settled} samples settled, {away} leased, {fresh} fresh, of {samples}"
+    if pool.complete + len(pool.open) != pool.epoch + 1 or pool.settled.settled != pool.complete * samples:
+        return f"{pool.complete} epochs complete and {len(pool.open)} open, of {pool.epoch + 1}; {pool.settled}"
+    if any(number != held.lease.number or number >= pool.number for number, held in pool.held.items()):
+        return f"leases {sorted(pool.held)} are held, the next is {pool.number}"
+    if any(not 0 <= epoch <= pool.epoch + 1 for epoch in pool.at.values()):
+        return f"workers are in the epochs {pool.at}, the newest is {pool.epoch}"
+    return None
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """In order, neighbours made one: what came back does not fall into ever smaller pieces."""
+    joined: list[Piece] = []
+    for piece in sorted(pieces):
+        if joined and joined[-1][::2] == piece[:2]:
+            joined[-1] = joined[-1]._replace(stop=piece.stop)
+        else:
+            joined.append(piece)
+    return tuple(joined)
