@@ -10,27 +10,55 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offbeat.codec import Cast, Dense
-    from offbeat.fabric import InMemory, ProcessGroup
+    from offbeat.fabric import InMemory, ParameterServer, ProcessGroup
     from offbeat.plan import Plan
     from offbeat.replica import Replica
     from offbeat.run import Run, init
-    from offbeat.sync import BSP
+    from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, RoundRobin
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "ASP": "offbeat.sync",
     "BSP": "offbeat.sync",
     "Cast": "offbeat.codec",
+    "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
+    "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
+    "KSync": "offbeat.sync",
+    "LocalSGD": "offbeat.sync",
+    "OuterSGD": "offbeat.sync",
+    "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
     "ProcessGroup": "offbeat.fabric",
     "Replica": "offbeat.replica",
+    "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run",
+    "SSP": "offbeat.sync",
     "init": "offbeat.run",
 }
 
-__all__ = ["BSP", "Cast", "Dense", "InMemory", "Plan", "ProcessGroup", "Replica", "Run", "init"]
+__all__ = [
+    "ASP",
+    "BSP",
+    "DSSP",
+    "SSP",
+    "Cast",
+    "Dense",
+    "Hybrid",
+    "InMemory",
+    "KSync",
+    "LocalSGD",
+    "OuterSGD",
+    "ParameterServer",
+    "Plan",
+    "ProcessGroup",
+    "Replica",
+    "RoundRobin",
+    "Run",
+    "init",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
 * A `DataLoader` over a dataset with a length is dealt out anew: worker r of N takes every N-th sample, starting at r,
   of a permutation that is a function of seed and epoch (the one `DistributedSampler` uses, without its padding).
   A loader that is already distributed (a sampler with `num_replicas`), or over an `IterableDataset`, is left as it is.
+* Every sample counts the same: a batch weighs as many samples as are in it, relative to the other workers' batches of
+  the same step. Batches of equal size weigh 1, and the mean is DistributedDataParallel's, bit for bit.
 * When this worker's data ends before another's, its last batch is repeated with weight 0: the loop, the learning-rate
   schedule and the user's own collectives stay in step, and the repetition adds nothing to any gradient.
 """
@@ -11,17 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from offbeat.course import Course, course_of, relative_size
 from offbeat.engine import samples_in
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from offbeat.engine import Control
 
 _log = logging.getLogger("offbeat")
@@ -32,7 +36,7 @@ _MOST_BITS = 52  # of an exact integer in float64
 class Drawn(Protocol):
     """Called with each batch that is given out."""
 
-    def __call__(self, *, real: bool, source: int, samples: int) -> None: ...
+    def __call__(self, *, real: bool, source: int, samples: int, weight: float) -> None: ...
 
 
 class Shard(Sampler[int]):
@@ -76,23 +80,30 @@ class Loader:
         control: how the workers agree on the number of batches.
         drawn: called with each batch.
         seed: of the permutation.
+        together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
+            agreed on after this.
     """
 
-    def __init__(self, loader: Iterable[Any], *, control: Control, drawn: Drawn, seed: int = 0) -> None:
+    def __init__(
+        self, loader: Iterable[Any], *, control: Control, drawn: Drawn, seed: int = 0, together: bool = True
+    ) -> None:
         self._control, self._drawn = control, drawn
+        self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
         self._at = (0, 0)  # epoch and batches given out in it, for a checkpoint
         self._unchecked = True  # whether the workers draw different data
+        self._usual: float | None = None  # samples of a batch that weighs 1, where sizes are not known beforehand
         self.loader = _deal_out(loader, control.rank, control.world, seed)
         if control.world > 1:
             control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
-        lengths = self._lengths() or []  # compared by all, so that all refuse
+        lengths = [course.length for course in self._courses()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
         if 0 in lengths:
             raise ModelError(
                 f"Cannot prepare a loader without batches: worker {lengths.index(0)} of {control.world} gets none. "
                 "Use a smaller batch size, no drop_last, or fewer workers."
             )
+        self._apart = self._apart or not together
 
     def __len__(self) -> int:
         """Batches that every worker goes through, so that a schedule made from it is the same on all."""
@@ -106,9 +117,9 @@ class Loader:
         if isinstance(sampler, Shard):
             sampler.set_epoch(epoch)
         self._epoch, self._skip = epoch + 1, 0
-        lengths = self._lengths()
-        self._longest = max(lengths or [], default=0)
-        return self._iterate(lengths, epoch, skip)
+        courses = self._courses()
+        self._longest = max((course.length for course in courses), default=0)
+        return self._iterate(courses, epoch, skip)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its batches were given out; an epoch that was left early counts as done."""
@@ -122,15 +133,15 @@ class Loader:
         if isinstance(sampler, Shard):
             sampler.seed = seed
 
-    def _iterate(self, lengths: list[int] | None, epoch: int, skip: int) -> Iterator[Any]:
+    def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
         try:
-            for index, batch in enumerate(self._all_batches(lengths, skip), skip + 1):
+            for index, batch in enumerate(self._all_batches(courses, skip), skip + 1):
                 self._at = (epoch, index)
                 yield batch
         finally:
             self._at = (epoch + 1, 0)
 
-    def _all_batches(self, lengths: list[int] | None, skip: int) -> Iterator[Any]:
+    def _all_batches(self, courses: list[Course], skip: int) -> Iterator[Any]:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
         batches, last, index = iter(self.loader), _END, skip
         for _ in range(skip):
@@ -138,7 +149,7 @@ class Loader:
         while True:
             batch = next(batches, _END)
             real = batch is not _END
-            who = self._who_has_data(real) if lengths is None else [n > index for n in lengths]
+            who = [c.length > index for c in courses] if courses else self._who_has_data(real)
             if not any(who):
                 if real:
                     raise ModelError(
@@ -152,15 +163,33 @@ class Loader:
             if self._unchecked:
                 self._unchecked = False
                 self._compare_first(last)
-            self._drawn(real=real, source=who.index(True), samples=samples_in(last) if real else 0)
+            weight = self._weight(last, real, relative_size(courses, index, self._place))
+            self._drawn(real=real, source=who.index(True), samples=samples_in(last) if real else 0, weight=weight)
             index += 1
             yield last
+
+    @property
+    def _place(self) -> int:
+        """This worker's among those whose courses it knows."""
+        return 0 if self._apart else self._control.rank
+
+    def _weight(self, batch: Any, real: bool, relative: float | None) -> float:
+        if not real:
+            return 0.0
+        if relative is not None:
+            return relative
+        samples = samples_in(batch)
+        if self._usual is None:
+            # The first batches are taken for the usual ones; from then on nobody needs to ask.
+            total, those = self._control.sum("the comparison of batch sizes", (samples, float(samples > 0)))
+            self._usual = total / those if those else 0.0
+        return samples / self._usual if samples and self._usual else 1.0
 
     def _compare_first(self, batch: Any) -> None:
         """Warn if all workers draw the same: a loader that was left as it is may not be sharded."""
         sampler = getattr(self.loader, "sampler", None)
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        if self._control.world == 1 or any(hasattr(s, "num_replicas") for s in (sampler, batch_sampler)):
+        if self._apart or any(hasattr(s, "num_replicas") for s in (sampler, batch_sampler)):
             return
         digests = self._control.texts("the comparison of first batches", _fingerprint(batch))
         if self._control.rank == 0 and digests[0] and len(set(digests)) == 1:
@@ -171,16 +200,19 @@ class Loader:
                 self._control.world,
             )
 
-    def _lengths(self) -> list[int] | None:
-        """How many batches each rank has in this epoch; None if a rank cannot know."""
-        mine = _length(self.loader)
-        if self._control.world == 1:
-            return [mine] if mine >= 0 else None
-        lengths = [int(text) for text in self._control.texts("the agreement on the number of batches", str(mine))]
-        return lengths if min(lengths) >= 0 else None
+    def _courses(self) -> list[Course]:
+        """Each rank's epoch; empty if a rank does not know its length."""
+        mine = course_of(self.loader)
+        courses = [mine]
+        if not self._apart:
+            texts = self._control.texts("the agreement on the number of batches", mine.to_text())
+            courses = [Course.from_text(text) for text in texts]
+        return courses if all(course.length >= 0 for course in courses) else []
 
     def _who_has_data(self, mine: bool) -> list[bool]:
         world, question = self._control.world, "the agreement on who has data"
+        if self._apart:
+            return [mine]
         if world > _MOST_BITS:
             return [text == "1" for text in self._control.texts(question, str(int(mine)))]
         (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
@@ -240,13 +272,3 @@ def _fingerprint(batch: Any) -> str:
     for tensor in found:
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if found else ""
-
-
-def _length(loader: Iterable[Any]) -> int:
-    """Its number of batches, or -1 if it does not know."""
-    if not isinstance(loader, Sized):
-        return -1
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader over an IterableDataset without a length
-        return -1

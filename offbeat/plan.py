@@ -37,10 +37,11 @@ import tomli_w
 
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.errors import PlanError
-from offbeat.fabric import FabricSpec, InMemory, ProcessGroup
-from offbeat.sync import BSP, Policy
+from offbeat.fabric import FabricSpec, InMemory, ParameterServer, ProcessGroup
+from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
 Nonfinite = Literal["pass", "raise", "skip"]
+_LOOKED_AT = range(1000)  # steps
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 
 
@@ -81,6 +82,18 @@ class Plan:
                     f"Cannot use {getattr(self, name)!r} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
+        if not self.sync.replicated and not self.fabric.offers.served:
+            raise PlanError(
+                f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker goes on at its own time, and this "
+                "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
+                "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
+            )
+        if self.fabric.offers.served and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
+            raise PlanError(
+                f"Cannot use {self.sync!r} on {self.fabric!r}: with it workers step by themselves, and this fabric's "
+                "server holds the optimizer. Use fabric=ProcessGroup(), or a policy in which every step contributes "
+                "its gradient, such as KSync(k) - at `plan.sync`."
+            )
         missing = self.codec.needs - self.fabric.offers.carries
         if missing:
             needs, carries = _kinds(missing), _kinds(self.fabric.offers.carries)
@@ -137,7 +150,7 @@ class Plan:
         for key, value in table.items():
             if key not in fields:
                 raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
-            values[key] = _from_table(value, key) if key in _KINDS else _value(value, cls, key, "plan")
+            values[key] = _value(value, cls, key, "plan", "plan")
         return cls(**values)
 
 
@@ -149,37 +162,56 @@ def _to_table(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     fields = {f.name: _to_table(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return {"kind": type(value).__name__, **fields}
+    return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
 
 
-def _from_table(table: Any, part: str) -> Any:
-    path = f"plan.{part}"
+def _part(table: Any, name: str, kinds: dict[str, Any], path: str, told: str) -> Any:
+    """Make a part from its table.
+
+    Args:
+        kinds: what it may be.
+        path: where it is.
+        told: where a part of this kind believes itself to be, when it complains.
+    """
     if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
         raise PlanError(
-            f"Cannot read {table!r} as {part}: write a table with its kind, such as "
-            f'kind = "{next(iter(_KINDS[part]))}" - at `{path}`.'
+            f"Cannot read {table!r} as {name}: write a table with its kind, such as "
+            f'kind = "{next(iter(kinds))}" - at `{path}`.'
         )
     kind = table["kind"]
-    if kind not in _KINDS[part]:
-        raise PlanError(f"Unknown {part} {kind!r}{_nearest(kind, _KINDS[part])} - at `{path}.kind`.")
-    cls = _KINDS[part][kind]
-    names = {f.name for f in dataclasses.fields(cls)}
+    if kind not in kinds:
+        raise PlanError(f"Unknown {name} {kind!r}{_nearest(kind, kinds)} - at `{path}.kind`.")
+    cls = kinds[kind]
+    fields = {f.name: f for f in dataclasses.fields(cls)}
     arguments = {}
     for key, value in table.items():
         if key == "kind":
             continue
-        if key not in names:
-            raise PlanError(f"Unknown key {key!r} of {kind}{_nearest(key, names)} - at `{path}.{key}`.")
-        arguments[key] = _value(value, cls, key, path)
-    return cls(**arguments)
-
-
-def _value(value: Any, cls: type, key: str, path: str) -> Any:
-    kind = typing.get_type_hints(cls)[key]
+        if key not in fields:
+            raise PlanError(f"Unknown key {key!r} of {kind}{_nearest(key, fields)} - at `{path}.{key}`.")
+        arguments[key] = _value(value, cls, key, path, told)
+    for key, field_ in fields.items():
+        optional = field_.default is not dataclasses.MISSING or field_.default_factory is not dataclasses.MISSING
+        if key not in arguments and not optional:
+            raise PlanError(f"Cannot make {kind} without {key}: it has no default - at `{path}.{key}`.")
     try:
-        return msgspec.convert(value, kind)
+        return cls(**arguments)
+    except PlanError as error:
+        raise PlanError(str(error).replace(f"`{told}.", f"`{path}.")) from error
+
+
+def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
+    """Read the value of a field; `path` and `told` are those of the part it belongs to."""
+    hint = typing.get_type_hints(cls)[key]
+    for one in (hint, *typing.get_args(hint)):
+        if one in _ROOMS:
+            return _part(value, key, _KINDS[_ROOMS[one]], f"{path}.{key}", f"plan.{_ROOMS[one]}")
+        if isinstance(one, type) and dataclasses.is_dataclass(one):
+            return _part(value, key, {one.__name__: one}, f"{path}.{key}", f"{told}.{key}")
+    try:
+        return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        allowed = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
         advice = f"Choose one of {', '.join(map(repr, allowed))}" if allowed else str(error)
         raise PlanError(f"Cannot use {value!r} as {key}. {advice} - at `{path}.{key}`.") from error
 
@@ -193,8 +225,18 @@ def _nearest(word: str, known: typing.Iterable[str]) -> str:
     return f" (there is {', '.join(names)})" if names else " (it takes no keys)"
 
 
+_ROOMS: dict[Any, str] = {Policy: "sync", Codec: "codec", FabricSpec: "fabric"}
 _KINDS: dict[str, dict[str, Any]] = {
-    "sync": {"BSP": BSP},
+    "sync": {
+        "ASP": ASP,
+        "BSP": BSP,
+        "DSSP": DSSP,
+        "Hybrid": Hybrid,
+        "KSync": KSync,
+        "LocalSGD": LocalSGD,
+        "RoundRobin": RoundRobin,
+        "SSP": SSP,
+    },
     "codec": {"Cast": Cast, "Dense": Dense},
-    "fabric": {"InMemory": InMemory, "ProcessGroup": ProcessGroup},
+    "fabric": {"InMemory": InMemory, "ParameterServer": ParameterServer, "ProcessGroup": ProcessGroup},
 }

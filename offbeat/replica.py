@@ -12,7 +12,7 @@ import torch
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
-    from offbeat.engine import Reducer
+    from offbeat.engine import Exchanger
 
 
 class Replica(torch.nn.Module):
@@ -24,7 +24,7 @@ class Replica(torch.nn.Module):
     A copy (`copy.deepcopy`, such as for weight averaging) is a plain wrapper that does not communicate.
     """
 
-    def __init__(self, module: torch.nn.Module, reducer: Reducer | None) -> None:
+    def __init__(self, module: torch.nn.Module, reducer: Exchanger | None) -> None:
         super().__init__()
         self.module = module
         self._reducer = reducer

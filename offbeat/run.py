@@ -33,11 +33,14 @@ from offbeat.engine import (
     Awaited,
     Buffers,
     Control,
+    Local,
     Meter,
     MetricsFile,
     Reducer,
+    Served,
     Waiter,
     Watched,
+    connect,
     distinct,
     ignored_names,
     start_watch,
@@ -45,18 +48,23 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import InMemory, ProcessGroup, never_destroy
+from offbeat.fabric.server import ParameterServer
 from offbeat.layout import arrange
 from offbeat.loader import Loader
 from offbeat.plan import Plan
 from offbeat.rendezvous import join
 from offbeat.replica import Replica
+from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from offbeat.engine import Exchanger
+    from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
+    from offbeat.layout import Layout
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
@@ -108,7 +116,7 @@ class Run:
         self.run_dir = run_dir
         self._seed = seed
         self._pid = os.getpid()
-        self._reducers: list[Reducer] = []
+        self._reducers: list[Exchanger] = []
         self.has_data = True  # False while a prepared loader repeats the last batch, which then does not count
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
@@ -132,11 +140,21 @@ class Run:
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         self._control = Control(self._bind("gloo"), self._waiter)
         self._watch = start_watch(self._control) if self.world > 1 else None
+        self._server = self._connect(timeout)
         if self._watch is not None:
             self._waiter.witness = Watched(self._watch, self.rank, timeout)
         _runs.add(self)
         self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
         atexit.register(self._close_at_exit)
+
+    def _connect(self, timeout: timedelta) -> Server | None:
+        fabric = self.plan.fabric
+        if not isinstance(fabric, ParameterServer):
+            return None
+        # A worker that is alone needs no server, unless one is there.
+        if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
+            return None
+        return connect(fabric, self._control, timeout, self.run_dir)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -166,7 +184,8 @@ class Run:
         check_modules(model)
         parameters = trainable(model)
         check_optimizer(optimizer, model)
-        layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_names(model) & set(parameters))
+        sparse = sparse_names(model) & set(parameters) if self._server is None else set()
+        layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse)
         self._control.agree(
             "model",
             inventory(model, layout.sparse),
@@ -177,26 +196,65 @@ class Run:
         device = next(iter(parameters.values())).device
         fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
         self._broadcast(model, fabric)
+        reducer: Exchanger
+        if self._server is not None:
+            reducer = Served(
+                parameters=parameters,
+                layout=layout,
+                plan=self.plan,
+                optimizer=optimizer,
+                server=self._server,
+                waiter=self._waiter,
+                meter=self._meter,
+                model=len(self._reducers),
+            )
+        else:
+            reducer = self._replicate(model, parameters, layout, fabric)
+        self._resources.callback(reducer.close)
+        self._reducers.append(reducer)
+        before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
+        after = optimizer.register_step_post_hook(lambda *_: reducer.after_step())
+        self._resources.callback(before.remove)
+        self._resources.callback(after.remove)
+        replica = Replica(model, reducer)
+        self._write_start(model, reducer)
+        if prepared_loader is None:
+            return replica, optimizer
+        return replica, optimizer, prepared_loader
+
+    def _replicate(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        layout: Layout,
+        fabric: Fabric,
+    ) -> Exchanger:
+        number = len(self._reducers)
+        buffers = Buffers(model, fabric) if self.world > 1 else None
         reducer = Reducer(
             parameters=parameters,
             layout=layout,
             plan=self.plan,
             fabric=fabric,
             control=self._control,
-            buffers=Buffers(model, fabric) if self.world > 1 else None,
+            buffers=buffers,
             waiter=self._waiter,
             meter=self._meter,
-            model=len(self._reducers),
+            model=number,
         )
-        self._resources.callback(reducer.close)
-        self._reducers.append(reducer)
-        hook = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
-        self._resources.callback(hook.remove)
-        replica = Replica(model, reducer)
-        self._write_start(model, reducer)
-        if prepared_loader is None:
-            return replica, optimizer
-        return replica, optimizer, prepared_loader
+        if not isinstance(self.plan.sync, LocalSGD):
+            return reducer
+        return Local(
+            reducer=reducer,
+            parameters=parameters,
+            plan=self.plan,
+            fabric=fabric,
+            buffers=buffers,
+            waiter=self._waiter,
+            meter=self._meter,
+            outer=self.plan.sync.outer,
+            model=number,
+        )
 
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
@@ -209,7 +267,7 @@ class Run:
         ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Exchanger) -> None:
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
             for p in group["params"]:
@@ -225,23 +283,26 @@ class Run:
             if loader not in self._loaders:
                 raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
             return loader
-        prepared = Loader(loader, control=self._control, drawn=self._on_batch, seed=self._seed)
+        prepared = Loader(
+            loader, control=self._control, drawn=self._on_batch, seed=self._seed, together=self._server is None
+        )
         self._loaders.append(prepared)
         self._meter.loader_counts = True
         return prepared
 
-    def _on_batch(self, *, real: bool, source: int, samples: int) -> None:
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> None:
         self.has_data = real
         self._meter.samples += samples
         for reducer in self._reducers:
-            reducer.share.draw(real=real, source=source)
+            reducer.share.draw(real=real, source=source, weight=weight)
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric
         if self.world == 1:
             fabric = InMemory().bind()
-        elif isinstance(self.plan.fabric, ProcessGroup):
-            spec = self.plan.fabric
+        elif isinstance(self.plan.fabric, (ProcessGroup, ParameterServer)):
+            # Beside a server it carries what is agreed on at the beginning.
+            spec = self.plan.fabric if isinstance(self.plan.fabric, ProcessGroup) else ProcessGroup()
             fabric = self._waiter.call(lambda: spec.bind(backend=backend), Awaited("the connection to the others"))
         else:
             raise PlanError(
@@ -267,7 +328,7 @@ class Run:
                 if whole.data_ptr() != own.data_ptr():
                     own.copy_(whole)
 
-    def _write_start(self, model: torch.nn.Module, reducer: Reducer) -> None:
+    def _write_start(self, model: torch.nn.Module, reducer: Exchanger) -> None:
         from offbeat import __version__
 
         buckets = [
@@ -319,10 +380,25 @@ class Run:
         Raises:
             ValueError: if all weights are 0, or `value` is no single number.
         """
-        total, weights = self._control.sum("the mean over all workers", (_number(value, "value") * weight, weight))
+        question, numbers = "the mean over all workers", (_number(value, "value") * weight, weight)
+        if self._server is None:
+            total, weights = self._control.sum(question, numbers)
+        else:
+            total, weights = self._server.sum(question, numbers, self._waiter)
         if weights == 0:
             raise ValueError("Cannot take a mean: all weights are 0.")
         return float(total / weights)
+
+    def settle(self) -> None:
+        """Make all replicas equal now; before an evaluation, a checkpoint, or the end. Collective.
+
+        With `LocalSGD` the workers average; with a parameter server each takes the newest parameters, once all are
+        there. Otherwise they are equal already, and nothing happens.
+        """
+        if self._server is not None:
+            self._server.settle(self._waiter)
+        for reducer in self._reducers:
+            reducer.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step, place in the data, and the codec's state, for a checkpoint beside model and optimizer.
@@ -375,6 +451,8 @@ class Run:
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:
             self._say_last_words(error)
+        elif self._server is not None:
+            self._server.close()
         elif self.world > 1:
             error = self._leave_together()
         self._end_metrics(error)

@@ -126,6 +126,16 @@ class Topology:
             return 0.0
         return 2 * (count - 1) / count * size_bytes * 8 / (min(shaped_mbps) * 1e6)
 
+    def server_bound_s(self, size_bytes: float, servers: Sequence[str], workers: int) -> float:
+        """Least time, in seconds, in which each of `workers` can push `size_bytes` to servers and pull as much.
+
+        All of it goes through the servers' links, in both directions at once; each server holds an equal part.
+        """
+        rates_mbps = [rate for name in servers if (rate := self.uplink(name).rate_mbps) is not None]
+        if not rates_mbps:
+            return 0.0
+        return workers * size_bytes * 8 / (len(servers) * min(rates_mbps) * 1e6)
+
     def draw(self) -> str:
         """The graph as text: for one switch a fan of its hosts, else one line per link."""
         notes = {

@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat import BSP, Cast, Dense, InMemory, Plan, ProcessGroup
+import offbeat.fabric
+import offbeat.sync
+from offbeat import (
+    ASP,
+    BSP,
+    DSSP,
+    SSP,
+    Cast,
+    Dense,
+    Hybrid,
+    InMemory,
+    KSync,
+    LocalSGD,
+    Plan,
+    RoundRobin,
+)
 from offbeat.errors import PlanError
+from offbeat.fabric import ParameterServer
+from offbeat.sync import OuterSGD, Policy
 
-PLANS = [Plan(), Plan(codec=Cast("fp16")), Plan(fabric=InMemory(), bucket_bytes=1000, nonfinite="skip")]
+SERVED: list[Policy] = [
+    ASP(),
+    SSP(bound=4),
+    DSSP(low=1, high=3),
+    KSync(k=3, late="carry"),
+    RoundRobin(strict=True, grace=float("inf")),
+    Hybrid(KSync(k=1), RoundRobin(), groups=((0, 1), (2,))),
+    Hybrid(inner=Hybrid(BSP(), SSP(bound=1), groups=2), outer=BSP(), groups=4),
+]
+PLANS = [
+    Plan(),
+    Plan(codec=Cast("fp16")),
+    Plan(fabric=InMemory(), bucket_bytes=1000, nonfinite="skip"),
+    Plan(sync=LocalSGD(every=8)),
+    Plan(sync=LocalSGD(every=8, after=100, outer=OuterSGD(lr=1.0, momentum=0.0, nesterov=False))),
+    *(Plan(sync=policy, fabric=ParameterServer()) for policy in SERVED),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_toml_and_repr_bring_it_back(plan: Plan) -> None:
     assert Plan.from_toml(plan.to_toml()) == plan
-    names = {"Plan": Plan, "BSP": BSP, "Cast": Cast, "Dense": Dense, "InMemory": InMemory, "ProcessGroup": ProcessGroup}
-    assert eval(repr(plan), names) == plan
+    names = {**vars(offbeat.sync), **vars(offbeat.fabric), "Plan": Plan, "Cast": Cast, "Dense": Dense}
+    assert eval(repr(plan), names, {"inf": float("inf")}) == plan
 
 
 def test_digest_tells_plans_apart() -> None:
@@ -38,6 +71,35 @@ def test_digest_tells_plans_apart() -> None:
         ("bucket_bytes = 0", "at `plan.bucket_bytes`"),
         ("nonfinite = 'ignore'", "at `plan.nonfinite`"),
         ("[codec", "not valid TOML"),
+        ("[sync]\nkind = 'SPS'", "Unknown sync 'SPS' (did you mean 'SSP'?) - at `plan.sync.kind`"),
+        ("[sync]\nkind = 'SSP'", "Cannot make SSP without bound: it has no default - at `plan.sync.bound`"),
+        ("[sync]\nkind = 'SSP'\nbound = -1", "at `plan.sync.bound`"),
+        ("[sync]\nkind = 'KSync'\nk = 2\nlate = 'keep'", "Choose one of 'drop', 'carry' - at `plan.sync.late`"),
+        ("[sync]\nkind = 'Hybrid'\ngroups = 2\ninner = 'BSP'", "with its kind, such as"),
+        (
+            "[sync]\nkind = 'Hybrid'\ngroups = 2\ninner = {kind = 'BPS'}",
+            "(did you mean 'BSP'?) - at `plan.sync.inner.kind`",
+        ),
+        ("[sync]\nkind = 'Hybrid'\ngroups = 2\ninner = {kind = 'SSP', bound = -1}", "at `plan.sync.inner.bound`"),
+        (
+            "[sync]\nkind = 'Hybrid'\ngroups = 2\ninner = {kind = 'SSP', bund = 1}",
+            "(did you mean 'bound'?) - at `plan.sync.inner.bund`",
+        ),
+        ("[sync]\nkind = 'Hybrid'\ngroups = 2\ninner = {kind = 'SSP', bound = 'x'}", "at `plan.sync.inner.bound`"),
+        (
+            "[sync]\nkind = 'Hybrid'\ngroups = [[0, 'a']]\ninner = {kind = 'BSP'}\nouter = {kind = 'BSP'}",
+            "at `plan.sync.groups`",
+        ),
+        ("[sync]\nkind = 'LocalSGD'\nevery = 2\nouter = {kind = 'OuterSGD', lr = -1}", "at `plan.sync.outer.lr`"),
+        (
+            "[sync]\nkind = 'LocalSGD'\nevery = 2\nouter = {kind = 'OuterSDG'}",
+            "(did you mean 'OuterSGD'?) - at `plan.sync.outer.kind`",
+        ),
+        (
+            "[sync]\nkind = 'Hybrid'\ngroups = 2\n"
+            "inner = {kind = 'LocalSGD', every = 2, outer = {kind = 'OuterSGD', momentum = 2}}",
+            "at `plan.sync.inner.outer.momentum`",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_the_path(text: str, message: str) -> None:
@@ -51,9 +113,25 @@ def test_parts_in_the_wrong_place_are_refused() -> None:
         Plan(sync=Dense())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("policy", SERVED, ids=lambda policy: type(policy).__name__)
+def test_a_policy_that_needs_a_server_is_refused_elsewhere(policy: Policy) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(sync=policy)
+    assert str(caught.value).startswith(f"Cannot use {policy!r} on ProcessGroup(): ")
+    assert "Use fabric=ParameterServer()" in str(caught.value)
+    assert str(caught.value).endswith("at `plan.sync`.")
+    Plan(sync=policy, fabric=ParameterServer())
+
+
 def test_diff_names_what_changed() -> None:
     assert Plan().diff(Plan(codec=Cast("bf16"), bucket_bytes=7)) == {
         "codec": (Dense(), Cast("bf16")),
         "bucket_bytes": (25 << 20, 7),
     }
     assert Plan().diff(Plan()) == {}
+
+
+def test_local_steps_on_a_server_are_refused() -> None:
+    for policy in (LocalSGD(every=2), Hybrid(LocalSGD(every=2), RoundRobin(), groups=2)):
+        with pytest.raises(PlanError, match=r"step by themselves.*Use fabric=ProcessGroup\(\)"):
+            Plan(sync=policy, fabric=ParameterServer())

@@ -19,7 +19,26 @@ import offbeat.testing
 ROOT = Path(__file__).parent.parent
 
 # A name that leaves this list breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
-NAMES = {"BSP", "Cast", "Dense", "InMemory", "Plan", "ProcessGroup", "Replica", "Run", "init"}
+NAMES = {
+    "ASP",
+    "BSP",
+    "Cast",
+    "DSSP",
+    "Dense",
+    "Hybrid",
+    "InMemory",
+    "KSync",
+    "LocalSGD",
+    "OuterSGD",
+    "ParameterServer",
+    "Plan",
+    "ProcessGroup",
+    "Replica",
+    "RoundRobin",
+    "Run",
+    "SSP",
+    "init",
+}
 RUN = {
     "close",
     "has_data",
@@ -31,11 +50,12 @@ RUN = {
     "prepare",
     "rank",
     "run_dir",
+    "settle",
     "state_dict",
     "step",
     "world",
 }
-TESTING = {"check_codec", "check_fabric"}
+TESTING = {"check_codec", "check_fabric", "check_policy"}
 
 
 def test_public_names_are_frozen() -> None:

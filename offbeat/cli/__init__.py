@@ -1,4 +1,4 @@
-"""The command line: `offbeat run | plan | lab | report | doctor`.
+"""The command line: `offbeat run | serve | top | plan | lab | report | doctor | bench | certs`.
 
 One file per command. Names (of policies, codecs, fabrics) exist only here and in TOML.
 """

@@ -10,11 +10,15 @@ import typer
 from rich.console import Console
 
 import offbeat
+from offbeat.cli.bench import app as bench_app
+from offbeat.cli.certs import certs
 from offbeat.cli.doctor import doctor
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
 from offbeat.cli.report import report
 from offbeat.cli.run import run
+from offbeat.cli.serve import serve
+from offbeat.cli.top import top
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -26,9 +30,13 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
+app.command()(serve)
+app.command()(top)
 app.command()(doctor)
+app.command()(certs)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -3,7 +3,8 @@
 Each worker is the leader of a session of its own, so that ending it ends what it started. Its output comes through a
 pipe, line by line, with the rank in front. When one ends badly, the others get a moment to say what they saw, and are
 then ended; the first to go, if it was not itself a victim of another's loss, is named with its traceback and gives the
-exit code.
+exit code. Where a parameter server keeps the job together, the others go on without it, and the job ends well if one
+of them does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -41,6 +43,7 @@ class Job:
     """What to start.
 
     Args:
+        servers: shards of a parameter server to start beside the workers.
         timeout_s: waits longer than this are explained.
         run_dir: absolute folder for metrics.
     """
@@ -49,6 +52,7 @@ class Job:
     arguments: tuple[str, ...]
     workers: int
     plan: str
+    servers: int
     timeout_s: float
     run_dir: Path
 
@@ -94,12 +98,16 @@ class Launch:
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
+        self._outlives = Path()  # exists once the job goes on without a worker that is lost
+        self._mourned: set[int] = set()
+        self._shards: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
         """Start the workers, wait for all, and return the job's exit code."""
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
             try:
+                self._outlives = Path(private) / "outlives"
                 self._start(Path(private))
                 return self._watch()
             finally:
@@ -112,7 +120,7 @@ class Launch:
         self._interrupted = number
 
     def _start(self, private: Path) -> None:
-        env = {**os.environ, **self._common_environment(private)}
+        env = {**os.environ, **self._common_environment(private), **self._start_shards()}
         for rank in range(self._job.workers):
             command = [sys.executable, "-u", "-m", "offbeat.cli.worker", str(self._job.script), *self._job.arguments]
             process = subprocess.Popen(
@@ -136,6 +144,7 @@ class Launch:
             "LOCAL_WORLD_SIZE": str(job.workers),
             # The workers meet through a file: torch's TCPStore would listen on every interface.
             "OFFBEAT_STORE": str(private / "store"),
+            "OFFBEAT_OUTLIVES": str(self._outlives),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "OFFBEAT_PLAN": job.plan,
@@ -150,6 +159,26 @@ class Launch:
             self._console.print(f"{job.workers} workers on {cores} cores: one torch thread each.", style="dim")
         return env
 
+    def _start_shards(self) -> dict[str, str]:
+        """Start the shards; how the workers find them."""
+        if not self._job.servers:
+            return {}
+        from offbeat.serve import Settings, start_shard  # not needed otherwise
+
+        job, token = secrets.token_hex(8), secrets.token_hex(32)
+        addresses: list[str] = []
+        for _ in range(self._job.servers):
+            settings = Settings(
+                job=job,
+                token=token,
+                coordinator=addresses[0] if addresses else "",
+                timeout_s=self._job.timeout_s,
+            )
+            process, address = start_shard(settings)
+            self._shards.append(process)
+            addresses.append(address)
+        return {"OFFBEAT_SERVERS": ",".join(addresses), "OFFBEAT_JOB": job, "OFFBEAT_TOKEN": token}
+
     def _watch(self) -> int:
         while True:
             self._read(timeout_s=0.1)
@@ -163,13 +192,20 @@ class Launch:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
             failed = [w for w in self._workers if w.code not in (None, 0)]
-            if failed and (
-                all(w.code is not None for w in self._workers)
-                or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S
-            ):
+            all_ended = all(w.code is not None for w in self._workers)
+            if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
+                self._tell_lost(failed)
+                failed = []
+            if failed and (all_ended or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S):
                 return self._mourn(failed)
-            if all(w.code == 0 for w in self._workers):
+            if all_ended:
                 return 0
+
+    def _tell_lost(self, failed: list[Worker]) -> None:
+        for worker in failed:
+            if worker.rank not in self._mourned:
+                self._mourned.add(worker.rank)
+                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style="bold red")
 
     def _mourn(self, failed: list[Worker]) -> int:
         """Say who was lost, and how."""
@@ -202,6 +238,11 @@ class Launch:
         for worker in self._workers:
             worker.signal(signal.SIGKILL)
             worker.process.wait()
+        for shard in self._shards:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shard.wait(_TERM_GRACE_S)
+            shard.kill()
+            shard.wait()
 
     def _read(self, timeout_s: float) -> None:
         if not self._selector.get_map():

@@ -23,6 +23,10 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="How many local workers to start.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
+    servers: Annotated[
+        int,
+        typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
+    ] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Explain every wait longer than this many seconds.")] = 5.0,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
@@ -49,6 +53,7 @@ def run(
         arguments=tuple(arguments or ()),
         workers=workers,
         plan=chosen.to_toml(),
+        servers=servers,
         timeout_s=timeout,
         run_dir=folder.resolve(),
     )

@@ -1,6 +1,10 @@
 """Runs a plan for real: gradients out of autograd, through codec and fabric, back into `.grad`.
 
+* `exchanger` - what the front end needs of one model's exchange, whichever of the next three it is
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
+* `local` - workers that step by themselves, and average now and then
+* `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
+* `server` - how a worker finds its server, and its questions to all through it
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
 * `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
@@ -18,9 +22,13 @@
 
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
+from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.ignored import ignored_names
+from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
+from offbeat.engine.served import Served
+from offbeat.engine.server import connect
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
@@ -28,12 +36,16 @@ __all__ = [
     "Awaited",
     "Buffers",
     "Control",
+    "Exchanger",
+    "Local",
     "Meter",
     "MetricsFile",
     "Nobody",
     "Reducer",
+    "Served",
     "Waiter",
     "Watched",
+    "connect",
     "distinct",
     "ignored_names",
     "samples_in",

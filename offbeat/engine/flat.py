@@ -60,23 +60,23 @@ class Flat:
         self._stamps = 1
         for entry, slot in zip(self.entries, bucket.slots, strict=True):
             entry.flat = self
-            entry.view = _view(self.grad, slot.offset, entry.parameter)
+            entry.view = view_in(self.grad, slot.offset, entry.parameter)
 
-    def pack(self, *, weight: float, check_finite: bool) -> None:
-        """Bring every gradient into the bucket, multiplied by 1/world, and make `.grad` a view of it.
+    def pack(self, *, scale: float, check_finite: bool) -> None:
+        """Bring every gradient into the bucket, multiplied by `scale` / world, and make `.grad` a view of it.
 
-        A parameter without a gradient contributes zeros. With `weight` 0 the whole bucket is zeros, whatever the
+        A parameter without a gradient contributes zeros. With `scale` 0 the whole bucket is zeros, whatever the
         gradients hold.
         """
-        share = 1.0 / self._world
-        self.took_part = weight > 0
+        share = scale / self._world
+        self.took_part = scale > 0
         with torch.no_grad():
             for entry in self.entries:
                 if not entry.used and entry.parameter.grad is not None:
                     entry.stale = entry.parameter.grad.detach().clone()
-                if weight:
+                if scale:
                     self._pack_one(entry, share)
-            if not weight:
+            if not scale:
                 self.grad.zero_()
         self.nonfinite = self._find_nonfinite() if check_finite else []
 
@@ -178,7 +178,7 @@ class Tail:
         self.used_elsewhere = used_elsewhere
 
 
-def _view(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+def view_in(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's stretch of the bucket, in the parameter's own memory order if that is dense (channels_last)."""
     if parameter.is_complex():
         grad, offset = torch.view_as_complex(grad.view(-1, 2)), offset // 2

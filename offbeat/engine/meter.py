@@ -117,12 +117,13 @@ class Meter:
         self._fence_began_s = self._clock.now_s()
         self._waited_before_s = self._waiter.waited_s
 
-    def fence_ends(self, step: int, spans: list[tuple[float, float]], weight: float) -> None:
+    def fence_ends(self, step: int, spans: list[tuple[float, float]], weight: float, staleness: int = 0) -> None:
         """All exchanges of the step are done.
 
         Args:
             spans: when each bucket was issued and done, in clock seconds.
             weight: this worker's in the step.
+            staleness: updates between the parameters it was computed on and its own.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         first_s = min((issued for issued, _ in spans), default=now_s)
@@ -140,6 +141,7 @@ class Meter:
                 "bytes_sent": self.sent_bytes,
                 "samples": self.samples,
                 "weight": weight,
+                "staleness": staleness,
                 "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
             }
         )

@@ -159,6 +159,12 @@ class Reducer:
             self._fence()
         self._exchanged = False
 
+    def after_step(self) -> None:
+        """Nothing to do: the gradient was exchanged before."""
+
+    def settle(self) -> None:
+        """Nothing to do: replicas are equal after every step."""
+
     def state_dict(self) -> dict[str, Any]:
         """Step count and codec state, by parameter name."""
         return {"step": self.step, "codec": {name: dict(tensors) for name, tensors in self._states.items()}}
@@ -246,7 +252,7 @@ class Reducer:
         for flight in self._flights:
             flight.look()
         weight, stamp = self.share.weight, self.share.stamp
-        flat.pack(weight=weight, check_finite=self._check_finite)
+        flat.pack(scale=self.share.scale if weight else 0.0, check_finite=self._check_finite)
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
         self._flights.append(
             Flight(flat, self._codec, state, self._channel, self.meter.now_s, weight=weight, stamp=stamp)
@@ -262,9 +268,7 @@ class Reducer:
         for flat in self._flats[len(self._flights) :]:
             self._issue(flat)
         channel, source = self._channel, self.share.source
-        dangling = [
-            channel.start(sparse.payload_of(e, weight=self.share.weight, world=channel.world)) for e in self._sparse
-        ]
+        dangling = [channel.start(sparse.payload_of(e, share=self.share, world=channel.world)) for e in self._sparse]
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         bad = [flight.flat.bucket.label for flight in self._flights if self._finish(flight)]
         mine = [name for flight in self._flights for name in flight.flat.nonfinite]

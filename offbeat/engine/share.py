@@ -13,19 +13,23 @@ class Share:
         self.padding = False  # the batch at hand only keeps the loop going
         self.source = 0  # rank whose buffers count
         self._drawn = self._with_data = 0  # since the last exchange
+        self._weighed = 0.0  # sum of the weights of those drawn since then
+        self._scale = 1.0
         self._ahead = 0  # drawn since the last forward pass
 
-    def draw(self, *, real: bool, source: int) -> None:
+    def draw(self, *, real: bool, source: int, weight: float = 1.0) -> None:
         """The prepared loader gave out a batch.
 
         Args:
             real: False if it is a repetition that only keeps the loop going; it must not count.
             source: lowest rank that has data, whose buffers count.
+            weight: of the batch, relative to the other workers' batches of this step; 1 if all are equal.
         """
         self.stamp += 1
         self._drawn += 1
         self._ahead += 1
         self._with_data += real
+        self._weighed += weight if real else 0.0
         self.padding = not real
         self.source = source
 
@@ -49,14 +53,26 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """This worker's weight in the next exchange: the share of its batches since the last one that are real.
+        """This worker's weight in the next exchange: the mean over its batches since the last one; padding weighs 0.
 
         A second exchange with the same batch counts as the first did.
         """
         if self._drawn:
-            return self._with_data / self._drawn
-        return 0.0 if self.padding else 1.0
+            return self._weighed / self._drawn
+        return 0.0 if self.padding else self._scale
+
+    @property
+    def drawn(self) -> int:
+        """Batches since the last exchange."""
+        return self._drawn
+
+    @property
+    def scale(self) -> float:
+        """By what this worker's gradient is to be multiplied: the mean weight of its real batches."""
+        return self._weighed / self._with_data if self._with_data else self._scale
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""
+        self._scale = self.scale
         self._drawn = self._with_data = 0
+        self._weighed = 0.0

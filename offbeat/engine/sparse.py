@@ -14,6 +14,7 @@ from offbeat.payload import Contribution, Gather
 
 if TYPE_CHECKING:
     from offbeat.engine.flat import Entry
+    from offbeat.engine.share import Share
 
 
 def sparse_names(module: torch.nn.Module) -> set[str]:
@@ -25,10 +26,11 @@ def sparse_names(module: torch.nn.Module) -> set[str]:
     return names
 
 
-def payload_of(entry: Entry, *, weight: float, world: int) -> Gather:
+def payload_of(entry: Entry, *, share: Share, world: int) -> Gather:
     """This rank's contribution: indices [1, n] int64, values [n, ...], and one flag [1] of its weight."""
     parameter = entry.parameter
     grad = parameter.grad
+    weight = share.weight
     flags = torch.tensor([weight, float(entry.used)], dtype=torch.float64, device=parameter.device)
     if grad is None or weight == 0:
         indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
@@ -36,7 +38,7 @@ def payload_of(entry: Entry, *, weight: float, world: int) -> Gather:
     if not grad.is_sparse:
         grad = grad.detach().to_sparse(1)
     grad = grad.detach().coalesce()
-    return Gather((grad.indices(), grad.values() / world, flags))
+    return Gather((grad.indices(), grad.values() * share.scale / world, flags))
 
 
 def combine(entry: Entry, reply: list[Contribution]) -> torch.Tensor | None:

@@ -47,6 +47,7 @@ class Awaited:
         buckets: how many there are.
         label: the layer names the bucket covers.
         model: of several prepared, which one; from 0.
+        outlives: whether it comes to its end even if another worker never does, because a server stands between.
     """
 
     operation: str
@@ -55,6 +56,7 @@ class Awaited:
     buckets: int = 0
     label: str = ""
     model: int = 0
+    outlives: bool = False
 
     def __str__(self) -> str:
         if self.bucket < 0:
@@ -187,7 +189,7 @@ class Waiter:
             self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}; no other worker can be asked why.")
             return
         self._leave(findings)
-        if findings.fatal:
+        if findings.fatal and not awaited.outlives:
             raise WorkerLostError(findings.text)
         self._tell(findings.text)
 
@@ -195,7 +197,7 @@ class Waiter:
         broke_s = self._clock.now_s()
         while True:
             findings = self.witness.investigate(awaited, self._clock.now_s() - began_s)
-            if findings is not None and findings.fatal:
+            if findings is not None and findings.fatal and not awaited.outlives:
                 self._leave(findings)
                 raise WorkerLostError(findings.text) from error
             if findings is None or self._clock.now_s() - broke_s > _OBITUARY_S:

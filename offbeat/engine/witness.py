@@ -97,6 +97,12 @@ def _phase(awaited: Awaited) -> str:
     return "exchanging" if awaited.step >= 0 else "waiting"
 
 
+def meeting_address(control: Control) -> str:
+    """Where this worker can listen so that all others reach it: loopback if all are on one machine. Collective."""
+    here = control.texts("the comparison of machines", _machine())
+    return "127.0.0.1" if len(set(here)) == 1 else _address()
+
+
 def start_watch(control: Control) -> Watch | None:
     """Give this worker a sentinel, and connect it with the others'. Collective.
 
@@ -106,8 +112,7 @@ def start_watch(control: Control) -> Watch | None:
     Returns:
         None if the hub or the sentinel cannot be started; training works without, only silently.
     """
-    here = control.texts("the comparison of machines", _machine())
-    bind = "127.0.0.1" if len(set(here)) == 1 else _address()
+    bind = meeting_address(control)
     token, watch, announced = secrets.token_bytes(32), None, ""
     if control.rank == 0:
         try:

@@ -30,11 +30,13 @@ class Offers:
         carries: kinds of payload.
         ordered: exchanges match by order of issue, so every rank must issue the same ones in the same order.
         exact: a sum of two workers has the bits of a float addition.
+        served: a server holds the parameters; workers push contributions and pull parameters, so that any policy runs.
     """
 
     carries: frozenset[type] = frozenset({Sum, Gather})
     ordered: bool = True
     exact: bool = True
+    served: bool = False
 
 
 class Pending(Protocol):

@@ -8,6 +8,8 @@
 * `trace` - trace.json, for Perfetto
 * `page` - report.html with plots, self-contained
 * `plots` - the plots as SVG
+* `sight` - a job as its parameter server sees it
+* `prometheus` - the same as figures for Prometheus
 
 Nothing here loads torch.
 """

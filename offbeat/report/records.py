@@ -55,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=Tr
     bytes_sent: int
     samples: int
     weight: float
+    staleness: int = 0
     buckets: list[tuple[float, float]]
 
 

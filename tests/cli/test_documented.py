@@ -10,7 +10,31 @@ from tests.cli.documentation import PAGE, commands, options, page
 
 # An option that leaves this table breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
 COMMANDS = {
-    "run": ["SCRIPT", "ARGUMENTS", "--workers", "--plan", "--timeout", "--run-dir"],
+    "run": ["SCRIPT", "ARGUMENTS", "--workers", "--plan", "--servers", "--timeout", "--run-dir"],
+    "serve": [
+        "--bind",
+        "--port",
+        "--job",
+        "--coordinator",
+        "--token-file",
+        "--certificate",
+        "--key",
+        "--authority",
+        "--timeout",
+    ],
+    "top": [
+        "--job",
+        "--once",
+        "--interval",
+        "--json",
+        "--prometheus",
+        "--bind",
+        "--job-name",
+        "--token-file",
+        "--certificate",
+        "--key",
+        "--authority",
+    ],
     "report": ["RUN_DIR"],
     "doctor": ["--json"],
     "plan show": ["PATH"],
@@ -18,6 +42,8 @@ COMMANDS = {
     "lab run": ["SCENARIO", "--json", "--png", "--repeats", "--steps"],
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
+    "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
+    "certs": ["FOLDER", "--host"],
 }
 
 

@@ -1,0 +1,240 @@
+"""Where a job with a parameter server is found, and a link to it that only looks.
+
+An onlooker never gets in the way: it takes part in nothing, so the server ends with the last worker and not with it;
+and it asks for one look at a time, so that however slow it is, or however long it was stopped, no answers pile up at
+the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.report.sight import look, sight_of
+from offbeat.serve import Settings
+from offbeat.wire.loop import Loop
+from offbeat.wire.tcp import connect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.report.sight import Scene
+    from offbeat.wire.link import Link
+
+# An onlooker's number on its link: no worker has it, nor has a shard.
+RANK = 4094
+# For how long to dial: a job that is looked at is there.
+_DIAL = timedelta(seconds=3)
+_GOOD_BYE_S = 0.5
+
+
+class JobEnded(Exception):
+    """The server has said good-bye."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's server, as `offbeat.engine.server` leaves it in server.json.
+
+    Args:
+        address: "host:port" of the first shard.
+        folder: of the run, "" if unknown.
+    """
+
+    address: str
+    job: str
+    token: str = ""
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    folder: str = ""
+
+
+def read_target(folder: Path) -> Target:
+    """The server of the run in a folder.
+
+    Raises:
+        NetworkError: if it has none, or it cannot be read.
+    """
+    path = folder / "server.json"
+    if not path.is_file():
+        raise NetworkError(
+            f"Cannot look at the job in {folder}: it has no server.json. Either it has not come to run.prepare yet, or "
+            "it uses no parameter server: only jobs whose plan says fabric=ParameterServer() can be looked at."
+        )
+    try:
+        target = msgspec.json.decode(path.read_bytes(), type=Target)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
+    return msgspec.structs.replace(target, folder=str(folder))
+
+
+class Onlooker:
+    """Looks at a job; use it from one thread.
+
+    Args:
+        target: where the job is.
+
+    Raises:
+        NetworkError: if nobody can be reached there.
+        PeerError: if it is another job, or there are other credentials.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._settings = Settings(
+            job=target.job,
+            token=target.token,
+            certificate=target.certificate,
+            key=target.key,
+            authority=target.authority,
+        )
+        self._loop = Loop("offbeat-top")
+        try:
+            self._line = self._loop.run(self._dial())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def look(self, patience_s: float) -> tuple[Scene, ...] | None:
+        """How it goes; None if there was no answer in time, which the next call then waits for.
+
+        Raises:
+            JobEnded: if it has.
+            OffbeatError: if the server is lost, or understands no looks.
+        """
+        return self._loop.run(self._look(patience_s))
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass, but no more if there is nothing to be seen any more."""
+        if seconds > 0:
+            self._loop.run(self._line.rest(seconds))
+
+    def close(self) -> None:
+        """Leave."""
+        with contextlib.suppress(NetworkError):  # closed before
+            self._loop.run(self._leave())
+        self._loop.close()
+
+    def __enter__(self) -> Onlooker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- on the event loop ---------------------------------------------------------------------------------------
+
+    async def _look(self, patience_s: float) -> tuple[Scene, ...] | None:
+        try:
+            return await self._line.look(patience_s)
+        except OffbeatError as error:
+            if not self._line.answers:
+                hint = " Give the address of the job's first shard." if isinstance(error, PeerError) else ""
+                raise type(error)(f"{error}{hint}") from error
+        # A process that was stopped for a while, as by Ctrl-Z, has been given up by the server: come again.
+        try:
+            self._line = await self._dial()
+        except NetworkError as error:
+            raise NetworkError(
+                f"Lost the server at {self._target.address}, and nobody answers there any more: it was killed, or "
+                "cannot be reached from here."
+            ) from error
+        return await self._line.look(patience_s)
+
+    async def _dial(self) -> _Line:
+        target = self._target
+        line = _Line()
+        try:
+            line.link = await connect(
+                target.address,
+                accept=lambda link: line,
+                job=target.job,
+                rank=RANK,
+                credentials=self._settings.credentials(),
+                patience=_DIAL,
+            )
+        except PeerError as error:
+            raise PeerError(f"{error} {self._way_in()}") from error
+        except NetworkError as error:
+            if isinstance(error.__cause__, OSError) and target.folder:
+                raise NetworkError(f"{error} {self._way_out()}") from error
+            raise
+        return line
+
+    def _way_in(self) -> str:
+        folder, job = self._target.folder, self._target.job
+        if folder:
+            return f"It is not the one that {folder}/server.json tells of, which has probably ended."
+        return (
+            "Give the token that its workers have (--token-file or OFFBEAT_TOKEN), and its name (--job-name or "
+            f"OFFBEAT_JOB; now it is {job!r})."
+        )
+
+    def _way_out(self) -> str:
+        folder = self._target.folder
+        return f"The run in {folder} has probably ended: `offbeat report {folder}` says how."
+
+    async def _leave(self) -> None:
+        # Without a good-bye the server would keep the link until it times out, and a job that ends wait for it.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._line.link.close(), _GOOD_BYE_S)
+        self._line.link.abort()
+
+
+class _Line:
+    """One link, and what it hands frames to."""
+
+    def __init__(self) -> None:
+        self.link: Link
+        self.answers = 0
+        self._number = 0
+        self._asked = False
+        self._scenes: tuple[Scene, ...] | None = None
+        self._end: Exception | None = None
+        self._told = asyncio.Event()  # something has come, or nothing will
+        self._over = asyncio.Event()
+        self._body = bytearray()
+
+    async def look(self, patience_s: float) -> tuple[Scene, ...] | None:
+        """The scenes; None if they did not come in time."""
+        if not self._asked and self._end is None:
+            self._asked, self._number, self._scenes = True, self._number + 1, None
+            self._told.clear()
+            self.link.send(look(self._number))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._told.wait(), patience_s)
+        if self._end is not None:
+            raise self._end
+        if self._scenes is not None:
+            self._asked = False
+        return self._scenes
+
+    async def rest(self, seconds: float) -> None:
+        """Wait for so long, or until the link has ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+
+    # -- called by the link --------------------------------------------------------------------------------------
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Where many scenes go."""
+        self._body = bytearray(size_bytes)  # at most what `Limits` allow
+        return memoryview(self._body)
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """An answer is here."""
+        sight = sight_of(metadata, body)
+        if sight.number == self._number:
+            self.answers += 1
+            self._scenes = sight.scenes
+            self._told.set()
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link is gone for good."""
+        self._end = JobEnded() if error is None else error
+        self._told.set()
+        self._over.set()

@@ -1,0 +1,74 @@
+"""`offbeat serve`: one shard of a parameter server, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.errors import NetworkError
+
+TokenFile = Annotated[
+    Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
+]
+Bind = Annotated[str, typer.Option(help="Address to listen on; others than loopback need credentials.")]
+
+
+def serve(
+    bind: Bind = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for one of the kernel's choice.")] = 0,
+    job: Annotated[str, typer.Option(help="Name of the job; workers of another one are refused.")] = "default",
+    coordinator: Annotated[
+        str, typer.Option(help="host:port of the first shard, which coordinates; left out if this is it.")
+    ] = "",
+    token_file: TokenFile = None,
+    certificate: Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")] = None,
+    authority: Annotated[Path | None, typer.Option(help="For TLS: who signs the workers' certificates, PEM.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="A worker that is silent for so many seconds is gone.")] = 5.0,
+) -> None:
+    """Hold a part of the parameters for one job; end when its last worker has gone.
+
+    Workers find it with `ParameterServer(addresses=("host:port",))` or OFFBEAT_SERVERS=host:port,host:port, the first
+    shard first, and with the same OFFBEAT_JOB and OFFBEAT_TOKEN.
+    """
+    from offbeat.serve import Settings, prepare_process
+    from offbeat.serve import serve as serve_job
+
+    logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
+    settings = Settings(
+        job=job,
+        bind=bind,
+        port=port,
+        coordinator=coordinator,
+        token=os.environ.get("OFFBEAT_TOKEN", "") if token_file is None else read_token(token_file),
+        certificate=str(certificate or ""),
+        key=str(key or ""),
+        authority=str(authority or ""),
+        timeout_s=timeout,
+        patience_s=0.0,
+    )
+
+    def say(address: str) -> None:
+        sys.stdout.write(f"serving job {job} at {address}; it ends with the last worker, or with Ctrl-C\n")
+        sys.stdout.flush()
+
+    prepare_process()
+    asyncio.run(serve_job(settings, say))
+
+
+def read_token(path: Path) -> str:
+    """The secret in a file.
+
+    Raises:
+        NetworkError: if it cannot be read.
+    """
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read the token in {path}: {error}.") from error

@@ -1,0 +1,223 @@
+"""`offbeat top`: look at a job that trains through a parameter server, while it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from offbeat.cli.onlooker import JobEnded, Onlooker, Target, read_target
+from offbeat.cli.picture import Picture, lasting
+from offbeat.cli.serve import read_token
+from offbeat.errors import NetworkError
+from offbeat.report.prometheus import Figures
+from offbeat.report.words import listed
+from offbeat.serve import from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from offbeat.report.sight import Scene
+
+_INTERVAL_S = 0.5
+_PATIENCE_S = 10.0  # for the answer, where there is only one look
+_WIDEST = 1 << 12  # a pipe has no width
+
+
+def top(
+    job: Annotated[
+        str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Look once and leave; so it is in a pipe.")] = False,
+    interval: Annotated[
+        float | None, typer.Option(min=0.05, help="Look every so many seconds, also in a pipe; 0.5 if left out.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what the server says, one JSON object per look.")] = False,
+    prometheus: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve the figures at /metrics on this port instead; 0 for any."),
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(help="Address for --prometheus; whoever can reach it can read the figures.")
+    ] = "127.0.0.1",
+    job_name: Annotated[
+        str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)
+    ] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")] = None,
+    authority: Annotated[
+        Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
+    ] = None,
+) -> None:
+    """Look at a job with a parameter server: what each worker does, who is ahead, who keeps the others waiting.
+
+    A run folder says how to get in: its server.json holds the address, the job's name and the token; what is given here
+    outranks it. Looking costs the job nothing; leave at any time with Ctrl-C.
+    """
+    if prometheus is not None and (once or json):
+        raise NetworkError("Cannot print anything with --prometheus, which only serves. Leave out --once and --json.")
+    if prometheus is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise NetworkError(
+            "Cannot serve figures: the package prometheus-client is not installed. Install it with pip install "
+            "'offbeat[dashboard]'."
+        )
+    given = {
+        "job": job_name,
+        "token": "" if token_file is None else read_token(token_file),
+        "certificate": str(certificate or ""),
+        "key": str(key or ""),
+        "authority": str(authority or ""),
+    }
+    target = find(job, {name: value for name, value in given.items() if value})
+    is_terminal = sys.stdout.isatty()
+    show = _Show(json=json, is_terminal=is_terminal)
+    every_s = _INTERVAL_S if interval is None else interval
+    try:
+        with Onlooker(target) as onlooker:
+            if prometheus is not None:
+                _serve(onlooker, show, every_s, bind, prometheus)
+            elif once or (interval is None and not is_terminal):
+                _once(onlooker, show)
+            else:
+                _follow(onlooker, show, every_s)
+    except JobEnded:
+        typer.echo(epitaph(show.picture.scenes), err=json)
+    except KeyboardInterrupt:
+        pass  # the way to leave
+
+
+def find(where: str, given: Mapping[str, str]) -> Target:
+    """The server of the job at `where`; `given` outranks what its server.json or the environment says.
+
+    Raises:
+        NetworkError: if it is neither a run folder with a server nor an address.
+    """
+    folder = Path(where).parent if Path(where).name == "server.json" else Path(where)
+    if folder.is_dir():
+        target = read_target(folder)
+    elif ":" in where and "/" not in where:
+        known = from_environment("default", timedelta())
+        target = Target(
+            address=where,
+            job=known.job,
+            token=known.token,
+            certificate=known.certificate,
+            key=known.key,
+            authority=known.authority,
+        )
+    else:
+        raise NetworkError(
+            f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
+        )
+    return msgspec.structs.replace(target, **given)
+
+
+def epitaph(scenes: Sequence[Scene]) -> str:
+    """What is said of a job that has ended.
+
+    Args:
+        scenes: that were seen last.
+    """
+    if not scenes:
+        return "The job has ended."
+    several = len(scenes) > 1
+    made = listed([f"{s.version:,} updates{f' of model {s.model}' if several else ''}" for s in scenes])
+    return f"The job has ended. When last seen it had made {made} in {lasting(max(s.running_s for s in scenes))}."
+
+
+class _Show:
+    """Where what is seen goes.
+
+    Args:
+        json: as objects; else as a picture.
+        is_terminal: whether somebody watches it change.
+    """
+
+    def __init__(self, *, json: bool, is_terminal: bool) -> None:
+        self.picture = Picture()
+        self.json, self.is_live = json, is_terminal and not json
+        self.console = Console(highlight=False, width=None if is_terminal else _WIDEST)
+
+    def print(self) -> None:
+        """What was seen last."""
+        if self.json:
+            typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.picture.scenes}).decode())
+        else:
+            self.console.print(self.picture)
+
+
+def _once(onlooker: Onlooker, show: _Show) -> None:
+    scenes = onlooker.look(_PATIENCE_S)
+    if scenes is None:
+        raise NetworkError(f"Cannot look at the job: its server has not answered for {_PATIENCE_S:g} s. Try again.")
+    show.picture.add(scenes)
+    show.print()
+
+
+def _follow(onlooker: Onlooker, show: _Show, interval_s: float) -> None:
+    looks = _looks(onlooker, show.picture, interval_s)
+    if show.is_live:
+        with Live(show.picture, console=show.console, auto_refresh=False) as live:
+            for _ in looks:
+                live.refresh()
+    for answered in looks:
+        if answered:
+            show.print()
+            if not show.json:
+                show.console.print()
+
+
+def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: int) -> None:
+    """Serve the figures for as long as the job runs; a scrape is answered from the last look, so it asks nobody."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    looks = _looks(onlooker, show.picture, interval_s)
+    while not next(looks):
+        pass
+    figures = Figures(show.picture.scenes, time.time())
+    registry = CollectorRegistry()  # the usual one tells of this process
+    registry.register(figures)
+    try:
+        server, _ = start_http_server(port, addr=bind, registry=registry)
+    except OSError as error:
+        raise NetworkError(f"Cannot serve figures on {bind}, port {port}: {error}. Choose another.") from error
+    try:
+        host, port = server.server_address[0], server.server_port
+        address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+        public = "" if ipaddress.ip_address(str(host)).is_loopback else "; whoever can reach it can read them"
+        typer.echo(f"serving figures at http://{address}/metrics until the job ends, or Ctrl-C{public}")
+        for answered in looks:
+            if answered:
+                figures.latest = (show.picture.scenes, time.time())
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _looks(onlooker: Onlooker, picture: Picture, interval_s: float) -> Iterator[bool]:
+    """Look again and again; whether there was an answer."""
+    answered_s = time.monotonic()
+    while True:
+        began_s = time.monotonic()
+        scenes = onlooker.look(min(interval_s, _INTERVAL_S))
+        if scenes is None:
+            picture.silent_s = time.monotonic() - answered_s
+        else:
+            answered_s = time.monotonic()
+            picture.add(scenes)
+        yield scenes is not None
+        onlooker.rest(began_s + interval_s - time.monotonic())

@@ -1,0 +1,69 @@
+"""One worker's epoch in numbers: how many batches it has, and how large each will be.
+
+The workers tell each other at its beginning, so that everyone knows in each step who has data, and how much of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+
+@dataclass(frozen=True)
+class Course:
+    """What can be known of an epoch before it begins.
+
+    Args:
+        length: number of batches; -1 if that is not known.
+        samples: in all of them; 0 if that is not known.
+        batch: in each but the last; 0 if that is not known.
+
+    >>> [Course(3, 10, 4).size(index) for index in range(4)]
+    [4, 4, 2, 0]
+    """
+
+    length: int
+    samples: int = 0
+    batch: int = 0
+
+    def size(self, index: int) -> int:
+        """Samples in batch `index`; 0 behind the end."""
+        return max(0, min(self.batch, self.samples - index * self.batch)) if index < self.length else 0
+
+    def to_text(self) -> str:
+        return f"{self.length} {self.samples} {self.batch}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Course:
+        length, samples, batch = map(int, text.split())
+        return cls(length, samples, batch)
+
+
+def course_of(loader: Iterable[Any]) -> Course:
+    """What `loader` says about its next epoch."""
+    if not isinstance(loader, Sized):
+        return Course(-1)
+    try:
+        length = len(loader)
+    except TypeError:  # a DataLoader over an IterableDataset without a length
+        return Course(-1)
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+        return Course(length)
+    return Course(length, len(batches.sampler), batches.batch_size)
+
+
+def relative_size(courses: list[Course], index: int, rank: int) -> float | None:
+    """Samples in batch `index` of `rank`, relative to the mean over the workers that have one; None if not known.
+
+    >>> relative_size([Course(3, 10, 4), Course(3, 12, 4)], 2, 0)
+    0.6666666666666666
+    """
+    if not courses or not all(course.batch for course in courses):
+        return None
+    sizes = [size for course in courses if (size := course.size(index))]
+    # Equal sizes give exactly 1: then the mean has the bits of an unweighted one.
+    return courses[rank].size(index) / (sum(sizes) / len(sizes)) if sizes else 0.0

@@ -1,0 +1,60 @@
+"""One model's exchange with the other workers, as the front end sees it.
+
+Call order, each step: `on_forward` for each forward pass that trains; `on_output_grad` when its backward begins;
+`on_step` before and `after_step` behind the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.engine.meter import Meter
+    from offbeat.engine.share import Share
+    from offbeat.layout import Layout
+    from offbeat.plan import Plan
+
+
+class Exchanger(Protocol):
+    """Keeps one model together with the other workers' replicas.
+
+    Attributes:
+        sync: False while gradients are only accumulated.
+        share: this worker's part in the next exchange.
+    """
+
+    plan: Plan
+    layout: Layout
+    share: Share
+    meter: Meter
+    sync: bool
+
+    @property
+    def step(self) -> int:
+        """Exchanges, or steps where not every step has one."""
+
+    def on_forward(self, inputs: Any) -> None:
+        """A forward pass that trains begins."""
+
+    def on_output_grad(self) -> None:
+        """The gradient of the model's output is known."""
+
+    def on_step(self) -> None:
+        """The optimizer is about to step."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def settle(self) -> None:
+        """Make all replicas equal. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    def close(self) -> None:
+        """The run is over."""

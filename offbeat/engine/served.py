@@ -1,0 +1,222 @@
+"""Training where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`.
+
+The loop is the user's own. Its `optimizer.step()` brings what has been accumulated since the last one to the server,
+waits until the policy lets this worker go on, and returns with the parameters of the next step; the local optimizer
+itself finds no gradient and does nothing. What it was asked to do (learning rate, momentum ...) travels along.
+
+Clipping, accumulation and scaling act on this worker's own gradient, before it is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.engine.flat import view_in
+from offbeat.engine.share import Share
+from offbeat.engine.waiting import Awaited
+from offbeat.errors import ModelError, NumericsError
+from offbeat.fabric.server import cut, deal, describe, hyper
+from offbeat.payload import Sum, Total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from offbeat.codec import Exchange, State
+    from offbeat.engine.meter import Meter
+    from offbeat.engine.server import Server
+    from offbeat.engine.waiting import Waiter
+    from offbeat.layout import Bucket, Layout
+    from offbeat.plan import Plan
+
+
+class Served:
+    """One model's parameters at a server. Replaces `Reducer` where the fabric is a parameter server.
+
+    Args:
+        parameters: trainable parameters by name; their memory is moved into flat buckets.
+        layout: where they lie; nothing sparse in it.
+        plan: codec and policy.
+        optimizer: the user's.
+        server: this worker's connection to it.
+        waiter: the one waiting primitive.
+        meter: where measurements go.
+        model: which of several prepared, from 0.
+
+    Raises:
+        ModelError: if the server cannot hold the optimizer.
+        DisagreementError: if another worker has another plan or layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Mapping[str, torch.nn.Parameter],
+        layout: Layout,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        server: Server,
+        waiter: Waiter,
+        meter: Meter,
+        model: int = 0,
+    ) -> None:
+        self.plan, self.layout = plan, layout
+        self.share = Share()
+        self.meter = meter
+        self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
+        self.step = 0
+        self.staleness = 0  # of the last contribution: updates between its parameters and its own
+        self._optimizer, self._client, self._waiter, self._model = optimizer, server.client, waiter, model
+        self._parameters = dict(parameters)
+        self._codec = plan.codec
+        self._values = [_memory(bucket) for bucket in layout.buckets]
+        self._grads = [_memory(bucket) for bucket in layout.buckets]
+        self._slots = list(self._lay_out())
+        self._states: list[State] = [plan.codec.init(bucket) for bucket in layout.buckets]
+        self._set_aside: dict[str, torch.Tensor] = {}
+        self._blocks = cut(layout, server.block_bytes)
+        names = {id(p): name for name, p in parameters.items()}
+        opening = self._client.open(
+            model,
+            plan=plan.to_toml(),
+            layout=layout.digest,
+            blocks=self._blocks,
+            shards=deal(self._blocks, server.shards),
+            values=[self._values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
+            optimizer=describe(optimizer, names),
+        )
+        waiter.wait(opening, Awaited("the parameters of the server", outlives=True))
+        self._take_values()
+
+    # -- called by the front end ---------------------------------------------------------------------------------
+
+    def on_forward(self, inputs: Any) -> None:
+        """A forward pass that trains begins."""
+        self.meter.forward(inputs)
+        self.share.forward()
+
+    def on_output_grad(self) -> None:
+        """Nothing to do: nothing is sent before the optimizer steps."""
+
+    def on_step(self) -> None:
+        """The optimizer is about to step: bring the gradient, and come back with the next parameters.
+
+        Raises:
+            NumericsError: if the gradient holds NaN or Inf and the plan says to stop on it.
+            WorkerLostError, NetworkError: if the server is gone.
+        """
+        self.meter.fence_begins(self.step)
+        weight = float(self.meter.samples) if self.meter.loader_counts else self.share.weight
+        unused = self._pack()
+        if self._nonfinite():
+            weight = 0.0
+        issued_s = self.meter.now_s()
+        exchange = self._client.exchange(
+            self._model, list(self._encode()), weight=weight, hyper=hyper(self._optimizer), unused=tuple(unused)
+        )
+        self._waiter.wait(
+            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)
+        )
+        self._take_values()
+        self.meter.sent_bytes += exchange.sent_bytes
+        self.meter.fence_ends(self.step, [(issued_s, self.meter.now_s())], weight, exchange.staleness)
+        self.step, self.staleness = self.step + 1, exchange.staleness
+        self._waiter.witness.exchanged(self.share.stamp)
+        self.share.exchanged()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped, and found nothing to do: gradients may be looked at again."""
+        for name, grad in self._set_aside.items():
+            self._parameters[name].grad = grad
+        self._set_aside.clear()
+
+    def settle(self) -> None:
+        """The newest parameters are here: bring them to the model's device."""
+        self._take_values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count."""
+        return {"step": self.step, "codec": {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """The parameters stay as they are."""
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
+        """Move each parameter into its bucket, if that is on its device; (name, it, its place, its gradient's)."""
+        for bucket, values, grads in zip(self.layout.buckets, self._values, self._grads, strict=True):
+            for slot in bucket.slots:
+                parameter = self._parameters[slot.name]
+                value, grad = view_in(values, slot.offset, parameter), view_in(grads, slot.offset, parameter)
+                value.copy_(parameter.data)
+                if parameter.device.type == "cpu":
+                    parameter.data = value
+                yield slot.name, parameter, value, grad
+
+    def _take_values(self) -> None:
+        """Bring what arrived to the model's device."""
+        for _, parameter, value, _ in self._slots:
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(value, non_blocking=True)
+
+    def _pack(self) -> list[str]:
+        """Copy every gradient into its bucket and set it aside; the names of those that are missing."""
+        unused = []
+        for name, parameter, _, place in self._slots:
+            grad = parameter.grad
+            if grad is None:
+                unused.append(name)
+                place.zero_()
+                continue
+            place.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
+            self._set_aside[name] = grad
+            parameter.grad = None
+        return unused
+
+    def _nonfinite(self) -> bool:
+        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(grad).all()) for grad in self._grads):
+            return False
+        bad = [name for name, _, _, place in self._slots if not bool(torch.isfinite(place).all())]
+        if self.plan.nonfinite == "raise":
+            raise NumericsError(
+                f"step {self.step}: the gradient of {', '.join(bad[:3])} holds NaN or Inf on this worker. Lower the "
+                'learning rate, or let such steps be left out with nonfinite="skip" - at `plan.nonfinite`.'
+            )
+        return True
+
+    def _encode(self) -> Iterator[torch.Tensor]:
+        """Each block of what the codec makes of the gradient."""
+        wires = []
+        for grad, state in zip(self._grads, self._states, strict=True):
+            exchange = self._codec.exchange(grad, state)
+            payload = next(exchange)
+            if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:
+                raise ModelError(
+                    f"Cannot push with {self._codec!r}: a parameter server takes one dense sum per bucket. Use Dense() "
+                    "or Cast()."
+                )
+            wires.append(payload.tensor)
+            if state:
+                _end(exchange, payload.tensor)
+        for block in self._blocks:
+            yield wires[block.bucket][block.offset : block.offset + block.numel]
+
+
+def _end(exchange: Exchange, sent: torch.Tensor) -> None:
+    """Let the codec write its state: what was sent is all that it hears of."""
+    try:
+        exchange.send(Total(sent.clone()))
+    except StopIteration:
+        return
+    raise ModelError("Cannot push with this codec: it needs several rounds, a push has one. Use Dense() or Cast().")
+
+
+def _memory(bucket: Bucket) -> torch.Tensor:
+    pinned = bucket.device.type == "cuda"
+    return torch.zeros(bucket.numel, dtype=bucket.dtype, pin_memory=pinned)

@@ -1,0 +1,141 @@
+"""How a worker finds its parameter server, and what it asks all workers through it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.engine.waiting import Awaited
+from offbeat.engine.witness import meeting_address
+from offbeat.errors import NetworkError
+from offbeat.fabric.server import Client, ParameterServer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from offbeat.engine.control import Control
+    from offbeat.engine.waiting import Waiter
+    from offbeat.serve import Settings
+    from offbeat.wire.loop import Loop
+
+_log = logging.getLogger("offbeat")
+
+
+class Server:
+    """A worker's connection to all shards.
+
+    Args:
+        client: its end.
+        spec: the plan's.
+        loop: where the links live; ended by `close`.
+    """
+
+    def __init__(self, client: Client, spec: ParameterServer, loop: Loop, shards: int) -> None:
+        self.client = client
+        self.block_bytes = spec.block_bytes
+        self.shards = shards
+        self._loop = loop
+
+    def sum(self, question: str, numbers: Sequence[float], waiter: Waiter) -> tuple[float, ...]:
+        """The sums of numbers over all workers that are there. Collective.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(question, numbers)
+        waiter.wait(asked, Awaited(question, outlives=True))
+        return asked.numbers
+
+    def settle(self, waiter: Waiter) -> None:
+        """Wait until all workers are here, and take the newest parameters of all models. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask("the newest parameters", refresh=True)
+        waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+
+    def close(self) -> None:
+        """Say good-bye."""
+        self.client.close()
+        self._loop.close()
+
+
+def connect(spec: ParameterServer, control: Control, timeout: timedelta, run_dir: Path | None = None) -> Server:
+    """Connect with the plan's server; rank 0 starts one if there is none. Collective.
+
+    Args:
+        run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
+
+    Raises:
+        NetworkError: on all ranks if it cannot be started; on one that cannot reach it.
+        PeerError: if it refuses this worker.
+    """
+    from offbeat.serve import from_environment
+    from offbeat.wire.loop import Loop
+    from offbeat.wire.session import Limits
+    from offbeat.wire.tcp import connect as dial
+
+    addresses = spec.addresses or tuple(filter(None, os.environ.get("OFFBEAT_SERVERS", "").split(",")))
+    settings = from_environment("default", timeout)
+    if not addresses:
+        address, settings = _beside_rank_0(control, settings)
+        addresses = (address,)
+    if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
+        Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
+    if run_dir is not None and control.rank == 0:
+        _leave_address(run_dir / "server.json", addresses[0], settings)
+    loop = Loop()
+    client = Client(loop, rank=control.rank, world=control.world)
+    for address in addresses:
+        link = dial(
+            address,
+            accept=client.accept,
+            job=settings.job,
+            rank=control.rank,
+            credentials=settings.credentials(),
+            limits=Limits(timeout=timeout),
+        )
+        loop.run(link)
+    return Server(client, spec, loop, len(addresses))
+
+
+def _leave_address(path: Path, address: str, settings: Settings) -> None:
+    """Write down where the job can be looked at, for this user only: the token is in it."""
+    about = {"address": address, "job": settings.job, "token": settings.token}
+    about |= {"certificate": settings.certificate, "key": settings.key, "authority": settings.authority}
+    part = path.with_suffix(".part")
+    try:
+        # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(about, file, indent=1)
+        part.replace(path)
+    except OSError as error:  # a full disk is no reason to end the run
+        _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
+
+
+def _beside_rank_0(control: Control, settings: Settings) -> tuple[str, Settings]:
+    """Have rank 0 start a shard with a job and a token of its own; where it is. Collective."""
+    from offbeat.serve import start_shard
+
+    bind, said = meeting_address(control), ""
+    if control.rank == 0:
+        fresh = msgspec.structs.replace(settings, job=secrets.token_hex(8), token=secrets.token_hex(32), bind=bind)
+        try:
+            said = f"{start_shard(fresh)[1]} {fresh.job} {fresh.token}"
+        except NetworkError as error:
+            said = f"! {error}"
+    said = control.texts("the parameter server's address", said)[0]
+    if said.startswith("!"):
+        raise NetworkError(said[2:])
+    address, job, token = said.split()
+    return address, msgspec.structs.replace(settings, job=job, token=token)

@@ -1,0 +1,22 @@
+"""A parameter server: the workers push contributions and pull parameters, so that any synchronization policy runs.
+
+* `spec` - `ParameterServer`, the description in a plan
+* `blocks` - the parameters cut into blocks, and dealt out to shards
+* `optimizers` - the user's optimizer as data
+* `messages` - what workers and shards say
+* `ledger` - what has arrived, what waits for it, who waits for that; per block, without I/O
+* `store` - parameters and optimizer state of a shard
+* `table` - one model's blocks at one shard
+* `coordinator` - asks the policy, and keeps count
+* `lead` - what the first shard does beside: it tells all shards and workers what was decided
+* `shard` - one shard at work
+* `client` - a worker's end
+"""
+
+from offbeat.fabric.server.blocks import cut, deal
+from offbeat.fabric.server.client import Client
+from offbeat.fabric.server.optimizers import describe, hyper
+from offbeat.fabric.server.shard import Shard
+from offbeat.fabric.server.spec import ParameterServer
+
+__all__ = ["Client", "ParameterServer", "Shard", "cut", "deal", "describe", "hyper"]

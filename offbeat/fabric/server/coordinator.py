@@ -1,0 +1,162 @@
+"""Asks the policy, and keeps count of what it promised: one per model, on the first shard.
+
+It turns what happens to workers into events, and hands the policy's decisions to the shards. It waits for all workers
+of the beginning before it asks for the first time; from then on whoever is there takes part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offbeat.fabric.server.messages import Scene, Seen
+from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, on
+from offbeat.sync.state import observe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.sync import Action, Event, Policy
+
+
+@dataclass
+class Record:
+    """What became of one worker's contributions.
+
+    Args:
+        applied, dropped, lost: how many.
+        samples: in those that were applied.
+        staleness, worst: sum and maximum, over those applied, of the updates between the parameters a contribution was
+            computed on and its own update.
+        lead: the most steps it was ahead of another worker when it was released.
+        waited_s: time from having a contribution to being released.
+        joined_s: when it first joined.
+    """
+
+    applied: int = 0
+    dropped: int = 0
+    lost: int = 0
+    samples: float = 0.0
+    staleness: int = 0
+    worst: int = 0
+    lead: int = 0
+    waited_s: float = 0.0
+    joined_s: float = 0.0
+
+
+@dataclass
+class Coordinator:
+    """One model's policy at work.
+
+    Args:
+        policy: decides.
+        world: how many workers the job begins with.
+        now_s: monotonic seconds.
+    """
+
+    policy: Policy
+    world: int
+    now_s: Callable[[], float]
+    state: State = field(default_factory=State)
+    started: bool = False
+    records: dict[int, Record] = field(default_factory=dict)
+    last_staleness: dict[int, int] = field(default_factory=dict)
+    since_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since_s = self.now_s()
+
+    def join(self, worker: int) -> tuple[Action, ...]:
+        """The worker takes part; what is decided now."""
+        self.records.setdefault(worker, Record(joined_s=self.now_s()))
+        return self.tell(Joined(worker, self.now_s()))
+
+    def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
+        """The worker is gone, or `returns`; what is decided now."""
+        if worker not in self.state.members and worker not in self.state.away:
+            return ()
+        if not self.started:
+            self.world -= 1
+        return self.tell(Left(worker, self.now_s(), returns))
+
+    def start_if_all_are_here(self) -> tuple[Action, ...]:
+        """Begin to decide, if everyone who was to come is here."""
+        if self.started or len(self.state.members) < max(1, self.world):
+            return ()
+        self.started = True
+        return self.tell(Adopted(self.now_s()))
+
+    def tell(self, event: Event) -> tuple[Action, ...]:
+        """What is decided after `event`."""
+        before = self.state
+        if not self.started:
+            self.state = observe(before, event)
+            return self.start_if_all_are_here() if isinstance(event, Left) else ()
+        self.state, actions = on(self.policy, before, event)
+        self._count(observe(before, event), actions)
+        return actions
+
+    def scene(self, model: int) -> Scene:
+        """How it goes, for people."""
+        now_s = self.now_s()
+        seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
+        return Scene(
+            model=model,
+            policy=repr(self.policy),
+            version=self.state.version,
+            started=self.started,
+            running_s=now_s - self.since_s,
+            workers=seen,
+        )
+
+    def _seen(self, worker: int, record: Record, now_s: float) -> Seen:
+        member = self.state.members.get(worker)
+        counts: dict[str, Any] = {
+            "applied": record.applied,
+            "dropped": record.dropped,
+            "lost": record.lost,
+            "staleness": record.staleness / record.applied if record.applied else 0.0,
+            "worst": record.worst,
+            "lead": record.lead,
+            "waited_s": record.waited_s,
+            "here_s": now_s - record.joined_s,
+        }
+        if member is None:
+            return Seen(worker=worker, phase="gone", **counts)
+        return Seen(
+            worker=worker,
+            phase=member.phase,
+            step=member.step,
+            clock=member.clock,
+            since_s=now_s - member.since_s,
+            samples=member.weight or 0.0,
+            computing_s=member.computing_s or 0.0,
+            turn_s=member.turn_s or 0.0,
+            **counts,
+        )
+
+    def _count(self, state: State, actions: tuple[Action, ...]) -> None:
+        version, bases = state.version, {worker: member.base for worker, member in state.members.items()}
+        for action in actions:
+            if isinstance(action, Apply):
+                for worker, clock in action.pushes:
+                    record = self.records.setdefault(worker, Record())
+                    stale = version - bases.get(worker, version)
+                    record.applied += 1
+                    record.samples += state.pending.get((worker, clock), 0.0)
+                    record.staleness += stale
+                    record.worst = max(record.worst, stale)
+                    self.last_staleness[worker] = stale
+                version += 1
+            elif isinstance(action, Drop):
+                for worker, _ in action.pushes:
+                    self.records.setdefault(worker, Record()).dropped += 1
+            elif isinstance(action, Release):
+                member = self.state.members.get(action.worker)
+                bases[action.worker] = version
+                if member is not None and action.worker in state.members:
+                    record = self.records[action.worker]
+                    ready_s = state.members[action.worker].ready_s
+                    record.waited_s += 0.0 if ready_s is None else self.state.now_s - ready_s
+                    others = [m.brought for w, m in self.state.members.items() if w != action.worker]
+                    record.lead = max([record.lead, *(member.pace - brought for brought in others)])

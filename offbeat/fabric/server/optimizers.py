@@ -1,0 +1,145 @@
+"""The user's optimizer as data: described by a worker, checked, and made again at the server.
+
+Only optimizers that treat every element by itself can be held in pieces, and only torch's own can be named without
+sending code. Hyper-parameters travel with each contribution, so a learning-rate schedule works as it does locally.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import torch
+
+from offbeat.errors import ModelError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+}
+# How it is computed, which is for the server to decide.
+_MEANS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Number = float | int | bool | None
+Value = Number | Annotated[tuple[Number, ...], msgspec.Meta(max_length=8)]
+Hyper = Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], Value], msgspec.Meta(max_length=32)]
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """An optimizer without its state.
+
+    Args:
+        kind: a class of `torch.optim`.
+        groups: hyper-parameters of each group.
+        members: names of the parameters in each group.
+    """
+
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
+    groups: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
+    members: Annotated[tuple[tuple[Name, ...], ...], msgspec.Meta(max_length=10_000)]
+
+
+def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """Put `optimizer` into words.
+
+    Args:
+        names: of the parameters, by `id`.
+
+    Raises:
+        ModelError: if a server cannot hold it.
+    """
+    kind = type(optimizer).__name__
+    if type(optimizer) is not _CLASSES.get(kind):
+        raise ModelError(
+            f"Cannot hold {kind} at a parameter server: it keeps the parameters in pieces, and can only hold torch's "
+            f"own element-wise optimizers ({', '.join(sorted(_CLASSES))}). Use one of these, or fabric=ProcessGroup()."
+        )
+    members = tuple(tuple(names[id(p)] for p in group["params"] if id(p) in names) for group in optimizer.param_groups)
+    return OptimizerSpec(kind, hyper(optimizer), members)
+
+
+def hyper(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
+    """The hyper-parameters of each group as they are now.
+
+    Raises:
+        ModelError: if one cannot be sent.
+    """
+    return tuple(
+        {key: _plain(key, value) for key, value in group.items() if key not in _MEANS}
+        for group in optimizer.param_groups
+    )
+
+
+def _plain(key: str, value: Any) -> Value:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_number(key, one) for one in value)
+    return _number(key, value)
+
+
+def _number(key: str, value: Any) -> Number:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise ModelError(f"Cannot send the optimizer's {key}={value!r} to a parameter server: only numbers can be sent.")
+
+
+@dataclass
+class Held:
+    """The optimizer of one block.
+
+    Args:
+        optimizer: over the block's pieces, in groups as the user's.
+        groups: which of the user's groups each of its groups is.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[int]
+
+    def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
+        """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
+        for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(groups[index])
+            if rate != 1.0:
+                group["lr"] = group["lr"] * rate
+
+
+def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Held | None:
+    """The optimizer of a block with these pieces; None if it moves none of them.
+
+    Raises:
+        PeerError: if there is no such optimizer, or it does not take these hyper-parameters.
+    """
+    if spec.kind not in _CLASSES or len(spec.groups) != len(spec.members):
+        raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
+    group_of = {name: index for index, names in enumerate(spec.members) for name in names}
+    groups: dict[int, list[torch.Tensor]] = {}
+    for name, piece in pieces:
+        if name in group_of:
+            groups.setdefault(group_of[name], []).append(piece)
+    if not groups:
+        return None
+    try:
+        make: Any = _CLASSES[spec.kind]
+        optimizer = make([{"params": params, **spec.groups[index]} for index, params in groups.items()])
+    except (TypeError, ValueError, KeyError) as error:
+        raise PeerError(f"Cannot make {spec.kind} from these hyper-parameters: {error}.") from error
+    return Held(optimizer, list(groups))

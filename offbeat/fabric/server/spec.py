@@ -1,0 +1,51 @@
+"""A sharded parameter server: the workers push contributions to it and pull parameters from it.
+
+The idea is Li et al., "Scaling distributed machine learning with the parameter server" (OSDI 2014). Here the server
+holds the user's optimizer as well, moves each block of the parameters as soon as that block of a contribution has
+arrived, and sends it back while later blocks are still coming.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.errors import PlanError
+from offbeat.fabric.fabric import Offers
+from offbeat.payload import Sum
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """Parameters and optimizer live at a server; with it every synchronization policy runs.
+
+    Args:
+        addresses: "host:port" of each shard, started with `offbeat serve` or `offbeat run --servers`; empty for those
+            in the environment variable OFFBEAT_SERVERS, or, if there are none, one shard beside rank 0.
+        block_bytes: the parameters travel in blocks of at most this size.
+
+    Raises:
+        PlanError: if a value cannot be.
+
+    >>> ParameterServer()
+    ParameterServer(addresses=(), block_bytes=1048576)
+    """
+
+    addresses: tuple[str, ...] = ()
+    block_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise PlanError(f"Cannot reach {address!r}: write host:port - at `plan.fabric.addresses`.")
+        if len(set(self.addresses)) < len(self.addresses):
+            raise PlanError("Cannot use one shard twice: give each address once - at `plan.fabric.addresses`.")
+        if not 4096 <= self.block_bytes <= 16 << 20:
+            raise PlanError(
+                f"Cannot cut parameters into blocks of {self.block_bytes} bytes: choose 4096 to 16777216 (16 MiB) "
+                "- at `plan.fabric.block_bytes`."
+            )
+
+    @property
+    def offers(self) -> Offers:
+        return Offers(carries=frozenset({Sum}), ordered=False, served=True)

@@ -1,0 +1,133 @@
+"""One model's blocks at one shard: the ledger says what is due, the store does it, the links carry it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PeerError
+from offbeat.fabric.server.blocks import Block, Piece
+from offbeat.fabric.server.ledger import Ledger, Loss, Make
+from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
+from offbeat.fabric.server.store import DTYPES, Store
+from offbeat.sync import Apply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from offbeat.fabric.server.messages import About, Decision, Details
+    from offbeat.sync import Push
+
+_MOST_BYTES = 1 << 38
+
+
+class Table:
+    """Carries out what the coordinator decides about one model.
+
+    Args:
+        model: which of several.
+        details: what the first worker said about it.
+        give: called with a worker, a message and the values that go with it, which do not change any more.
+
+    Raises:
+        PeerError: if the model or its optimizer cannot be held.
+    """
+
+    def __init__(self, model: int, details: Details, give: Callable[[int, Values, torch.Tensor], None]) -> None:
+        blocks = _blocks(details)
+        self.details = details
+        self.unfilled = set(blocks)
+        self._model, self._give = model, give
+        self._sizes = {index: block.size_bytes for index, block in blocks.items()}
+        self._store = Store(list(blocks.values()), details.optimizer)
+        self._ledger = Ledger(blocks)
+        self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
+
+    @property
+    def version(self) -> int:
+        """Updates decided so far."""
+        return self._ledger.version
+
+    def values(self, block: int) -> torch.Tensor:
+        """The block's parameters [D].
+
+        Raises:
+            PeerError: if it is not held here.
+        """
+        if block not in self._sizes:
+            raise PeerError(f"Block {block} of model {self._model} is not held here.")
+        return self._store.values[block]
+
+    def expects(self, push: Push, block: int) -> bool:
+        """Whether this block of a contribution is still to come."""
+        return self._ledger.expects(push, block)
+
+    def is_past(self, push: Push) -> bool:
+        """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
+        return self._ledger.is_past(push)
+
+    def arrive(self, push: Push, block: int, part: torch.Tensor) -> bool:
+        """A block of a contribution is here; whether the contribution is now whole."""
+        whole = self._ledger.arrive(push, block, part)
+        self._perform(block)
+        return whole
+
+    def decide(self, decision: Decision) -> Loss | None:
+        """Carry out a decision; returns what was lost by it."""
+        loss = None
+        match decision:
+            case Admit(worker=worker, clock=clock):
+                self._ledger.admit(worker, clock)
+            case Applied(pushes=pushes, about=about, rate=rate, in_order=in_order):
+                self._ledger.apply(Apply(pushes, rate, in_order), dict(zip(pushes, about, strict=True)))
+            case Dropped(worker=worker, clock=clock, coming=coming):
+                self._ledger.drop((worker, clock), coming=coming)
+            case Released(worker=worker, step=step):
+                self._ledger.release(worker, step)
+            case Gone(worker=worker):
+                loss = self._ledger.lose(worker)
+        self._perform(None)
+        return loss
+
+    def _perform(self, block: int | None) -> None:
+        for action in self._ledger.due(block):
+            if isinstance(action, Make):
+                self._update(action)
+            else:
+                version, values = self._freeze(action.block)
+                self._give(action.worker, Values(self._model, action.step, action.block, version), values)
+
+    def _update(self, make: Make) -> None:
+        about: list[About] = [about for about, _ in make.parts if about.weight > 0]
+        parts = [(part, about.weight) for about, part in make.parts]
+        names = self.details.names
+        unused = frozenset.intersection(*(frozenset(one.unused) for one in about)) if about else frozenset()
+        self._store.update(
+            make.block,
+            parts,
+            hyper=about[0].hyper if about else (),
+            rate=make.rate,
+            unused={names[i] for i in unused if 0 <= i < len(names)},
+        )
+
+    def _freeze(self, block: int) -> tuple[int, torch.Tensor]:
+        """What is on its way must not change with the next update; all who get the same version share it."""
+        version, values = self._frozen.get(block, (-1, None))
+        if values is None or version != self._store.versions[block]:
+            version, values = self._store.versions[block], self._store.values[block].clone()
+            self._frozen[block] = (version, values)
+        return version, values
+
+
+def _blocks(details: Details) -> dict[int, Block]:
+    blocks = {}
+    for one in details.blocks:
+        if one.dtype not in DTYPES:
+            raise PeerError(f"Cannot hold parameters of type {one.dtype!r} at a server.")
+        pieces = tuple(Piece(details.names[p.name], p.start, p.numel) for p in one.pieces)
+        blocks[one.index] = Block(one.index, 0, 0, one.dtype, DTYPES[one.dtype].itemsize, pieces)
+    size_bytes = sum(block.size_bytes for block in blocks.values())
+    if size_bytes > _MOST_BYTES or len(blocks) < len(details.blocks):
+        raise PeerError(f"Cannot hold {len(details.blocks)} blocks of {size_bytes} bytes.")
+    return blocks

@@ -1,0 +1,149 @@
+"""What a parameter server sees, for a Prometheus server: `offbeat top --prometheus`.
+
+Names follow the custom there: base units, `_total` for what only grows, and sums rather than means where a server can
+divide them itself: `rate(offbeat_worker_staleness_updates_total[1m])` over that of the applied contributions is the
+mean staleness of the last minute. A worker's number is the label `worker`, a model's `model`. Neither token nor address
+is among the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from prometheus_client import Metric
+
+    from offbeat.report.sight import Scene, Seen
+
+PHASES = ("computing", "held", "pushing", "pushed", "pulling", "gone")
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """One family of a worker's figures.
+
+    Args:
+        of: the figure, or None where it is not known.
+        grows: whether it is a counter.
+        stays: whether it is still true of a worker that is gone.
+    """
+
+    name: str
+    help: str
+    of: Callable[[Scene, Seen], float | None]
+    grows: bool = False
+    stays: bool = False
+
+
+_FIGURES = (
+    _Figure("phase_seconds", "For how long the worker has been in its phase.", lambda _, w: w.since_s),
+    _Figure("step", "The step it computes or exchanges.", lambda _, w: w.step),
+    _Figure("clock", "How many of its contributions have arrived.", lambda _, w: w.clock),
+    _Figure(
+        "ahead_steps",
+        "How many steps it is ahead of what the slowest worker has brought.",
+        lambda scene, w: scene.ahead(w),
+    ),
+    _Figure(
+        "lead_steps_max",
+        "The most steps it was ahead of another worker when it was released.",
+        lambda _, w: w.lead,
+        stays=True,
+    ),
+    _Figure("samples", "Samples in its last contribution.", lambda _, w: w.samples),
+    _Figure("computing_seconds", "Moving average of its computing for one step.", lambda _, w: w.computing_s or None),
+    _Figure(
+        "turn_seconds",
+        "Moving average of the time from its release to all parameters being there.",
+        lambda _, w: w.turn_s or None,
+    ),
+    _Figure(
+        "staleness_updates",
+        "Sum over its applied contributions of the updates between what each was computed on and its own.",
+        lambda _, w: round(w.staleness * w.applied),  # the server keeps the sum, and says the mean
+        grows=True,
+        stays=True,
+    ),
+    _Figure(
+        "staleness_updates_max", "The largest staleness of one of its contributions.", lambda _, w: w.worst, stays=True
+    ),
+    _Figure(
+        "waited_seconds",
+        "Time from having a contribution to being released, without the present wait.",
+        lambda _, w: w.waited_s,
+        grows=True,
+        stays=True,
+    ),
+)
+
+
+class Figures:
+    """What `prometheus_client` collects, again at each scrape.
+
+    Args:
+        scenes: that were seen last; later ones are put into `latest`.
+        seen_at_s: when, in seconds since 1970.
+    """
+
+    def __init__(self, scenes: Sequence[Scene], seen_at_s: float) -> None:
+        self.latest = (scenes, seen_at_s)  # exchanged whole, because scrapes come on threads of their own
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        return families(*self.latest)
+
+
+def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
+    """The figures of all models and workers, as `prometheus_client` takes them.
+
+    Args:
+        seen_at_s: when, in seconds since 1970.
+    """
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+    seen_at = GaugeMetricFamily("offbeat_seen_timestamp_seconds", "When the server was last looked at.")
+    seen_at.add_metric((), seen_at_s)
+    yield seen_at
+
+    policy = InfoMetricFamily("offbeat_policy", "The synchronization policy, as Python.", labels=["model"])
+    updates = CounterMetricFamily("offbeat_updates", "Updates of the parameters.", labels=["model"])
+    running = GaugeMetricFamily("offbeat_running_seconds", "Time since the model was opened.", labels=["model"])
+    started = GaugeMetricFamily("offbeat_started", "Whether all workers of the beginning have come.", labels=["model"])
+    for scene in scenes:
+        model = (str(scene.model),)
+        policy.add_metric(model, {"policy": scene.policy})
+        updates.add_metric(model, scene.version)
+        running.add_metric(model, scene.running_s)
+        started.add_metric(model, scene.started)
+    yield from (policy, updates, running, started)
+
+    about = ["model", "worker"]
+    phase = GaugeMetricFamily("offbeat_worker_phase", "1 for the phase the worker is in.", labels=[*about, "phase"])
+    contributions = CounterMetricFamily(
+        "offbeat_worker_contributions", "What became of the worker's contributions.", labels=[*about, "outcome"]
+    )
+    for labels, _, seen in _workers(scenes):
+        for name in PHASES:
+            phase.add_metric((*labels, name), seen.phase == name)
+        for outcome in ("applied", "dropped", "lost"):
+            contributions.add_metric((*labels, outcome), getattr(seen, outcome))
+    yield from (phase, contributions)
+
+    for figure in _FIGURES:
+        kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
+        family = kind(f"offbeat_worker_{figure.name}", figure.help, labels=about)
+        for labels, scene, seen in _workers(scenes):
+            value = None if seen.gone and not figure.stays else figure.of(scene, seen)
+            if value is not None:
+                family.add_metric(labels, value)
+        yield family
+
+
+def _workers(scenes: Iterable[Scene]) -> Iterator[tuple[tuple[str, str], Scene, Seen]]:
+    """Each worker of each model, with its labels."""
+    for scene in scenes:
+        for seen in scene.workers:
+            yield (str(scene.model), str(seen.worker)), scene, seen

@@ -1,0 +1,124 @@
+"""What `offbeat top` draws: all there is room for, the most important first, and nothing that is cut."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from offbeat.cli.picture import Picture, state
+from tests.report.scenes import a_scene, seen
+
+if TYPE_CHECKING:
+    from offbeat.report.sight import Scene
+
+
+def drawn(*scenes: Scene, width: int = 80, height: int = 24, is_terminal: bool = True, silent_s: float = 0.0) -> str:
+    console = Console(
+        width=width, height=height, force_terminal=is_terminal, highlight=False, color_system=None, legacy_windows=False
+    )
+    picture = Picture()
+    picture.add(scenes)
+    picture.silent_s = silent_s
+    with console.capture() as capture:
+        console.print(picture)
+    return capture.get()
+
+
+def test_80_columns_have_room_for_everything() -> None:
+    text = drawn(a_scene(*a_scene().workers[:3]))
+    lines = text.splitlines()
+    assert lines[0] == "SSP(bound=3)  1,234 updates (61.7/s in all), running for 20 s"
+    assert lines[1].split() == ["rank", "state", "step", "ahead", "stale", "worst", "waits", "batch", "applied"]
+    assert re.fullmatch(r" +0  computing for 0\.3 s +100 +2 +1\.5 +4 +25% +32 +100 *", lines[2])
+    assert re.fullmatch(r" +1  held for 12 s +101 +3 +1\.5 +4 +85% +32 +100 *", lines[3])
+    assert lines[5].startswith("Rank 2 sets the pace: a step takes it 120.0 ms (100.0 ms of it computing), 100%")
+    assert max(map(len, lines)) <= 80
+
+
+def test_lost_and_dropped_contributions_are_told_where_there_are_any() -> None:
+    text = drawn(a_scene(), width=120)
+    assert re.search(r"applied +dropped +lost", text)
+    assert re.search(r" +3  gone +0\.5 +1 +40 +2 +1", text)
+    assert "dropped" in drawn(a_scene(), width=80), "more important than how many were applied"
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_a_narrow_terminal_has_fewer_columns(width: int) -> None:
+    text = drawn(a_scene(), width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"0  computing for 0\.3 s", text)
+    assert ("ahead" in text) == (width >= 60)
+
+
+def test_a_low_terminal_shows_the_slowest() -> None:
+    many = [seen(rank, phase="held" if rank % 2 else "computing", since_s=0.01) for rank in range(100)]
+    many[77] = seen(77, computing_s=3.0)
+    many[50] = seen(50, since_s=60.0)
+    many[51] = seen(51, phase="gone", computing_s=9.0)
+    text = drawn(a_scene(*many), height=24)
+    lines = text.splitlines()
+    assert len(lines) <= 24
+    ranks = [int(line.split()[0]) for line in lines if re.match(r" +\d+  ", line)]
+    assert ranks == sorted(ranks)
+    assert {77, 50} <= set(ranks)
+    assert 51 not in ranks
+    more = 100 - len(ranks)
+    assert re.search(rf"and {more} more: \d+ held, \d+ computing, 1 gone", text)
+    assert len(drawn(a_scene(*many), a_scene(*many, model=1), height=24).splitlines()) <= 24
+
+
+def test_a_pipe_has_room_for_all() -> None:
+    many = a_scene(*(seen(rank, dropped=1, lost=1) for rank in range(100)), policy="x" * 300)
+    text = drawn(many, width=4096, height=5, is_terminal=False)
+    assert len(text.splitlines()) == 103
+    assert "x" * 300 in text
+    assert "\x1b" not in text
+
+
+def test_how_fast_it_goes_is_taken_over_some_seconds() -> None:
+    picture = Picture()
+    for tick in range(41):
+        picture.add((a_scene(version=100 + tick // 4, running_s=10 + tick / 2),))
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(picture)
+    assert "110 updates (0.6/s now, 3.7/s in all), running for 30 s" in capture.get()
+
+
+def test_who_has_not_come_and_who_does_not_answer() -> None:
+    assert "The server is there, but no worker has come yet." in drawn()
+    assert "; 3 workers are here, it begins with the last" in drawn(a_scene(started=False), width=150)
+    assert "has not answered" not in drawn(a_scene(), silent_s=1.0)
+    assert drawn(a_scene(), silent_s=4.0).startswith("The server has not answered for 4.0 s.")
+
+
+def test_several_models() -> None:
+    text = drawn(a_scene(policy="BSP()"), a_scene(model=1, policy="ASP()"))
+    assert text.startswith("model 0: BSP()")
+    assert "\n\nmodel 1: ASP()" in text
+
+
+def test_no_text_commands_the_terminal() -> None:
+    evil = a_scene(seen(0, phase="\x1b[2J"), policy="ASP\x1b]0;x\x07\r\n()")
+    text = drawn(evil, is_terminal=False)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert text.startswith("ASP?]0;x???()")
+
+
+@pytest.mark.parametrize(
+    ("phase", "since_s", "words"),
+    [
+        ("computing", 0.31, "computing for 0.3 s"),
+        ("held", 47.2, "held for 47 s"),
+        ("pushed", 600.0, "pushed, waits 10 min"),
+        ("pulling", 9000.0, "pulling for 2.5 h"),
+        ("gone", 3.0, "gone"),
+    ],
+)
+def test_states_in_words(phase: str, since_s: float, words: str) -> None:
+    assert state(seen(0, phase=phase, since_s=since_s)) == words

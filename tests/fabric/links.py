@@ -1,0 +1,98 @@
+"""A shard and its workers in one process: links that hand frames over at once, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.fabric.server import Client, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.sync import Policy
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class End:
+    """One end of a link; what it sends is copied and handed over when the loop comes to it."""
+
+    def __init__(self, loop: Loop, rank: int) -> None:
+        self._loop, self.rank, self.peer = loop, rank, f"rank {rank}"
+        self.receiver: Any = None
+        self.other: End
+        self.open = True
+        self.frames = 0
+
+    def send(self, metadata: bytes, body: Any = b"") -> None:
+        self._loop.loop.call_soon(self.other.take, metadata, bytes(body))
+
+    def take(self, metadata: bytes, body: bytes) -> None:
+        if not self.open:
+            return
+        self.frames += 1
+        try:
+            landing = memoryview(b"")
+            if body:
+                landing = self.receiver.destination(metadata, len(body))
+                landing[:] = body
+            self.receiver.received(metadata, landing)
+        except PeerError as error:
+            self.cut(error)
+
+    async def close(self) -> None:
+        self.cut(None)
+
+    def cut(self, error: OffbeatError | None) -> None:
+        for end in (self, self.other):
+            if end.open:
+                end.open = False
+                self._loop.loop.call_soon(end.receiver.lost, error)
+
+
+class Together:
+    """A shard and a client for each of `world` workers."""
+
+    def __init__(self, policy: Policy, world: int) -> None:
+        self.loop = Loop()
+        self.ended = threading.Event()
+        self.shard = Shard(lambda plan: policy, self.ended.set)
+        self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
+        self.ends = [self._link(client) for client in self.clients]
+
+    def _link(self, client: Client) -> End:
+        theirs, ours = End(self.loop, client.rank), End(self.loop, client.rank)
+        theirs.other, ours.other = ours, theirs
+        ours.receiver = client.accept(ours)  # type: ignore[arg-type]
+        self.loop.run(self._accept(theirs))
+        return theirs
+
+    async def _accept(self, end: End) -> None:
+        end.receiver = self.shard.accept(end)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for end in self.ends:
+            self.loop.loop.call_soon_threadsafe(end.cut, None)
+        self.ended.wait(5)
+        self.loop.close()

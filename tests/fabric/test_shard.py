@@ -1,0 +1,121 @@
+"""Workers and a shard in one process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from offbeat.fabric.server import cut, deal, describe, hyper
+from offbeat.layout import arrange
+from offbeat.sync import ASP, BSP, KSync, Policy
+from tests.fabric.links import Together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from offbeat.fabric.server import Client
+
+SOON = timedelta(seconds=10)
+
+
+class Worker:
+    """Trains two vectors toward a target, with gradients made by hand."""
+
+    def __init__(self, client: Client, lr: float = 0.5) -> None:
+        torch.manual_seed(client.rank)
+        self.client = client
+        self.parameters = {"a": torch.nn.Parameter(torch.randn(30)), "b": torch.nn.Parameter(torch.randn(70))}
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=lr, momentum=0.5)
+        layout = arrange(self.parameters, bucket_bytes=1 << 20)
+        self.values = torch.cat([self.parameters["b"].data, self.parameters["a"].data])
+        self.blocks = cut(layout, 64)
+        names = {id(p): name for name, p in self.parameters.items()}
+        opening = client.open(
+            0,
+            plan="p",
+            layout=layout.digest,
+            blocks=self.blocks,
+            shards=deal(self.blocks, 1),
+            values=[self.values[b.offset : b.offset + b.numel] for b in self.blocks],
+            optimizer=describe(self.optimizer, names),
+        )
+        assert opening.wait(SOON)
+
+    def step(self, gradient: torch.Tensor, weight: float = 1.0) -> int:
+        parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
+        exchange = self.client.exchange(0, parts, weight=weight, hyper=hyper(self.optimizer))
+        assert exchange.wait(SOON)
+        return exchange.staleness
+
+
+@pytest.fixture
+def together() -> Iterator[Callable[[Policy, int], Together]]:
+    made: list[Together] = []
+
+    def make(policy: Policy, world: int) -> Together:
+        made.append(Together(policy, world))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def workers(job: Together) -> list[Worker]:
+    with ThreadPoolExecutor(len(job.clients)) as pool:
+        return list(pool.map(Worker, job.clients))
+
+
+def test_all_begin_with_the_first_ones_parameters(together: Callable[[Policy, int], Together]) -> None:
+    job = together(BSP(), 3)
+    values = [worker.values for worker in workers(job)]
+    assert all(torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bsp_is_the_local_optimizer_on_the_mean(together: Callable[[Policy, int], Together], world: int) -> None:
+    job = together(BSP(), world)
+    team = workers(job)
+    reference = torch.nn.Parameter(team[0].values.clone())
+    optimizer = torch.optim.SGD([reference], lr=0.5, momentum=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        gradients = [torch.randn(100, generator=generator) for _ in team]
+        with ThreadPoolExecutor(world) as pool:
+            assert set(pool.map(Worker.step, team, gradients)) == {0}
+        reference.grad = sum((g * (1 / world) for g in gradients[1:]), gradients[0] * (1 / world))
+        optimizer.step()
+        for worker in team:
+            assert torch.equal(worker.values, reference.detach())
+
+
+def test_asp_lets_one_worker_run_ahead(together: Callable[[Policy, int], Together]) -> None:
+    job = together(ASP(), 2)
+    fast, slow = workers(job)
+    before = fast.values.clone()
+    assert [fast.step(torch.ones(100)) for _ in range(4)] == [0, 0, 0, 0]
+    assert slow.step(torch.ones(100)) == 4
+    # Each is half a round: lr 0.25, momentum 0.5.
+    moved = before - slow.values
+    velocity, expected = 0.0, 0.0
+    for _ in range(5):
+        velocity = 0.5 * velocity + 1
+        expected += 0.25 * velocity
+    assert torch.allclose(moved, torch.full((100,), expected))
+
+
+def test_who_comes_late_is_dropped_and_goes_on(together: Callable[[Policy, int], Together]) -> None:
+    """It was never granted, so it pushes nothing, and its next contribution is welcome."""
+    job = together(KSync(1), 2)
+    fast, slow = workers(job)
+    before = fast.values.clone()
+    fast.step(torch.ones(100))
+    slow.step(torch.full((100,), 1000.0))
+    assert torch.equal(slow.values, fast.values), "as if it had never been"
+    slow.step(torch.ones(100))
+    moved = before - slow.values
+    assert torch.allclose(moved, torch.full((100,), 0.5 * (1 + 1.5)))

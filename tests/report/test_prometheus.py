@@ -1,0 +1,101 @@
+"""The figures as a Prometheus server reads them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offbeat.report.prometheus import PHASES, Figures
+from tests.report.scenes import a_scene
+
+if TYPE_CHECKING:
+    from offbeat.report.sight import Scene
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def exposed(*scenes: Scene) -> str:
+    registry = CollectorRegistry()
+    registry.register(Figures(scenes, 1700000000.0))
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_figures_of_workers_and_models() -> None:
+    found = samples(exposed(a_scene(), a_scene(model=1, version=7)))
+
+    def value(name: str, **labels: str) -> float | None:
+        return found.get((f"offbeat_{name}", frozenset({"model": "0", **labels}.items())))
+
+    assert value("updates_total") == 1234
+    assert value("updates_total", model="1") == 7
+    assert value("running_seconds") == 20
+    assert value("started") == 1
+    assert value("policy_info", policy="SSP(bound=3)") == 1
+    assert found["offbeat_seen_timestamp_seconds", frozenset()] == 1700000000
+    assert value("worker_step", worker="2") == 98
+    assert value("worker_ahead_steps", worker="1") == 3
+    assert value("worker_contributions_total", worker="3", outcome="lost") == 1
+    assert value("worker_contributions_total", worker="0", outcome="applied") == 100
+    assert value("worker_staleness_updates_total", worker="0") == 150
+    assert value("worker_staleness_updates_max", worker="0") == 4
+    assert value("worker_waited_seconds_total", worker="0") == 5
+    assert value("worker_computing_seconds", worker="2") == 0.1
+    assert value("worker_turn_seconds", worker="2") == 0.02
+    phases = {phase: value("worker_phase", worker="1", phase=phase) for phase in PHASES}
+    assert phases == dict.fromkeys(PHASES, 0) | {"held": 1}
+
+
+def test_of_a_worker_that_is_gone_only_what_it_did_is_told() -> None:
+    names = {name for name, labels in samples(exposed(a_scene())) if ("worker", "3") in labels}
+    assert names == {
+        "offbeat_worker_phase",
+        "offbeat_worker_contributions_total",
+        "offbeat_worker_lead_steps_max",
+        "offbeat_worker_staleness_updates_total",
+        "offbeat_worker_staleness_updates_max",
+        "offbeat_worker_waited_seconds_total",
+    }
+
+
+def test_it_is_what_prometheus_expects() -> None:
+    text = exposed(a_scene())
+    families = list(text_string_to_metric_families(text))
+    assert len(families) == text.count("# HELP offbeat_") == text.count("# TYPE offbeat_")
+    for family in families:
+        assert re.fullmatch(r"[A-Z0-9].*\.", family.documentation), family.name
+        assert family.type in ("counter", "gauge")
+        assert not re.search(r"_(ms|s|bytes_s|percent)(_|$)", family.name), "base units, in words"
+        labels = {frozenset(sample.labels) for sample in family.samples}
+        assert len(labels) == 1, family.name
+        assert ("worker" in min(labels)) == ("_worker_" in family.name)
+
+
+def test_no_text_can_break_out_of_its_label() -> None:
+    found = samples(exposed(a_scene(policy='P("x")\n\\offbeat_updates_total 9')))
+    assert [value for (name, _), value in found.items() if name == "offbeat_updates_total"] == [1234]
+    assert any(("policy", 'P("x")\n\\offbeat_updates_total 9') in labels for _, labels in found)
+
+
+def test_no_model_yet() -> None:
+    assert set(samples(exposed())) == {("offbeat_seen_timestamp_seconds", frozenset())}
+
+
+@pytest.mark.parametrize("module", ["offbeat.report.prometheus", "offbeat.cli.top"])
+def test_neither_torch_nor_the_extra_is_loaded_before_it_is_needed(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'prometheus_client'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,232 @@
+"""Training through a parameter server, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offbeat
+from offbeat.errors import DisagreementError, ModelError, NetworkError
+from offbeat.fabric import ParameterServer
+from offbeat.sync import ASP, BSP, SSP, KSync, Policy
+from tests.parity import jobs
+from tests.parity.jobs import Job, both
+from tests.workers import run_workers
+
+SERVER = ParameterServer(block_bytes=4096)
+LR = 0.1
+
+
+# -- the same as DistributedDataParallel, where the policy is ----------------------------------------------------------
+
+EXACT = {
+    "mlp-sgd": Job(jobs.MLP, jobs.vectors, steps=20),
+    "transformer-adamw": Job(jobs.Transformer, jobs.sentences, jobs.adamw, steps=12),
+    "accumulate": Job(jobs.MLP, jobs.vectors, steps=10, accumulate=3),
+}
+
+
+def exact(name: str) -> Any:
+    job = EXACT[name]
+    return both(Job(**{**vars(job), "plan": offbeat.Plan(fabric=SERVER)}))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_bsp_on_a_server_has_the_bits_of_ddp(name: str) -> None:
+    for ddp, served in run_workers(2, exact, name):
+        for key, tensor in ddp["state"].items():
+            assert torch.equal(served["state"][key], tensor), key
+
+
+# -- whatever the policy: every contribution counts once ---------------------------------------------------------------
+
+
+def emitted(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3000, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]:
+    """Plain SGD adds up, so the final parameters tell whether each gradient was applied exactly once."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(3000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    worst = 0
+    with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        _, optimizer = run.prepare(model, optimizer)
+        for step in range(steps):
+            (model.weight * emitted(rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            worst = max(worst, run._reducers[0].staleness)  # type: ignore[attr-defined]
+            time.sleep(0.002 * rank)
+        run.settle()
+        return model.weight.detach().clone().flatten(), worst
+
+
+@pytest.mark.parametrize("policy", [ASP(), SSP(2), KSync(2, late="carry")], ids=repr)
+def test_every_contribution_counts_once(policy: Policy) -> None:
+    world, steps = 3, 25
+    results = run_workers(world, push_known_gradients, policy, steps)
+    everything = torch.stack([emitted(rank, step) for rank in range(world) for step in range(steps)])
+    if not isinstance(policy, KSync):
+        expected = -LR * everything.sum(0) / world
+        torch.testing.assert_close(results[0][0], expected, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(weight, results[0][0]) for weight, _ in results), "equal on all after settle"
+    if isinstance(policy, ASP):
+        assert max(worst for _, worst in results) > 0, "nobody waited"
+
+
+# -- what the user's loop may do ---------------------------------------------------------------------------------------
+
+
+def various() -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 2)
+    unused = nn.Parameter(torch.ones(2))
+    first.register_parameter("unused", unused)
+    with offbeat.init(offbeat.Plan(fabric=SERVER, sync=BSP())) as run:
+        one = torch.optim.SGD(first.parameters(), lr=1.0, weight_decay=0.1)
+        two = torch.optim.AdamW([{"params": [second.weight], "lr": 0.01}, {"params": [second.bias], "lr": 0.0}])
+        schedule = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.0)  # from the second step on nothing moves
+        net, one = run.prepare(first, one)
+        head, two = run.prepare(second, two)
+        bias = second.bias.detach().clone()
+        moved = []
+        for _ in range(3):
+            before = first.weight.detach().clone()
+            F.cross_entropy(head(net(torch.randn(3, 4))), torch.tensor([0, 1, 1])).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            one.step()
+            assert first.weight.grad is not None, "gradients can be looked at after the step"
+            two.step()
+            one.zero_grad()
+            two.zero_grad()
+            schedule.step()
+            moved.append(not torch.equal(before, first.weight))
+        mean = run.mean(float(rank), weight=rank + 1)
+        return {
+            "moved": moved,
+            "unused": unused.detach().clone(),
+            "bias": torch.equal(bias, second.bias),
+            "weight": second.weight.detach().clone(),
+            "mean": mean,
+        }
+
+
+def test_two_models_groups_schedules_and_unused_parameters() -> None:
+    first, second = run_workers(2, various)
+    assert first["moved"] == second["moved"] == [True, False, False]
+    assert torch.equal(first["unused"], torch.ones(2)), "no gradient, so no weight decay either"
+    assert first["bias"], "a group of its own, with a learning rate of its own"
+    assert torch.equal(first["weight"], second["weight"])
+    assert first["mean"] == second["mean"] == pytest.approx(2 / 3)
+
+
+def refused() -> list[str]:
+    said = []
+    model = nn.Linear(2, 2)
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        for optimizer in (torch.optim.LBFGS(model.parameters()), Mine(model.parameters(), lr=0.1)):
+            with pytest.raises(ModelError) as caught:
+                run.prepare(model, optimizer)
+            run._prepared.clear()
+            said.append(str(caught.value))
+    return said
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer of the user's."""
+
+
+def test_an_optimizer_that_a_server_cannot_hold_is_refused() -> None:
+    for said in run_workers(2, refused):
+        assert said[0].startswith("Cannot hold LBFGS at a parameter server")
+        assert said[1].startswith("Cannot hold Mine at a parameter server")
+        assert "ProcessGroup()" in said[0]
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, float, float]:
+    """Train; at step `at` the victim gets a signal. Returns steps, the longest step, and the mean at the end."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(8, 1)
+    longest = 0.0
+    with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica, optimizer = run.prepare(model, optimizer)
+        for step in range(40):
+            if step == at and rank == victim:
+                os.kill(os.getpid(), number)
+            began_s = time.monotonic()
+            replica(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            longest = max(longest, time.monotonic() - began_s)
+        return run.step, longest, run.mean(1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+@pytest.mark.parametrize("policy", [BSP(), ASP()], ids=repr)
+def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
+    """Also when it is rank 0, which started the server."""
+    victim = 0 if number == signal.SIGKILL else 1
+    results = run_workers(3, with_fault, policy, victim, number, 10, faulty=victim)
+    for rank, result in enumerate(results):
+        if rank != victim:
+            steps, longest, mean = result
+            assert (steps, mean) == (40, 1.0)
+            assert longest < 8, "detected within the timeout of 5 s"
+
+
+def server_dies() -> tuple[str, str, float]:
+    from offbeat.serve import Settings, start_shard
+
+    rank = int(os.environ["RANK"])
+    settings = Settings(job="j", token="t" * 32, timeout_s=2.0)
+    shared = os.environ["OFFBEAT_STORE"] + ".server"
+    process = None
+    if rank == 0:
+        process, address = start_shard(settings)
+        with open(shared + ".new", "w") as file:
+            file.write(address)
+        os.rename(shared + ".new", shared)
+    while not os.path.exists(shared):
+        time.sleep(0.05)
+    with open(shared) as file:
+        os.environ.update(OFFBEAT_SERVERS=file.read(), OFFBEAT_JOB="j", OFFBEAT_TOKEN="t" * 32)
+    from datetime import timedelta
+
+    run = offbeat.init(offbeat.Plan(sync=ASP(), fabric=SERVER), timeout=timedelta(seconds=2))
+    model = nn.Linear(8, 1)
+    replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    began_s = 0.0
+    try:
+        for step in range(400):
+            if step == 10 and process is not None:
+                process.kill()
+                process.wait()
+            replica(torch.randn(4, 8)).pow(2).mean().backward()
+            began_s = time.monotonic()
+            optimizer.step()
+            optimizer.zero_grad()
+    except (NetworkError, DisagreementError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began_s
+    return "none", "", 0.0
+
+
+def test_a_server_that_dies_ends_the_workers_with_a_sentence() -> None:
+    for kind, said, waited_s in run_workers(2, server_dies):
+        assert kind == "NetworkError", said
+        assert "leave to go on (ASP())" in said
+        assert waited_s < 8
