@@ -42,6 +42,7 @@ Profile = Literal["resnet50", "vgg16", "transformer-small"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+_LATER = [("straggle", None), ("servers", 0), ("role", "worker")]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,18 +61,34 @@ class About(_Table, frozen=True, kw_only=True):
     description: str = ""
 
 
+class Straggle(_Table, frozen=True, kw_only=True):
+    """Each step of each worker, with `probability`, takes U(`low`, `high`) times its mean computation longer."""
+
+    probability: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    low: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.5
+    high: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 2.0
+
+
 class HostTable(_Table, frozen=True, kw_only=True):
-    """One `[[host]]`; `rate_mbps` is its link to the switch, each direction, in 10^6 bit/s."""
+    """One `[[host]]`; `rate_mbps` is its link to the switch, each direction, in 10^6 bit/s.
+
+    A host with `role = "server"` runs a shard of the parameter server, for rows whose plan has one.
+    """
 
     name: str
     rate_mbps: float
     compute_factor: float = 1.0
+    role: Literal["worker", "server"] = "worker"
 
 
 class Hosts(_Table, frozen=True, kw_only=True):
-    """`[hosts]`: equal hosts. On `network = "loopback"` they are plain processes without links; no root needed."""
+    """`[hosts]`: equal hosts, and beside them `servers` for the shards of a parameter server, with links alike.
+
+    On `network = "loopback"` they are plain processes without links; no root needed.
+    """
 
     count: int
+    servers: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     rate_mbps: float | None = None
     compute_factor: float = 1.0
     network: Literal["switch", "loopback"] = "switch"
@@ -151,6 +168,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
     row: list[Row]
     hosts: Hosts | None = None
     host: list[HostTable] = []
+    straggle: Straggle | None = None
     run: Rounds = msgspec.field(default_factory=Rounds)
 
     @classmethod
@@ -178,7 +196,8 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of what the scenario says; comments and order of keys do not matter."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+        said = msgspec.json.decode(msgspec.json.encode(self, order="deterministic"))
+        return hashlib.sha256(msgspec.json.encode(_without_later(said))).hexdigest()
 
     @property
     def loopback(self) -> bool:
@@ -189,10 +208,24 @@ class Scenario(_Table, frozen=True, kw_only=True):
     def topology(self) -> Topology:
         """Hosts and links: one switch, one link per host."""
         if self.hosts is not None:
-            names = [f"h{index}" for index in range(self.hosts.count)]
+            names = [f"h{index}" for index in range(self.hosts.count)] + self.servers
             return Topology.star(names, rate_mbps=self.hosts.rate_mbps, compute_factor=self.hosts.compute_factor)
         hosts = tuple(Host(host.name, host.compute_factor) for host in self.host)
         return Topology(hosts, tuple(Link(host.name, "switch", host.rate_mbps) for host in self.host))
+
+    @property
+    def servers(self) -> list[str]:
+        """Names of the hosts that are there for the shards of a parameter server."""
+        if self.hosts is not None:
+            return [f"s{index}" for index in range(self.hosts.servers)]
+        return [host.name for host in self.host if host.role == "server"]
+
+    @property
+    def workers(self) -> Topology:
+        """The topology without the servers."""
+        whole, servers = self.topology, set(self.servers)
+        links = tuple(link for link in whole.links if link.a not in servers)
+        return Topology(tuple(host for host in whole.hosts if host.name not in servers), links)
 
     def _check(self) -> None:
         if (self.hosts is None) == (not self.host):
@@ -212,7 +245,9 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 f"give profile (one of {', '.join(get_args(Profile))}) or [[workload.layer]] (workload.profile)."
             )
         self._check_rows()
-        _ = self.topology
+        if len(self.servers) == len(self.topology.hosts):
+            raise ScenarioError("Cannot train on servers alone: no host is a worker. Add one (host).")
+        _ = self.workers
 
     def _check_rows(self) -> None:
         if not self.row:
@@ -234,6 +269,13 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 f"Cannot compare with {self.run.baseline!r}: no row has that name{_nearest(self.run.baseline, names)}. "
                 "Name one of the rows (run.baseline)."
             )
+
+
+def _without_later(said: Any) -> Any:
+    """Without keys that came later, where they have their default: results that were measured before stay valid."""
+    if isinstance(said, dict):
+        return {key: _without_later(value) for key, value in said.items() if (key, value) not in _LATER}
+    return [_without_later(item) for item in said] if isinstance(said, list) else said
 
 
 def _check_hosts(hosts: Hosts) -> None:

@@ -194,12 +194,14 @@ def test_not_toml() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_scenarios(path: Path) -> None:
-    """They are named after their files, compare with stock DDP, and their scripts are there."""
+    """They are named after their files, stock DDP is among the rows, and their scripts are there."""
     scenario = Scenario.from_toml(path.read_text())
     assert scenario.scenario.name == path.stem
     assert scenario.scenario.description
-    assert {row.name: row.system for row in scenario.row}[scenario.run.baseline] == "ddp"
-    assert any(row.system == "offbeat" and row.plan is None for row in scenario.row)
+    assert "ddp" in [row.system for row in scenario.row]
+    if not scenario.servers:
+        assert {row.name: row.system for row in scenario.row}[scenario.run.baseline] == "ddp"
+        assert any(row.system == "offbeat" and row.plan is None for row in scenario.row)
     if isinstance(scenario.workload, Script):
         assert (path.parent / scenario.workload.path).is_file()
 

@@ -40,6 +40,7 @@ class Job:
     plan: str
     toml: str
     tolerance: float | None
+    served: bool = False  # whether its plan has a parameter server
 
     @property
     def command(self) -> list[str]:
@@ -81,6 +82,7 @@ class Job:
             data=data,
             tolerance=self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
+            straggle=self.scenario.straggle,
         )
 
 
@@ -116,8 +118,15 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         made = Plan.from_toml(_plan_toml(index, row, scenario, folder))
     except PlanError as error:
         raise ScenarioError(f"Cannot use the plan of row {row.name!r} (row[{index}].plan): {error}") from error
+    served = made.fabric.offers.served
+    if served and not scenario.servers and not scenario.loopback:
+        raise ScenarioError(
+            f"Cannot use the plan of row {row.name!r}: there is no host for its parameter server. Add one with "
+            f'servers = 1 (hosts.servers), or role = "server" (host.role).'
+        )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
-    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerances.get(type(made.codec)))
+    tolerance = tolerances.get(type(made.codec))
+    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerance, served)
 
 
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:

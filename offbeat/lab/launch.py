@@ -7,6 +7,7 @@ the lab is killed. When one dies the others are ended at once, and the one that 
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -54,6 +55,60 @@ def places(network: Network) -> list[Place]:
 def loopback_places(names: Sequence[str]) -> list[Place]:
     """Plain processes of this machine on its loopback interface."""
     return [Place(name, None, "127.0.0.1", "lo") for name in names]
+
+
+class Shards:
+    """The shards of one run's parameter server: started on construction, gone when the `with` block ends.
+
+    Args:
+        places: where they run; the first one coordinates.
+        folder: for their output (`shard0.log`).
+        timeout_s: a worker that is silent for longer is gone.
+        lab: the lab's identity; None outside of namespaces.
+    """
+
+    def __init__(self, places: Sequence[Place], *, folder: Path, timeout_s: float, lab: str | None = None) -> None:
+        from offbeat.serve import Settings, start_shard  # stands on torch, which takes seconds to load
+
+        job, token = secrets.token_hex(8), secrets.token_hex(32)
+        addresses: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        mark = {state.MARK: lab} if lab is not None else {}
+        try:
+            for index, place in enumerate(places):
+                settings = Settings(
+                    job=job,
+                    bind=place.address,
+                    coordinator=addresses[0] if addresses else "",
+                    token=token,
+                    timeout_s=timeout_s,
+                )
+                with (folder / f"shard{index}.log").open("wb") as log:
+                    process, address = start_shard(
+                        settings,
+                        wrap=lambda command, place=place: programs.entered(place.namespace, command),  # type: ignore[misc]
+                        environment={**programs.environment(), **mark},
+                        output=log,
+                    )
+                self._processes.append(process)
+                addresses.append(address)
+        except BaseException:
+            self.end()
+            raise
+        self.environment = {"OFFBEAT_SERVERS": ",".join(addresses), "OFFBEAT_JOB": job, "OFFBEAT_TOKEN": token}
+
+    def end(self) -> None:
+        """End them at once; ending twice is allowed."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
 
 class Workers:

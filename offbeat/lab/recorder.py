@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.scenario import Replay  # noqa: TC001 - msgspec reads it
+from offbeat.scenario import Replay, Straggle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,7 @@ class Work(msgspec.Struct, frozen=True):
     tolerance: float | None = None
     """Largest absolute error of a summed standard-normal gradient element; None: the system is lossy by design."""
     replay: Replay | None = None
+    straggle: Straggle | None = None
 
     @classmethod
     def from_environment(cls) -> Work:
@@ -120,10 +121,21 @@ class Recorder:
         # What this method itself did belongs to no step.
         self._resume(now_s)
 
-    def metric(self, value: float) -> None:
-        """An evaluation gave `value`. Call it before the next step starts; its time counts for no step."""
-        self._write(Metric(self._done, round(self._mark_s - self._start_s - self._paused_s, 6), value))
-        self._resume(self._mark_s)
+    @property
+    def moment(self) -> tuple[int, float]:
+        """Steps and seconds of training so far, for a `metric` that is measured later."""
+        return self._done, round(self._mark_s - self._start_s - self._paused_s, 6)
+
+    def metric(self, value: float, moment: tuple[int, float] | None = None) -> None:
+        """An evaluation gave `value`.
+
+        Args:
+            moment: of the model that was evaluated; None for now. Then its time counts for no step.
+        """
+        step, time_s = moment or self.moment
+        self._write(Metric(step, time_s, value))
+        if moment is None:
+            self._resume(self._mark_s)
 
     def note(self, text: str) -> None:
         """Something a reader of the result must know, such as that other data was used."""

@@ -23,10 +23,12 @@ from offbeat.errors import NumericsError, ScenarioError
 from offbeat.lab import profiles
 from offbeat.lab.peers import Bound, bind
 from offbeat.lab.recorder import Recorder, Work
+from offbeat.lab.straggler import Straggler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_LR = 1e-3
 _FACTORS = (1.0, 1.25, 0.75, 1.5)
 """A step's gradients are the rank's pattern times one of these, so that consecutive steps differ."""
 
@@ -121,6 +123,40 @@ def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[f
     return worst, digest.hexdigest()
 
 
+def averages_gradients(bound: Bound) -> bool:
+    """Whether a step leaves the mean gradient in `.grad`; else only the parameters show what was applied."""
+    if bound.run is None:
+        return True
+    plan = bound.run.plan
+    return plan.fabric.offers.served is False and all(plan.sync.contributes(step) == "gradient" for step in range(1000))
+
+
+def check_sum(model: ReplayModel, *, steps: int, world: int, work: Work) -> tuple[float, str]:
+    """Compare the parameters with what plain SGD makes of all that was emitted: each gradient applied exactly once.
+
+    Plain SGD adds up, so the order in which a policy applies contributions does not matter.
+
+    Raises:
+        NumericsError: if a parameter is off, in units of one step, by more than the work's tolerance.
+    """
+    generators = [_generator(rank) for rank in range(world)]
+    factor = sum(_FACTORS[step % len(_FACTORS)] for step in range(steps))
+    digest, worst = hashlib.sha256(), 0.0
+    for name, parameter, _ in _parameters(model):
+        emitted = [torch.randn(parameter.shape, generator=g).double() for g in generators]
+        expected = -_LR * factor * torch.stack(emitted).mean(0)
+        error = (parameter.detach().double() - expected).abs().max().item() / _LR
+        # What is off by one lost or doubled contribution is off by some 1/world.
+        if work.tolerance is not None and not error <= steps * work.tolerance:
+            raise NumericsError(
+                f"Cannot trust this run: {name} is off by {error:.3g} steps after {steps}. A contribution was lost, "
+                "applied twice, or wrongly weighed."
+            )
+        worst = max(worst, error)
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return worst, digest.hexdigest()
+
+
 def main() -> None:
     """Run the work in the environment."""
     work = Work.from_environment()
@@ -130,21 +166,28 @@ def main() -> None:
     torch.set_num_threads(1)
     layers = profiles.timed(work.replay)
     model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
     bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
     compute_s = (work.replay.forward_s + work.replay.backward_s) * work.compute_factor
     if work.replay.profile is None:
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers) * work.compute_factor
     recorder = Recorder(compute_s=compute_s, gradient_bytes=profiles.size_bytes(layers), work=work)
+    straggler = Straggler(work.straggle, rank)
+    averages = averages_gradients(bound)
     error, digest = 0.0, ""
     # One step more than is measured, for the second check.
     for step in range(work.warmup_steps + work.steps + 1):
         _step(model, bound, step)
-        if step in (work.warmup_steps - 2, work.warmup_steps + work.steps):
+        straggler.pause(compute_s)
+        if averages and step in (work.warmup_steps - 2, work.warmup_steps + work.steps):
             error, digest = check(model, world=world, tolerance=work.tolerance)
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(work.replay.batch)
+    if not averages:
+        assert bound.run is not None
+        bound.run.settle()
+        error, digest = check_sum(model, steps=work.warmup_steps + work.steps + 1, world=world, work=work)
     recorder.finish(digest=digest, gradient_error=error)
     bound.close()
 

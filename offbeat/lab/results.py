@@ -52,7 +52,7 @@ class Spread(_Strict, frozen=True, kw_only=True):
 
 
 class Staleness(_Strict, frozen=True, kw_only=True):
-    """How many steps old the parameters were that gradients were computed on."""
+    """Updates between the parameters that a gradient was computed on and its own; 0 if all are in step."""
 
     mean: Amount
     max: Count

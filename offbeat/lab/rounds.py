@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from offbeat.scenario import Scenario
 
 _MAX_EVENTS = 20
+_SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Repeat:
     workers: list[Raw]
     events: list[str] = field(default_factory=list)
     buckets: int = 0
+    staleness: list[int] = field(default_factory=list)
 
     @property
     def seconds_per_step(self) -> float:
@@ -59,6 +61,7 @@ class _Told(msgspec.Struct):
     what: str = ""
     text: str = ""
     buckets: list[msgspec.Raw] = []
+    staleness: int = 0
 
 
 def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Callable[[str, int], None]) -> Report:
@@ -79,6 +82,8 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
         if scenario.loopback:
             scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-lab-")))
             places = launch.loopback_places([host.name for host in scenario.topology.hosts])
+            if any(job.served for job in rows) and not scenario.servers:
+                places += launch.loopback_places(["s0"])
         else:
             network = resources.enter_context(Network(scenario.topology))
             scratch = network.scratch
@@ -91,7 +96,8 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
                 tell(job.row.name, index)
                 run_folder = scratch / f"{index}-{number}"
                 run_folder.mkdir()
-                repeats[job.row.name].append(run_once(job, places, run_folder, index, network.lab if network else None))
+                lab = network.lab if network else None
+                repeats[job.row.name].append(run_once(job, places, run_folder, index, lab))
     return _report(scenario, text, command, rows, repeats, measured)
 
 
@@ -103,10 +109,19 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         ScenarioError: if a worker measured nothing.
         DisagreementError: if the replicas are not equal at the end.
     """
-    environment, each = job.environment(folder / "run"), job.each(places)
-    with launch.Workers(
-        job.command, places=places, folder=folder, environment=environment, each=each, lab=lab
-    ) as workers:
+    environment = job.environment(folder / "run")
+    names = {host.name for host in job.scenario.workers.hosts}
+    servers = [place for place in places if place.host not in names]
+    places = [place for place in places if place.host in names]
+    with ExitStack() as resources:
+        if job.served:
+            shards = launch.Shards(servers, folder=folder, timeout_s=_SERVER_TIMEOUT_S, lab=lab)
+            environment |= resources.enter_context(shards).environment
+        workers = resources.enter_context(
+            launch.Workers(
+                job.command, places=places, folder=folder, environment=environment, each=job.each(places), lab=lab
+            )
+        )
         try:
             workers.wait(job.scenario.run.timeout_s)
         except WorkerLostError as error:
@@ -127,7 +142,8 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     events = [note for worker in measured for note in worker.notes if worker.rank == 0]
     events += [f"rank {record.rank}: {record.what}: {record.text}" for record in told if record.kind == "event"]
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
-    return Repeat(measured, events, buckets)
+    staleness = [record.staleness for record in told if record.kind == "step"]
+    return Repeat(measured, events, buckets, staleness)
 
 
 def _told(path: Path) -> list[_Told]:
@@ -187,11 +203,16 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         for rank in {worker.rank for worker in everything}
     )
     size_bytes = max(worker.gradient_bytes for worker in everything)
-    bound_s = max(compute_s, scenario.topology.allreduce_bound_s(size_bytes))
+    if job.served and scenario.servers:
+        workers = len(runs[0].workers)
+        bound_s = max(compute_s, scenario.topology.server_bound_s(size_bytes, scenario.servers, workers))
+    else:
+        bound_s = max(compute_s, scenario.workers.allreduce_bound_s(size_bytes))
     times = [one.time_to(target) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
     metrics = [one.workers[0].metrics[-1][1] for one in runs if one.workers[0].metrics]
     ranks = range(len(runs[0].workers))
+    stale = [value for one in runs for value in one.staleness] or [0]
     return Record(
         scenario=scenario.scenario.name,
         row=job.row.name,
@@ -204,8 +225,7 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         final_metric=statistics.median(metrics) if metrics else None,
         bytes_sent_per_worker=[int(statistics.median(one.workers[rank].bytes_sent for one in runs)) for rank in ranks],
         wait_s_per_worker=[statistics.median(sum(one.workers[rank].wait_s) for one in runs) for rank in ranks],
-        # Every system so far is synchronous.
-        staleness=Staleness(mean=0, max=0),
+        staleness=Staleness(mean=statistics.fmean(stale), max=max(stale)),
         bound_s=bound_s,
         percent_of_bound=100 * bound_s / step.median,
         ratio_to_baseline=_ratio(runs, baseline, target),

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.lab import launch, rounds
 from offbeat.lab.jobs import jobs
-from offbeat.scenario import About, Hosts, HostTable, LayerTable, Replay, Rounds, Row, Scenario, Script
+from offbeat.scenario import About, Hosts, HostTable, LayerTable, Replay, Rounds, Row, Scenario, Script, Straggle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +22,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[scenario]`": About,
     "`[hosts]`": Hosts,
     "`[[host]]`": HostTable,
+    "`[straggle]`": Straggle,
     '`[workload]` with `kind = "replay"`': Replay,
     "`[[workload.layer]]`": LayerTable,
     '`[workload]` with `kind = "script"`': Script,

@@ -1,0 +1,33 @@
+"""Steps that take longer now and then, as on machines that are shared with others."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.scenario import Straggle
+
+
+class Straggler:
+    """One worker's bad luck: the same for every system that is compared.
+
+    Args:
+        straggle: the law; None for no bad luck.
+        rank: of the worker, so that each has its own.
+    """
+
+    def __init__(self, straggle: Straggle | None, rank: int) -> None:
+        self._straggle = straggle
+        self._chance = random.Random(f"straggler {rank}")
+
+    def pause(self, compute_s: float) -> None:
+        """Lose as much time as this step is unlucky.
+
+        Args:
+            compute_s: what a step takes on average.
+        """
+        law = self._straggle
+        if law is not None and self._chance.random() < law.probability:
+            time.sleep(compute_s * self._chance.uniform(law.low, law.high))
