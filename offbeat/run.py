@@ -154,7 +154,7 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
-        return connect(fabric, self._control, timeout, self.run_dir)
+        return connect(fabric, self._control, timeout, self.run_dir, self._tell_of_server)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -484,6 +484,9 @@ class Run:
         _log.warning("%s", text)
         if self._reducers:
             self._meter.event("stall", text, self.step)
+
+    def _tell_of_server(self, text: str) -> None:
+        self._meter.event("server", text, self.step)
 
     def _say_last_words(self, error: BaseException) -> None:
         """Let the other workers know what this one dies of."""

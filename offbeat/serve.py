@@ -2,13 +2,16 @@
 
     python -m offbeat.serve FD      (settings as JSON on standard input; its address, or why not, goes to FD)
 
-It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time.
+It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
+`Settings.restarts` this process only starts another one, which serves, and starts it again whenever that is killed; so
+the server is looked after as long as the job lasts, whoever started it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import selectors
@@ -27,13 +30,21 @@ from offbeat.errors import NetworkError, OffbeatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from offbeat.fabric.server.archive import Archive
     from offbeat.wire.credentials import Credentials
+    from offbeat.wire.link import Link
 
 _START_S = 60.0
 # Another shard's number on its link to the first: no worker has it.
 _SHARD_RANK = 4095
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
 _GOOD_BYE_S = 0.5
+_LAST_SNAPSHOT_S = 10.0
+_FIRST_PATIENCE = timedelta(seconds=20)
+_PATIENCE = timedelta(seconds=60)  # for another shard to be started again
+_PR_SET_PDEATHSIG = 1
+RESTARTS = 5  # of a server that is looked after
+_log = logging.getLogger("offbeat")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +59,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         certificate, key, authority: PEM files for mutual TLS; "" for none.
         timeout_s: a worker that has been silent for longer is gone.
         patience_s: for how long to wait for the first worker; 0 for ever.
+        snapshots: folder for snapshots, of this shard alone; "" for none.
+        every: updates between two snapshots.
+        is_fresh: the job begins, so snapshots that are there are of no use.
+        restarts: how often it is started again when it is killed.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=256)]
@@ -60,6 +75,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     authority: str = ""
     timeout_s: float = 5.0
     patience_s: float = 120.0
+    snapshots: str = ""
+    every: Annotated[int, msgspec.Meta(ge=1)] = 100
+    is_fresh: bool = False
+    restarts: int = 0
 
     def credentials(self) -> Credentials | None:
         """What both sides have to prove.
@@ -97,6 +116,7 @@ def start_shard(
     wrap: Callable[[list[str]], list[str]] = lambda command: command,
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
+    is_kept: bool = False,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Start a shard on this machine; the process, and "host:port".
 
@@ -104,6 +124,7 @@ def start_shard(
         wrap: makes of the command one that runs it elsewhere, such as in a network namespace.
         environment: variables; ours if None.
         output: where its output goes; to ours if None.
+        is_kept: it ends when this thread does.
 
     Raises:
         NetworkError: if it cannot be started.
@@ -111,7 +132,7 @@ def start_shard(
     mine, theirs = os.pipe()
     try:
         process = subprocess.Popen(
-            wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs)]),
+            wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs), *(["kept"] if is_kept else [])]),
             stdin=subprocess.PIPE,
             pass_fds=(theirs,),
             stdout=output,
@@ -134,46 +155,123 @@ def start_shard(
 
 
 async def serve(settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve one job: until its last worker has gone, or SIGTERM or SIGINT comes.
+    """Serve one job: until its last worker has gone, or SIGTERM or SIGINT comes, which leave a snapshot.
 
     Args:
         say: called with "host:port" when workers may come.
 
     Raises:
-        NetworkError: if the address or the credentials cannot be used, or the coordinator cannot be reached.
+        NetworkError: if the address, the credentials or the folder for snapshots cannot be used, or the coordinator
+            cannot be reached.
     """
+    from offbeat.fabric.server.archive import Archive
+
+    archive = None
+    if settings.snapshots:
+        archive = Archive(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    while (address := await _live(settings, archive, stop, say)) is not None:
+        settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
+        say = _say_nothing
+
+
+async def _live(
+    settings: Settings, archive: Archive | None, stop: asyncio.Event, say: Callable[[str], None]
+) -> str | None:
+    """One life of the shard (see `offbeat.fabric.server.resume`); where it was, if it is to begin another one."""
     from offbeat.fabric.server import Shard
     from offbeat.plan import Plan
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect, listen
 
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    shard = Shard(None if settings.coordinator else lambda plan: Plan.from_toml(plan).sync, ended.set)
+    loop, ended, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    shard = Shard(
+        None if settings.coordinator else lambda plan: Plan.from_toml(plan).sync,
+        ended.set,
+        archive=archive,
+        job=settings.job,
+        every=settings.every,
+        again=again.set,
+        patience_s=2 * settings.timeout_s,
+    )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()
+    chief: Link | None = None
     if settings.coordinator:
-        await connect(
+        chief = await connect(
             settings.coordinator,
             accept=shard.follow,
             job=settings.job,
             rank=_SHARD_RANK,
             credentials=credentials,
             limits=limits,
+            patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
         )
+        await _first_of(shard.begun, ended, again, stop)
     listener = await listen(
         settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    shard.end_if_nobody_comes_back(2 * settings.timeout_s + 1)
     if settings.patience_s:
         loop.call_later(settings.patience_s, lambda: None if shard.was_visited else ended.set())
     say(listener.address)
-    await ended.wait()
+    await _first_of(ended, again, stop)
+    if stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SNAPSHOT_S):
+                await shard.save()
+    shard.is_over = True
     listener.close()
+    if again.is_set() and not stop.is_set():
+        for link in [*listener.links, *([] if chief is None else [chief])]:
+            link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
+        return listener.address
+    if archive is not None and shard.is_finished and not stop.is_set():
+        archive.clear()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GOOD_BYE_S):
             await asyncio.gather(*(link.close() for link in listener.links))
+    return None
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait for one of them."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _say_nothing(address: str) -> None:
+    """Workers know it already."""
+
+
+def look_after(settings: Settings, say: Callable[[str], None]) -> None:
+    """Start a shard as another process, and start it again whenever it is killed; until it ends by itself.
+
+    Raises:
+        NetworkError: if it cannot be started for the first time.
+    """
+    settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
+    process, address = start_shard(settings, is_kept=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    say(address)
+    settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
+    while (code := process.wait()) != 0:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if not left:
+            _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
+            return
+        left -= 1
+        _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
+        try:
+            process, _ = start_shard(settings, is_kept=True)
+        except NetworkError as error:
+            _log.error("%s", error)
+            return
 
 
 def prepare_process() -> None:
@@ -189,18 +287,36 @@ def main() -> None:
     """Take the settings from standard input, and serve."""
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
     fd = int(sys.argv[1])
+    if sys.argv[2:] == ["kept"]:
+        _end_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
-    prepare_process()
 
     def say(text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, f"{text}\n".encode())
-        os.close(fd)
+            os.close(fd)
+            said.append(text)
 
+    said: list[str] = []
     try:
-        asyncio.run(serve(settings, say))
+        if settings.restarts:
+            look_after(settings, say)
+        else:
+            prepare_process()
+            asyncio.run(serve(settings, say))
     except OffbeatError as error:
-        say(f"! {error}")
+        if said:
+            _log.error("%s", error)
+        else:
+            say(f"! {error}")
+
+
+def _end_with_parent() -> None:
+    """Be killed when the process that looks after this one is."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _read_line(fd: int) -> str:

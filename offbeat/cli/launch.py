@@ -163,16 +163,19 @@ class Launch:
         """Start the shards; how the workers find them."""
         if not self._job.servers:
             return {}
-        from offbeat.serve import Settings, start_shard  # not needed otherwise
+        from offbeat.serve import RESTARTS, Settings, start_shard  # not needed otherwise
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
-        for _ in range(self._job.servers):
+        for number in range(self._job.servers):
             settings = Settings(
                 job=job,
                 token=token,
                 coordinator=addresses[0] if addresses else "",
                 timeout_s=self._job.timeout_s,
+                snapshots=str(self._job.run_dir / "server" / f"shard-{number}"),
+                is_fresh=True,
+                restarts=RESTARTS,
             )
             process, address = start_shard(settings)
             self._shards.append(process)

@@ -31,6 +31,11 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")] = None,
     authority: Annotated[Path | None, typer.Option(help="For TLS: who signs the workers' certificates, PEM.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="A worker that is silent for so many seconds is gone.")] = 5.0,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(help="Keep snapshots in this folder, and go on from them if there are some; none if left out."),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Updates between two snapshots.")] = 100,
 ) -> None:
     """Hold a part of the parameters for one job; end when its last worker has gone.
 
@@ -52,6 +57,8 @@ def serve(
         authority=str(authority or ""),
         timeout_s=timeout,
         patience_s=0.0,
+        snapshots=str(snapshots or ""),
+        every=every,
     )
 
     def say(address: str) -> None:

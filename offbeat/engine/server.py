@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import secrets
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +19,16 @@ from offbeat.errors import NetworkError
 from offbeat.fabric.server import Client, ParameterServer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import timedelta
+    from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Waiter
     from offbeat.serve import Settings
+    from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
+    from offbeat.wire.session import Receiver
 
+_FIRST_PATIENCE = timedelta(seconds=20)
 _log = logging.getLogger("offbeat")
 
 
@@ -69,10 +73,17 @@ class Server:
         self._loop.close()
 
 
-def connect(spec: ParameterServer, control: Control, timeout: timedelta, run_dir: Path | None = None) -> Server:
+def connect(
+    spec: ParameterServer,
+    control: Control,
+    timeout: timedelta,
+    run_dir: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Server:
     """Connect with the plan's server; rank 0 starts one if there is none. Collective.
 
     Args:
+        tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
 
     Raises:
@@ -82,29 +93,40 @@ def connect(spec: ParameterServer, control: Control, timeout: timedelta, run_dir
     from offbeat.serve import from_environment
     from offbeat.wire.loop import Loop
     from offbeat.wire.session import Limits
-    from offbeat.wire.tcp import connect as dial
+    from offbeat.wire.tcp import connect as dial_shard
 
     addresses = spec.addresses or tuple(filter(None, os.environ.get("OFFBEAT_SERVERS", "").split(",")))
     settings = from_environment("default", timeout)
     if not addresses:
-        address, settings = _beside_rank_0(control, settings)
+        address, settings = _beside_rank_0(control, settings, run_dir)
         addresses = (address,)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
     if run_dir is not None and control.rank == 0:
         _leave_address(run_dir / "server.json", addresses[0], settings)
     loop = Loop()
-    client = Client(loop, rank=control.rank, world=control.world)
-    for address in addresses:
-        link = dial(
+    credentials, limits = settings.credentials(), Limits(timeout=timeout)
+
+    def dial(address: str, accept: Callable[[Link], Receiver], patience: timedelta) -> Awaitable[Link]:
+        return dial_shard(
             address,
-            accept=client.accept,
+            accept=accept,
             job=settings.job,
             rank=control.rank,
-            credentials=settings.credentials(),
-            limits=Limits(timeout=timeout),
+            credentials=credentials,
+            limits=limits,
+            patience=patience,
         )
-        loop.run(link)
+
+    client = Client(
+        loop,
+        rank=control.rank,
+        world=control.world,
+        dials=[functools.partial(dial, address) for address in addresses],
+        patience=timedelta(seconds=spec.patience_s),
+        tell=tell,
+    )
+    loop.run(client.connect(_FIRST_PATIENCE))
     return Server(client, spec, loop, len(addresses))
 
 
@@ -123,13 +145,16 @@ def _leave_address(path: Path, address: str, settings: Settings) -> None:
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
 
 
-def _beside_rank_0(control: Control, settings: Settings) -> tuple[str, Settings]:
+def _beside_rank_0(control: Control, settings: Settings, run_dir: Path | None) -> tuple[str, Settings]:
     """Have rank 0 start a shard with a job and a token of its own; where it is. Collective."""
-    from offbeat.serve import start_shard
+    from offbeat.serve import RESTARTS, start_shard
 
     bind, said = meeting_address(control), ""
     if control.rank == 0:
-        fresh = msgspec.structs.replace(settings, job=secrets.token_hex(8), token=secrets.token_hex(32), bind=bind)
+        job, token = secrets.token_hex(8), secrets.token_hex(32)
+        fresh = msgspec.structs.replace(settings, job=job, token=token, bind=bind)
+        if run_dir is not None:
+            fresh = msgspec.structs.replace(fresh, snapshots=str(run_dir / "server"), is_fresh=True, restarts=RESTARTS)
         try:
             said = f"{start_shard(fresh)[1]} {fresh.job} {fresh.token}"
         except NetworkError as error:

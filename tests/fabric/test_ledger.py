@@ -146,7 +146,7 @@ def play(chance: random.Random) -> None:
                 for push, part in action.parts:
                     assert part == (push, action.block)
                     used[(push, action.block)] += 1
-            else:
+            elif isinstance(action, Give):
                 assert action.block not in given[(action.worker, action.step)]
                 given[(action.worker, action.step)].add(action.block)
 

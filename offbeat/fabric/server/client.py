@@ -2,12 +2,21 @@
 
 Call order, (each worker): `open` once per model; then, in each step, `exchange`, and wait for what it returns; `close`.
 All links are served by one event loop on a thread of their own.
+
+When a shard is lost, or says that the job went on without this worker, the client lets go of all shards, dials all of
+them again, and opens its models again, saying where it was; what becomes of it then is decided there (see
+`offbeat.fabric.server.resume`). What the training thread waits for goes on waiting meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
+import logging
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
@@ -15,7 +24,9 @@ from offbeat.fabric.server.messages import (
     About,
     Announce,
     Answer,
+    Answered,
     Ask,
+    Back,
     BlockOf,
     Details,
     Evicted,
@@ -29,7 +40,9 @@ from offbeat.fabric.server.messages import (
     PieceOf,
     Pulled,
     Refused,
+    Safe,
     Sight,
+    Told,
     Values,
     pack,
     scenes_of,
@@ -38,8 +51,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.shard import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from datetime import timedelta
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     import torch
 
@@ -49,6 +61,15 @@ if TYPE_CHECKING:
     from offbeat.payload import Reply
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
+    from offbeat.wire.session import Receiver
+
+    Dial = Callable[[Callable[[Link], Receiver], timedelta], Awaitable[Link]]
+
+_log = logging.getLogger("offbeat")
+_MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
+_MOST_ANSWERED = 16
+_RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
+_ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybody is there
 
 
 class Exchange:
@@ -68,6 +89,7 @@ class Exchange:
         self.numbers: tuple[float, ...] = ()
         self.workers = 0
         self.scenes: tuple[Scene, ...] = ()
+        self.is_used = True  # False if it was dropped because this worker had been left behind
         self._done = threading.Event()
 
     def finish(self, error: OffbeatError | None = None) -> None:
@@ -88,6 +110,11 @@ class Exchange:
 
     def done(self) -> bool:
         return self._done.is_set() and self.error is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._done.is_set()
 
     def result(self) -> Reply:
         return []
@@ -111,8 +138,24 @@ class Place:
     exchange: Exchange = field(default_factory=Exchange)
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)
-    going: bool = False
+    going: Go | None = None  # the release whose parameters are still coming
     names: dict[str, int] = field(default_factory=dict)
+    plan: str = ""
+    layout: str = ""
+    optimizer: OptimizerSpec | None = None
+    about: About | None = None  # what is said of the contribution that it has
+    life: int = 0  # of the server, when it was let in last; 0 before the first time
+    new_life: int = 0  # of the server that is to let it in now
+    version: int = 0  # of the parameters it has
+    is_in: bool = False
+    is_outdated: bool = False  # it is to come again when it has its next contribution
+    unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
+    done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the training thread waits for the parameters, so that they may be overwritten."""
+        return not self.exchange.is_over
 
 
 class Client:
@@ -121,14 +164,33 @@ class Client:
     Args:
         loop: where the links live.
         rank, world: worker `rank` of the `world` that the job begins with.
+        dials: how to reach each shard; if empty, a shard that is lost is lost for good.
+        patience: for how long to dial a server that is gone; 0 gives up at once.
+        tell: called, on the event loop's thread, with what people should know.
     """
 
-    def __init__(self, loop: Loop, *, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        rank: int,
+        world: int,
+        dials: Sequence[Dial] = (),
+        patience: timedelta = timedelta(seconds=60),
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._loop = loop
         self.rank, self.world = rank, world
+        self._dials, self._patience, self._tell = dials, patience, tell
+        self._entry = 0  # how often it has come to the job; what comes over older links is not for it
+        self._returns = 0
+        self._coming: asyncio.Task[None] | None = None
+        self._is_up = not dials
+        self._survives = self._is_closed = False
+        self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
         self._links: list[Link] = []
         self._places: dict[int, Place] = {}
-        self._questions: dict[int, Exchange] = {}
+        self._questions: dict[int, tuple[Ask, Exchange]] = {}
         self._looks: dict[int, Exchange] = {}
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
@@ -136,7 +198,18 @@ class Client:
     def accept(self, link: Link) -> ShardSide:
         """Take a link into use, in order of shards; returns what it hands frames to."""
         self._links.append(link)
-        return ShardSide(self, len(self._links) - 1)
+        return ShardSide(self, len(self._links) - 1, self._entry)
+
+    async def connect(self, patience: timedelta) -> None:
+        """Dial all shards for the first time.
+
+        Raises:
+            NetworkError: if one cannot be reached in time.
+            PeerError: if one refused.
+        """
+        for dial in self._dials:
+            await dial(self.accept, patience)
+        self._is_up = True
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
@@ -159,8 +232,8 @@ class Client:
             shards: which shard holds each block.
             values: [D] of each block; the first worker's are taken, and all are overwritten.
         """
-        place = Place(model, blocks, shards, values)
-        self._loop.call(self._open, place, plan, layout, optimizer)
+        place = Place(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
+        self._loop.call(self._open, place)
         return place.exchange
 
     def exchange(
@@ -202,27 +275,68 @@ class Client:
 
     def close(self) -> None:
         """Say good-bye to all shards."""
-        for link in self._links:
+        self._loop.call(self._end)
+        for link in tuple(self._links):
             self._loop.run(link.close())
         self._links.clear()
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    def _open(self, place: Place, plan: str, layout: str, optimizer: OptimizerSpec) -> None:
+    def _end(self) -> None:
+        self._is_closed = True
+        if self._coming is not None:
+            self._coming.cancel()
+
+    def _open(self, place: Place) -> None:
         self._places[place.model] = place
         if self._failed(place.exchange):
             return
-        place.missing = set(range(len(place.blocks)))
         index = place.names = {p.name: 0 for b in place.blocks for p in b.pieces}
         index.update((name, i) for i, name in enumerate(index))
-        for shard, link in enumerate(self._links):
-            held = tuple(
-                BlockOf(b.index, b.dtype, tuple(PieceOf(index[p.name], p.start, p.numel) for p in b.pieces))
-                for b in place.blocks
-                if place.shards[b.index] == shard
-            )
-            details = Details(self.world, len(self._links), plan, layout, tuple(index), held, optimizer)
-            link.send(pack(Open(place.model)), pack(details))
+        if self._is_up:
+            self._enter(place)
+
+    def _enter(self, place: Place) -> None:
+        """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
+        place.is_in = place.is_outdated = False
+        place.going = None
+        place.missing = set(range(len(place.blocks)))
+        place.unopened = set(range(1, len(self._links)))
+        for shard in place.unopened or {0}:
+            self._open_at(place, shard)
+
+    def _open_at(self, place: Place, shard: int) -> None:
+        index = place.names
+        held = tuple(
+            BlockOf(b.index, b.dtype, tuple(PieceOf(index[p.name], p.start, p.numel) for p in b.pieces))
+            for b in place.blocks
+            if place.shards[b.index] == shard
+        )
+        assert place.optimizer is not None
+        details = Details(
+            self.world,
+            len(self._links),
+            place.plan,
+            place.layout,
+            tuple(index),
+            held,
+            place.optimizer,
+            self._back(place),
+        )
+        self._links[shard].send(pack(Open(place.model, self._entry)), pack(details))
+
+    def _back(self, place: Place) -> Back | None:
+        if not place.life:
+            return None
+        return Back(
+            life=place.life,
+            clock=place.clock,
+            version=place.version,
+            holds=place.parts is not None,
+            waits=place.waits or bool(self._questions),
+            done=tuple(place.done),
+            answered=tuple(self._answered),
+        )
 
     def _announce(
         self,
@@ -235,21 +349,100 @@ class Client:
     ) -> None:
         place = self._places[model]
         place.exchange, place.parts = exchange, parts
-        if not self._failed(exchange):
-            indices = tuple(place.names[name] for name in unused)
-            self._links[0].send(pack(Announce(model, place.clock, About(weight, hyper, indices))))
+        place.about = About(weight, hyper, tuple(place.names[name] for name in unused))
+        if self._failed(exchange):
+            return
+        if place.is_in:
+            self._say(Announce(model, place.clock, place.about))
+        elif place.is_outdated:
+            self._come_again(place)
+
+    def _come_again(self, place: Place) -> None:
+        place.is_outdated = False
+        self._open_at(place, 0)
 
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = exchange
-        if not self._failed(exchange):
-            self._links[0].send(pack(Look(number)))
+        if not self._failed(exchange) and self._is_up:
+            self._say(Look(number))
 
     def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, exchange: Exchange) -> None:
         number, self._asked = self._asked, self._asked + 1
-        self._questions[number] = exchange
-        if not self._failed(exchange):
-            self._links[0].send(pack(Ask(number, question, refresh, numbers)))
+        ask = Ask(number, question, refresh, numbers)
+        self._questions[number] = (ask, exchange)
+        if self._failed(exchange):
+            return
+        for place in self._places.values():
+            if place.is_outdated:
+                self._come_again(place)
+        if self._is_up and all(place.is_in for place in self._places.values()):
+            self._say(ask)
+
+    def _say(self, message: Announce | Ask | Look | Pulled) -> None:
+        """To the coordinator; if that is just being lost, it is said again when it is back."""
+        with contextlib.suppress(NetworkError):
+            self._links[0].send(pack(message))
+
+    def lose(self, error: OffbeatError, entry: int) -> None:
+        """A shard is gone, or has gone on without this worker: come back."""
+        if entry != self._entry or self._is_closed or self._error is not None:
+            return
+        for link in self._links:
+            link.abort()
+        self._links.clear()
+        self._entry += 1
+        self._returns += 1
+        self._is_up = False
+        for place in self._places.values():
+            place.is_in = place.is_outdated = False
+        if not self._dials or self._patience <= timedelta(0) or self._returns > _RETURNS:
+            self.fail(error)
+            return
+        _log.warning("Rank %d has lost the parameter server (%s) It tries to come back.", self.rank, error)
+        if self._coming is None or self._coming.done():
+            self._coming = asyncio.get_running_loop().create_task(self._come_back(error))
+
+    async def _come_back(self, error: OffbeatError) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._patience.total_seconds()
+        refusals = 0
+        while True:
+            entry = self._entry
+            left_s = deadline_s - loop.time()
+            try:
+                for dial in self._dials:
+                    await dial(self.accept, timedelta(seconds=max(0.01, min(left_s, _ALIVE_S))))
+                    if entry != self._entry:
+                        break
+                else:
+                    break
+            except OffbeatError as reason:
+                self._drop_links()
+                refusals += isinstance(reason, PeerError)
+                if not self._is_worth_while(reason) or left_s <= 0 or refusals == _RETURNS:
+                    self.fail(
+                        NetworkError(
+                            f"Cannot come back to the job ({error}): {str(reason).removesuffix('.')}. Either it has "
+                            "ended, or its parameter server was killed and nobody has started it again."
+                        )
+                    )
+                    return
+        self._is_up = True
+        for place in self._places.values():
+            self._enter(place)
+        for number in self._looks:
+            self._say(Look(number))
+
+    def _is_worth_while(self, reason: OffbeatError) -> bool:
+        """Whether to dial again: not if nobody listens any more, and nobody will."""
+        return self._survives or not isinstance(reason.__cause__, ConnectionRefusedError)
+
+    def _drop_links(self) -> None:
+        self._entry += 1
+        for link in self._links:
+            link.abort()
+        self._links.clear()
 
     def _failed(self, exchange: Exchange) -> bool:
         if self._error is not None:
@@ -260,7 +453,7 @@ class Client:
         """Nothing can be exchanged any more."""
         self._error = self._error or error
         exchanges = [place.exchange for place in self._places.values()]
-        for exchange in [*exchanges, *self._questions.values(), *self._looks.values()]:
+        for exchange in [*exchanges, *(asked for _, asked in self._questions.values()), *self._looks.values()]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -277,30 +470,73 @@ class Client:
     def hear(self, shard: int, message: ToWorker) -> None:
         """Something a shard said."""
         match message:
-            case Opened(model=model, wants_values=wants):
-                if wants:
-                    self._fill(self.place(model), shard)
+            case Opened(model=model):
+                self._opened(self.place(model), shard, message)
             case Granted(model=model, clock=clock):
                 self._push(self.place(model), clock)
-            case Go(model=model, step=step, version=version, staleness=staleness, values=values):
-                place = self.place(model)
-                place.going, place.clock = values, step
-                exchange = place.exchange
-                exchange.step, exchange.version, exchange.staleness = step, version, staleness
-                self._finish(place)
+            case Go(model=model):
+                self._go(self.place(model), message)
+            case Safe(model=model, clock=clock):
+                done = self.place(model).done
+                while done and done[0][0] < clock:
+                    done.popleft()
+            case Told(text=text):
+                self._tell(text)
             case Values(model=model, block=block):
                 place = self.place(model)
                 place.missing.discard(block)
                 self._finish(place)
             case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement):
-                asked = self._questions.pop(number, None)
+                _, asked = self._questions.pop(number, (None, None))
                 if asked is not None:
                     asked.numbers, asked.workers = numbers, workers
+                    if not disagreement:
+                        self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
             case Evicted(reason=reason):
-                self.fail(NetworkError(f"The server went on without this worker: {reason}."))
+                self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._entry)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
+
+    def _opened(self, place: Place, shard: int, message: Opened) -> None:
+        self._survives = message.survives
+        if message.wants_values:
+            self._fill(place, shard)
+        if message.later:
+            place.is_outdated = True
+            if place.parts is not None or self._questions:  # it has its contribution by now
+                self._come_again(place)
+            return
+        if shard in place.unopened:
+            place.unopened.discard(shard)
+            if not place.unopened:
+                self._open_at(place, 0)
+        place.new_life = message.life
+
+    def _go(self, place: Place, go: Go) -> None:
+        was_in, place.is_in = place.is_in, True
+        if not was_in:
+            if place.life != place.new_life:
+                place.done.clear()  # what was lost is counted
+            place.life = place.new_life
+        if not was_in and place.parts is not None and not go.values:
+            assert place.about is not None
+            place.clock = go.step
+            self._say(Announce(place.model, place.clock, place.about))
+            return
+        if go.values:
+            exchange = place.exchange
+            exchange.is_used = was_in or place.parts is None
+            exchange.step, exchange.version, exchange.staleness = go.step, go.version, go.staleness
+        place.going = go
+        self._finish(place)
+        self._ask_again(was_in)
+
+    def _ask_again(self, was_in: bool) -> None:
+        """What was asked and not answered, once all models are open again."""
+        if not was_in and all(place.is_in for place in self._places.values()):
+            for ask, _ in self._questions.values():
+                self._say(ask)
 
     def see(self, number: int, scenes: tuple[Scene, ...]) -> None:
         """The answer to a look."""
@@ -326,10 +562,17 @@ class Client:
             link.send(pack(Part(place.model, clock, block, dtype)), bytes_of(part))
 
     def _finish(self, place: Place) -> None:
-        if place.going and not place.missing:
-            place.going, place.parts = False, None
+        go = place.going
+        if go is None or (go.values and place.missing):
+            return
+        if go.counted and place.about is not None:
+            place.done.append((place.clock, place.about.weight))
+        place.going, place.clock = None, go.step
+        if go.values:
+            place.parts, place.version = None, go.version
             place.missing = set(range(len(place.blocks)))
-            self._links[0].send(pack(Pulled(place.model, place.clock)))
+            self._returns = 0
+            self._say(Pulled(place.model, place.clock))
             place.exchange.finish()
 
 
@@ -339,10 +582,11 @@ class ShardSide:
     Args:
         client: the worker's.
         shard: which one it is.
+        entry: of the worker, to which the link belongs.
     """
 
-    def __init__(self, client: Client, shard: int) -> None:
-        self._client, self._shard = client, shard
+    def __init__(self, client: Client, shard: int, entry: int) -> None:
+        self._client, self._shard, self._entry = client, shard, entry
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Where a block's values go: straight into the parameters.
@@ -373,7 +617,7 @@ class ShardSide:
 
     def lost(self, error: OffbeatError | None) -> None:
         """The shard is gone for good."""
-        self._client.fail(error or NetworkError("The parameter server has ended."))
+        self._client.lose(error or NetworkError("The parameter server has ended."), self._entry)
 
 
 def _apart(questions: str) -> DisagreementError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.fabric.server.messages import Scene, Seen
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, on
-from offbeat.sync.state import observe
+from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +66,14 @@ class Coordinator:
     def __post_init__(self) -> None:
         self.since_s = self.now_s()
 
-    def join(self, worker: int) -> tuple[Action, ...]:
-        """The worker takes part; what is decided now."""
+    def join(self, worker: int, *, least: int = 0) -> tuple[Action, ...]:
+        """The worker takes part; what is decided now.
+
+        Args:
+            least: the number of its next contribution is no lower.
+        """
+        if least > self.state.past.get(worker, 0):
+            self.state = changed(self.state, past={**self.state.past, worker: least})
         self.records.setdefault(worker, Record(joined_s=self.now_s()))
         return self.tell(Joined(worker, self.now_s()))
 
@@ -96,8 +102,12 @@ class Coordinator:
         self._count(observe(before, event), actions)
         return actions
 
-    def scene(self, model: int) -> Scene:
-        """How it goes, for people."""
+    def scene(self, model: int, note: str = "") -> Scene:
+        """How it goes, for people.
+
+        Args:
+            note: what happened to the server.
+        """
         now_s = self.now_s()
         seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
         return Scene(
@@ -107,6 +117,7 @@ class Coordinator:
             started=self.started,
             running_s=now_s - self.since_s,
             workers=seen,
+            note=note,
         )
 
     def _seen(self, worker: int, record: Record, now_s: float) -> Seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,22 +12,30 @@ from offbeat.fabric.server.coordinator import Coordinator, Record
 from offbeat.fabric.server.messages import (
     Admit,
     Answer,
+    Answered,
     Applied,
     Dropped,
     Evicted,
     Go,
     Gone,
     Granted,
+    Opened,
     Released,
+    Told,
 )
-from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, Wake
+from offbeat.fabric.server.resume import Losses, Verdict, judge
+from offbeat.fabric.server.snapshot import Progress
+from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, State, Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from offbeat.fabric.server.ledger import Loss
-    from offbeat.fabric.server.messages import About, Announce, Ask, Decision, Details, Scene
+    from offbeat.fabric.server.messages import About, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.sync import Action, Policy, Push
+
+_log = logging.getLogger("offbeat")
+_REMEMBERED = 64  # answers
 
 
 @dataclass
@@ -44,6 +53,10 @@ class Model:
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
     left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
     timer: asyncio.TimerHandle | None = None
+    applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
+    lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
+    losses: Losses | None = None  # if it goes on from a snapshot
+    note: str = ""  # what happened to the server
 
 
 class Lead:
@@ -53,48 +66,76 @@ class Lead:
         policy_of: the policy in a plan's TOML.
         decide: carries a decision to all shards; returns what this one lost by it.
         say: sends a message to a worker.
+        life: of the server.
     """
 
     def __init__(
         self,
         policy_of: Callable[[str], Policy],
         decide: Callable[[Decision], Loss | None],
-        say: Callable[[int, Granted | Go | Evicted | Answer], None],
+        say: Callable[[int, ToWorker], None],
+        life: int = 0,
     ) -> None:
         self._policy_of, self._decide, self._say = policy_of, decide, say
+        self.life = life
         self.models: dict[int, Model] = {}
+        self._entries: dict[int, int] = {}  # by worker
+        self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
+        self._answered: dict[int, Answered] = {}  # the last questions, by number
         self._workers: set[int] = set()  # that are connected
         self._asked: dict[int, dict[int, Ask]] = {}
         self._answers: dict[int, Answer] = {}  # by worker, until it has the parameters that go with it
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def join(self, model: int, worker: int, details: Details) -> int:
-        """A worker takes part in a model; the number of its next contribution."""
-        one = self.models.get(model)
+    def join(self, model: int, worker: int, details: Details, entry: int = 0) -> None:
+        """A worker takes part in a model, or takes part again.
+
+        Args:
+            entry: of its `Open`.
+
+        Raises:
+            PeerError: if it took part before, and nothing is known of that here.
+        """
+        one, back = self.models.get(model), details.back
         if one is None:
+            if back is not None:
+                raise PeerError(
+                    "Cannot go on: the parameter server was restarted, and has no snapshot to go on from. Start the "
+                    "job again, from a checkpoint if there is one."
+                )
             now_s = asyncio.get_running_loop().time
             coordinator = Coordinator(self._policy_of(details.plan), details.world, now_s)
-            one = Model(coordinator, len(details.optimizer.groups), details.shards, details.shards)
+            to_fill = details.shards - self._filled_early.pop(model, 0)
+            one = Model(coordinator, len(details.optimizer.groups), to_fill, details.shards)
             self.models[model] = one
         self._workers.add(worker)
-        actions = one.coordinator.join(worker)
-        clock = one.coordinator.state.members[worker].step
-        self._decide(Admit(model, worker, clock))
+        self._entries[worker] = entry
+        decided = one.coordinator.state.past.get(worker, 0)
+        verdict = judge(back, life=self.life, decided=decided)
+        if verdict is Verdict.LATER:
+            self._say(worker, Opened(model, wants_values=False, life=self.life, later=True))
+            return
+        if back is not None:
+            self._take_back(one, worker, back, decided)
+        actions = one.coordinator.join(worker, least=back.clock if back is not None else 0)
+        self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
-            self._welcome(model, worker)
-            self._carry_out(model, one.coordinator.start_if_all_are_here())
-        return clock
+            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN)
+            self._start(model)
 
     def filled(self, model: int) -> None:
         """A shard has its first values."""
+        if model not in self.models:
+            self._filled_early[model] = self._filled_early.get(model, 0) + 1
+            return
         one = self._model(model)
         one.to_fill -= 1
         if not one.to_fill:
             for worker in sorted(one.coordinator.state.members):
                 self._welcome(model, worker)
-            self._carry_out(model, one.coordinator.start_if_all_are_here())
+            self._start(model)
 
     def announce(self, worker: int, message: Announce) -> None:
         """A worker has computed a contribution.
@@ -143,7 +184,7 @@ class Lead:
 
     def look(self) -> tuple[Scene, ...]:
         """How it goes."""
-        return tuple(one.coordinator.scene(model) for model, one in self.models.items())
+        return tuple(one.coordinator.scene(model, one.note) for model, one in self.models.items())
 
     def ask(self, worker: int, message: Ask) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it."""
@@ -151,9 +192,7 @@ class Lead:
         self._asked.setdefault(message.number, {})[worker] = message
         for model, one in self.models.items():
             if one.coordinator.started and worker in one.coordinator.state.members:
-                one.left_at[worker] = one.coordinator.state.version
-                self._decide(Gone(model, worker))
-                self._carry_out(model, one.coordinator.leave(worker, returns=True))
+                self._step_out(model, worker)
         self._answer()
 
     def leave(self, worker: int) -> None:
@@ -163,6 +202,7 @@ class Lead:
             if worker in one.coordinator.state.members or worker in one.coordinator.state.away:
                 self._remove(model, worker)
                 self._carry_out(model, one.coordinator.leave(worker))
+                self._step_out_who_asked(model)
         self._answers.pop(worker, None)
         for one in self.models.values():
             one.left_at.pop(worker, None)
@@ -170,13 +210,100 @@ class Lead:
             asked.pop(worker, None)
         self._answer()
 
+    # -- going on from a snapshot --------------------------------------------------------------------------------
+
+    def restore(self, model: int, details: Details, version: int, progress: Progress) -> None:
+        """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`."""
+        now_s = asyncio.get_running_loop().time
+        coordinator = Coordinator(self._policy_of(details.plan), len(progress.present), now_s)
+        coordinator.state = State(past=dict(progress.next), version=version)
+        for worker, (applied, dropped, lost, samples) in progress.records.items():
+            coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
+        losses = Losses(version)
+        for worker, _, samples in progress.orphans:
+            losses.add(worker, [samples])
+        self.models[model] = Model(
+            coordinator, len(details.optimizer.groups), 0, details.shards, losses=losses, note=progress.note
+        )
+
+    def begin_with_who_is_here(self) -> None:
+        """Do not wait any longer for workers that took part before."""
+        for model, one in self.models.items():
+            if not one.coordinator.started:
+                one.coordinator.world = max(1, len(one.coordinator.state.members))
+                self._start(model)
+
+    def progress(self, model: int) -> Progress:
+        """How far the workers are, for a snapshot of what was decided so far."""
+        one = self.models[model]
+        state = one.coordinator.state
+        following = dict(state.past)
+        for worker, member in state.members.items():
+            is_decided = member.held and (worker, member.step) not in state.pending
+            following[worker] = member.step + is_decided
+        return Progress(
+            next=following,
+            present=tuple(sorted({*state.members, *state.away})),
+            orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
+            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in one.coordinator.records.items()},
+            note=one.note,
+        )
+
+    @property
+    def version(self) -> int:
+        """Updates of all models together; none may be decided on while a model has not started."""
+        return sum(one.coordinator.state.version for one in self.models.values())
+
+    @property
+    def started(self) -> bool:
+        """Whether something is decided about every model."""
+        return bool(self.models) and all(one.coordinator.started for one in self.models.values())
+
+    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> None:
+        """A worker that took part before: book what became of its contributions."""
+        for answered in back.answered:
+            if answered.number not in self._answered:
+                self._remember(answered)
+        if back.life != self.life and one.losses is not None:
+            one.losses.book(worker, back, decided)
+            record = one.coordinator.records.setdefault(worker, Record())
+            record.lost += sum(clock >= decided for clock, _ in back.done)
+            if one.coordinator.started:
+                self._tell_losses(one)
+        if back.life == self.life and back.holds:
+            used = one.applied.get(worker) == back.clock
+            if not used and one.lost.get(worker) != back.clock:
+                one.coordinator.records.setdefault(worker, Record()).dropped += 1
+            fate = "had been used" if used else "is outdated, and is not used"
+            _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
+        else:
+            _log.warning("Rank %d is back.", worker)
+
+    def _start(self, model: int) -> None:
+        one = self.models[model]
+        if one.coordinator.started:
+            return
+        self._carry_out(model, one.coordinator.start_if_all_are_here())
+        if one.coordinator.started:
+            if one.losses is not None:
+                self._tell_losses(one)
+            self._step_out_who_asked(model)
+            self._answer()
+
+    def _tell_losses(self, one: Model) -> None:
+        assert one.losses is not None
+        one.note = f"The parameter server was restarted and goes on from version {one.losses.version}: {one.losses}."
+        _log.warning("%s", one.note)
+        for worker in sorted(self._workers):
+            self._say(worker, Told(one.note))
+
     # -- what is decided -----------------------------------------------------------------------------------------
 
-    def _welcome(self, model: int, worker: int, values: bool = True) -> None:
+    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False) -> None:
         """Tell a worker that has just joined where it is, and give it the parameters."""
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
-        self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values))
+        self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values, again=again))
         if values:
             one.joining.add(worker)
             self._decide(Released(model, worker, clock))
@@ -191,6 +318,7 @@ class Lead:
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
                     about = tuple(one.announced.pop(push) for push in pushes)
                     one.granted.difference_update(pushes)
+                    one.applied.update(pushes)
                     self._decide(Applied(model, pushes, about, rate, in_order))
                 case Drop(pushes=pushes):
                     for worker, clock in pushes:
@@ -201,7 +329,8 @@ class Lead:
                 case Release(worker=worker):
                     step = one.clocks[worker] + 1
                     stale = one.coordinator.last_staleness.get(worker, 0)
-                    self._say(worker, Go(model, step, one.coordinator.state.version, stale))
+                    counted = one.applied.get(worker) == one.clocks[worker]
+                    self._say(worker, Go(model, step, one.coordinator.state.version, stale, counted=counted))
                     self._decide(Released(model, worker, step))
                 case Evict(worker=worker):
                     self._remove(model, worker)
@@ -211,7 +340,9 @@ class Lead:
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]
-        if self._decide(Gone(model, worker)) is not None:
+        loss = self._decide(Gone(model, worker))
+        if loss is not None:
+            one.lost[worker] = loss.push[1]
             one.coordinator.records.setdefault(worker, Record()).lost += 1
         one.granted = {push for push in one.granted if push[0] != worker}
         one.joining.discard(worker)
@@ -233,7 +364,12 @@ class Lead:
 
     def _answer(self) -> None:
         """Answer what all have asked, once all take part again."""
+        if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
+            return  # not everyone is back
         for number, asked in list(self._asked.items()):
+            if asked and (self._answered and number <= max(self._answered)):
+                self._answer_as_before(number, self._asked.pop(number))
+                continue
             if not asked or self._workers - set(asked):
                 continue
             del self._asked[number]
@@ -244,6 +380,7 @@ class Lead:
                 for i in range(width)
             )
             disagreement = "" if len(questions) == 1 else ", ".join(sorted(questions))
+            self._remember(Answered(number, sums, len(asked)))
             for worker, ask in sorted(asked.items()):
                 self._answers[worker] = Answer(number, sums, len(asked), disagreement)
                 self._step_in(worker, refresh=ask.refresh)
@@ -255,9 +392,38 @@ class Lead:
                 continue
             version = one.left_at.pop(worker)
             actions = one.coordinator.join(worker)
-            self._decide(Admit(model, worker, one.coordinator.state.members[worker].step))
+            self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, self._entries[worker]))
             self._carry_out(model, actions)
             self._welcome(model, worker, refresh or version != one.coordinator.state.version)
+
+    def _answer_as_before(self, number: int, asked: Mapping[int, Ask]) -> None:
+        """The others were answered without these workers, or before the server was restarted."""
+        known = self._answered.get(number)
+        for worker, ask in sorted(asked.items()):
+            if known is None:
+                self._answers[worker] = Answer(number, (), 0, f"{ask.question} (long after the others did)")
+            else:
+                self._answers[worker] = Answer(number, known.numbers, known.workers)
+            self._step_in(worker, refresh=ask.refresh)
+        self._answer_those_who_are_ready()
+
+    def _remember(self, answered: Answered) -> None:
+        self._answered[answered.number] = answered
+        if len(self._answered) > _REMEMBERED:
+            del self._answered[min(self._answered)]
+
+    def _step_out(self, model: int, worker: int) -> None:
+        one = self.models[model]
+        one.left_at[worker] = one.coordinator.state.version
+        self._decide(Gone(model, worker))
+        self._carry_out(model, one.coordinator.leave(worker, returns=True))
+
+    def _step_out_who_asked(self, model: int) -> None:
+        """Those who asked before it was decided for the first time wait for the others, not the others for them."""
+        one = self.models[model]
+        for worker in sorted({worker for asked in self._asked.values() for worker in asked}):
+            if one.coordinator.started and worker in one.coordinator.state.members:
+                self._step_out(model, worker)
 
     def _answer_those_who_are_ready(self) -> None:
         for worker in [w for w in self._answers if all(w not in one.joining for one in self.models.values())]:

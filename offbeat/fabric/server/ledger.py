@@ -11,6 +11,8 @@ Rules:
   or there was none, once all updates so far have.
 * Each block of a contribution is taken once, and contributions of a worker come in order, one at a time.
 * A worker that is lost takes along the blocks that have not arrived; updates go on without them.
+* A mark is put behind the updates so far. No block is updated beyond it before it has been updated up to it, whatever
+  the order of updates, and has then been kept: what is kept of all blocks together is one version of the parameters.
 """
 
 from __future__ import annotations
@@ -47,6 +49,13 @@ class Give:
     block: int
     worker: int
     step: int
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep what `block` is now: it has been updated up to the mark, and no further."""
+
+    block: int
 
 
 @dataclass(frozen=True)
@@ -93,16 +102,18 @@ class Ledger:
 
     Args:
         blocks: indices of the blocks it holds.
+        version: updates before this one began.
     """
 
-    def __init__(self, blocks: Iterable[int]) -> None:
+    def __init__(self, blocks: Iterable[int], version: int = 0) -> None:
         self._blocks = tuple(blocks)
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
         self._arrivals: dict[Push, Arrival] = {}
         self._updates: list[Update] = []  # under way, by version
         self._takers: dict[int, Taker] = {}
         self._applied: dict[int, int] = {}  # worker: its last contribution that is in an update
-        self.version = 0
+        self.version = self._mark = version
+        self._unkept: set[int] = set()  # blocks that have not been kept since the mark
 
     def admit(self, worker: int, clock: int) -> None:
         """The worker takes part; its next contribution has the number `clock`."""
@@ -144,6 +155,11 @@ class Ledger:
             self._applied[push[0]] = push[1]
         self._updates.append(Update(self.version, apply, about, set(self._blocks)))
 
+    def mark(self) -> None:
+        """Have each block kept as it is after the updates so far; the last mark must have been reached everywhere."""
+        assert not self._unkept, self._unkept
+        self._mark, self._unkept = self.version, set(self._blocks)
+
     def drop(self, push: Push, *, coming: bool) -> None:
         """The contribution is not used.
 
@@ -181,7 +197,7 @@ class Ledger:
             del self._arrivals[push]
         return Loss(push, missing) if arrival.wanted else None
 
-    def due(self, block: int | None = None) -> Iterator[Make | Give]:
+    def due(self, block: int | None = None) -> Iterator[Make | Keep | Give]:
         """What can be done now, in order; it counts as done when it is yielded.
 
         Args:
@@ -189,17 +205,26 @@ class Ledger:
         """
         for one in self._blocks if block is None else (block,):
             yield from self._makes(one)
+            if self._is_at_mark(one):
+                self._unkept.discard(one)
+                yield Keep(one)
+                yield from self._makes(one)
             yield from self._gives(one)
         for update in [update for update in self._updates if not update.left]:
             self._updates.remove(update)
             for push in update.apply.pushes:
                 self._arrivals.pop(push, None)
 
+    def _is_at_mark(self, block: int) -> bool:
+        return block in self._unkept and not any(block in u.left for u in self._updates if u.version <= self._mark)
+
     def _makes(self, block: int) -> Iterator[Make]:
         first = True  # all earlier updates have been made here
         for update in self._updates:
             if block not in update.left:
                 continue
+            if block in self._unkept and update.version > self._mark:
+                return
             pushes = sorted(update.apply.pushes)
             if (first or not update.apply.in_order) and all(block in self._arrivals[push].blocks for push in pushes):
                 update.left.discard(block)

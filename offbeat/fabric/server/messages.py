@@ -1,7 +1,7 @@
 """What workers and shards of a parameter server say to each other; bodies are raw elements of blocks.
 
 worker                                       shard (the coordinator is the first)
-  | -- Open(model) + details -----------------> |   to every shard, once per model
+  | -- Open(model) + details -----------------> |   once per model, to the coordinator when all others have opened it
   | <----- Opened(wants_values) --------------- |
   | -- Fill(block) + values ------------------> |   the first worker, where the shard has none
   | -- Announce(clock, weight, hyper) --------> |   to the coordinator: it has computed a contribution
@@ -12,10 +12,13 @@ worker                                       shard (the coordinator is the first
   | -- Pulled(step) --------------------------> |   all blocks are here
   | -- Ask(number, question, ...) ------------> |   a collective question beside the data
   | <----- Answer(number, ...) ---------------- |
+  | <----- Safe(clock) ------------------------ |   its contributions before that one are in a snapshot
+  | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
 
-The other shards say Enlist, Filled and Whole to the coordinator, and it tells them what it decides: Admit, Applied,
-Dropped, Released, Gone.
+The other shards say Enlist, Filled, Whole, Save and Saved to the coordinator, and it tells them what it decides: Begin,
+Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its details (see
+`offbeat.fabric.server.resume`).
 """
 
 from __future__ import annotations
@@ -51,9 +54,44 @@ class BlockOf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """A worker wants to train a model; the body is its `Details`, which may be long."""
+    """A worker wants to train a model; the body is its `Details`, which may be long.
+
+    Args:
+        entry: how often this worker has come to the job, itself included.
+    """
 
     model: _Model
+    entry: _Count = 0
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """A question that all were asked, and its answer."""
+
+    number: _Count
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
+    workers: _Count
+
+
+class Back(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says that took part before.
+
+    Args:
+        life: of the server, as it last was here.
+        clock: number of the contribution it computes, or holds.
+        version: of the parameters it has.
+        holds: it has a contribution, which was not acknowledged.
+        waits: it does not compute, so its parameters may be overwritten.
+        done: contributions that were acknowledged, and are in no snapshot that it knows of: number and samples.
+        answered: the last questions it has the answers of.
+    """
+
+    life: _Count
+    clock: _Count
+    version: _Count
+    holds: bool
+    waits: bool
+    done: Annotated[tuple[tuple[_Count, float], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -66,6 +104,7 @@ class Details(msgspec.Struct, frozen=True):
         layout: digest of the model's parameters and of how they are cut.
         names: of all its parameters.
         blocks: those that this shard holds.
+        back: if the worker took part before.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -75,13 +114,24 @@ class Details(msgspec.Struct, frozen=True):
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1 << 20)]
     blocks: Annotated[tuple[BlockOf, ...], msgspec.Meta(max_length=1 << 20)]
     optimizer: OptimizerSpec
+    back: Back | None = None
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The worker is taken in. `wants_values`: send `Fill` for each block of this shard."""
+    """The worker is taken in.
+
+    Args:
+        wants_values: send `Fill` for each block of this shard.
+        life: of the server.
+        survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
+        later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
+    """
 
     model: _Model
     wants_values: bool
+    life: _Count = 0
+    survives: bool = False
+    later: bool = False
 
 
 class Fill(msgspec.Struct, tag=True, frozen=True):
@@ -131,6 +181,8 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     Args:
         staleness: updates between what the contribution was computed on and its own.
         values: whether the parameters follow.
+        counted: whether the contribution is in an update; False if it was dropped, or there was none.
+        again: announce the contribution that you hold once more, under the number `step`.
     """
 
     model: _Model
@@ -138,6 +190,8 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     version: _Count
     staleness: _Count
     values: bool = True
+    counted: bool = False
+    again: bool = False
 
 
 class Values(msgspec.Struct, tag=True, frozen=True):
@@ -210,6 +264,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         version: updates so far.
         started: whether all workers of the beginning have come.
         running_s: seconds since the model was opened.
+        note: what happened to the server, in words; "" if nothing did.
     """
 
     model: _Model
@@ -218,6 +273,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     started: bool
     running_s: float
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
+    note: _Text = ""
 
 
 class Sight(msgspec.Struct, tag=True, frozen=True):
@@ -255,8 +311,69 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     disagrees: bool = False
 
 
+class Safe(msgspec.Struct, tag=True, frozen=True):
+    """The worker's contributions before number `clock` are in a snapshot of every shard."""
+
+    model: _Model
+    clock: _Count
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """Something that people should know."""
+
+    text: _Text
+
+
 class Enlist(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: it takes part from now on."""
+    """From a shard to the coordinator: it takes part from now on.
+
+    Args:
+        held: number and life of each snapshot that it could go on from.
+        least: later snapshots have to have greater numbers.
+    """
+
+    held: Annotated[tuple[tuple[_Count, _Count], ...], msgspec.Meta(max_length=16)] = ()
+    least: _Count = 0
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """From the coordinator to a shard: its life begins.
+
+    Args:
+        life: of the server.
+        snapshot: number and life of the one to go on from; None for none.
+    """
+
+    life: _Count
+    snapshot: tuple[_Count, _Count] | None = None
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: it is about to end, and would like to leave a snapshot."""
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: a snapshot is written, or could not be.
+
+    Args:
+        cost_s: what it took, from the first copy to the disk.
+    """
+
+    number: _Count
+    well: bool
+    cost_s: float
+
+
+class Mark(msgspec.Struct, tag=True, frozen=True):
+    """Keep all models as they are after what was decided so far.
+
+    Args:
+        number: of the snapshot.
+        keep: number and life of the last one that all shards have, which is to stay.
+    """
+
+    number: _Count
+    keep: tuple[_Count, _Count] | None = None
 
 
 class Filled(msgspec.Struct, tag=True, frozen=True):
@@ -274,11 +391,16 @@ class Whole(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
-    """The worker takes part; its next contribution has the number `clock`."""
+    """The worker takes part; its next contribution has the number `clock`.
+
+    Args:
+        entry: of its `Open`; what was meant for an earlier one is not sent.
+    """
 
     model: _Model
     worker: _Count
     clock: _Count
+    entry: _Count = 0
 
 
 class Applied(msgspec.Struct, tag=True, frozen=True):
@@ -314,18 +436,19 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask
-FromShard = Enlist | Filled | Whole
+FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
-ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused
+FromChief = Decision | Begin | Mark
+ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told
 _encode = msgspec.msgpack.Encoder().encode
 _from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard).decode
-_decision = msgspec.msgpack.Decoder(Decision).decode
+_from_chief = msgspec.msgpack.Decoder(FromChief).decode
 _to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 _details = msgspec.msgpack.Decoder(Details).decode
 _scenes = msgspec.msgpack.Decoder(Annotated[tuple[Scene, ...], msgspec.Meta(max_length=256)]).decode
 
 
-def pack(message: FromWorker | ToWorker | FromShard | Decision | Details | tuple[Scene, ...]) -> bytes:
+def pack(message: FromWorker | ToWorker | FromShard | FromChief | Details | tuple[Scene, ...]) -> bytes:
     """The message as a frame's metadata, or body."""
     return _encode(message)
 
@@ -371,14 +494,14 @@ def from_guest(metadata: bytes) -> FromWorker | FromShard:
     return message
 
 
-def decision_of(metadata: bytes) -> Decision:
+def from_chief(metadata: bytes) -> FromChief:
     """What the coordinator says to another shard.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
     try:
-        message: Decision = _decision(metadata)
+        message: FromChief = _from_chief(metadata)
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerError(f"Cannot understand the coordinator: {error}.") from error
     return message

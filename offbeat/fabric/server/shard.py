@@ -1,51 +1,64 @@
 """One shard of a parameter server, at work: between the links, the tables and, on the first shard, the lead.
 
-Everything happens on one event loop, so an update of a block is atomic to whoever reads it.
+Everything happens on one event loop, so an update of a block is atomic to whoever reads it. A `Shard` has one life (see
+`offbeat.fabric.server.resume`): it ends when the last worker has gone, or begins another one as a new `Shard`.
+
+Call order: (the process) `accept` whoever dials, and on shards that do not coordinate `follow` the one that does;
+`end_if_nobody_comes_back` when it goes on from a snapshot; `save` before it ends for another reason than by itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
 from offbeat.fabric.server.messages import (
+    Admit,
     Announce,
-    Answer,
     Ask,
+    Begin,
     Enlist,
-    Evicted,
     Fill,
     Filled,
-    Go,
-    Granted,
     Look,
+    Mark,
     Open,
     Opened,
     Part,
     Pulled,
     Refused,
+    Safe,
+    Save,
+    Saved,
     Sight,
     Values,
     Whole,
-    decision_of,
     details_of,
+    from_chief,
     from_guest,
     pack,
 )
+from offbeat.fabric.server.snapshot import Identity, ModelOf
 from offbeat.fabric.server.store import DTYPES
 from offbeat.fabric.server.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.fabric.server.archive import Archive
     from offbeat.fabric.server.ledger import Loss
-    from offbeat.fabric.server.messages import Decision, Details, FromShard, FromWorker
+    from offbeat.fabric.server.messages import Decision, Details, FromChief, FromShard, FromWorker, ToWorker
+    from offbeat.fabric.server.snapshot import Progress
     from offbeat.sync import Policy, Push
     from offbeat.wire.link import Link
 
@@ -58,17 +71,47 @@ class Shard:
     Args:
         policy_of: the policy in a plan's TOML, if this is the first shard, which coordinates; None if another does.
         done: called when the last worker has gone.
+        archive: where snapshots are kept; None for none.
+        job: its name.
+        every: updates between two snapshots.
+        again: called when another shard is lost, and this one has to begin a new life with it.
+        patience_s: for how long a worker that was lost, and was the last, may come back.
     """
 
-    def __init__(self, policy_of: Callable[[str], Policy] | None, done: Callable[[], None] = lambda: None) -> None:
-        self._done = done
+    def __init__(
+        self,
+        policy_of: Callable[[str], Policy] | None,
+        done: Callable[[], None] = lambda: None,
+        *,
+        archive: Archive | None = None,
+        job: str = "",
+        every: int = 100,
+        again: Callable[[], None] = lambda: None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._done, self._again, self._patience_s = done, again, patience_s
+        self._archive = archive
         self._tables: dict[int, Table] = {}
         self._guests: dict[int, Guest] = {}  # workers
+        self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
         self._shards: list[Guest] = []  # that follow this one
+        self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
         self._early: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
+        self._waiting: list[tuple[Guest, int, Details, int]] = []  # that came before this life had begun
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
-        self._lead = None if policy_of is None else Lead(policy_of, self._decide, self._say)
+        self.life = secrets.randbits(39) + 1 if policy_of is not None else 0
+        self._lead = None if policy_of is None else Lead(policy_of, self._decide, self._say, self.life)
+        self._keeping = None if archive is None else Keeping(archive, job, self._written)
+        self._every, self._rhythm = every, Rhythm(every, least=0, life=self.life)
+        self._marked: dict[int, Progress] = {}
+        self._saves: list[asyncio.Future[None]] = []  # done with the next snapshot
+        self._looks_soon = False
+        self.begun = asyncio.Event()
         self.was_visited = False
+        self.is_over = False  # set by the process: what it hears now is of no interest any more
+        self.is_finished = False  # the last worker has said good-bye
+        if self._lead is not None:
+            self._begin_if_all_are_here()
 
     def accept(self, link: Link) -> Guest:
         """A worker, or another shard, has connected and proved who it is."""
@@ -77,35 +120,191 @@ class Shard:
     def follow(self, link: Link) -> Chief:
         """The coordinator has been reached; returns what the link hands frames to."""
         self._chief = link
-        link.send(pack(Enlist()))
+        held = self._archive.held if self._archive is not None else {}
+        least = self._archive.least if self._archive is not None else 0
+        link.send(pack(Enlist(tuple((one.number, one.life) for one in held), least)))
         return Chief(self)
+
+    # -- lives and snapshots -------------------------------------------------------------------------------------
+
+    def end_if_nobody_comes_back(self, patience_s: float) -> None:
+        """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
+        if self._lead is not None:
+            asyncio.get_running_loop().call_later(patience_s, self._lead.begin_with_who_is_here)
+
+    async def save(self) -> None:
+        """Have all shards make a snapshot, and wait for it; nothing if there is nothing to keep."""
+        if self._keeping is None or not self._tables or not self.begun.is_set():
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._saves.append(future)
+        if self._chief is not None:
+            self._chief.send(pack(Save()))
+        else:
+            self._look_soon()
+        await future
+
+    def begin(self, begin: Begin) -> None:
+        """The life begins, from a snapshot or from nothing."""
+        self.life = begin.life
+        try:
+            if begin.snapshot is not None:
+                self._restore(Identity(*begin.snapshot))
+        except PeerError as error:
+            _log.error("Cannot go on from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
+            raise
+        self.begun.set()
+        waiting, self._waiting = self._waiting, []
+        for guest, model, details, entry in waiting:
+            guest.open(model, details, entry)
+
+    def mark(self, mark: Mark, progress: dict[int, Progress]) -> None:
+        """Keep all models as they are after what was decided so far."""
+        if self._keeping is None:
+            self._written(mark.number, False, 0.0)
+            return
+        plain = {model: msgspec.structs.replace(table.details, back=None) for model, table in self._tables.items()}
+        self._keeping.begin(
+            Identity(mark.number, self.life),
+            None if mark.keep is None else Identity(*mark.keep),
+            shards=len(self._shards) + 1,
+            models=[ModelOf(m, self._tables[m].version, details, progress.get(m)) for m, details in plain.items()],
+            blocks={model: table.blocks for model, table in self._tables.items()},
+        )
+        for table in self._tables.values():
+            table.mark()
+
+    def _restore(self, identity: Identity) -> None:
+        assert self._archive is not None
+        snapshot = self._archive.read(identity)
+        for one in snapshot.header.models:
+            table = Table(one.model, one.details, self._give, keeping=self._keeping, version=one.version)
+            self._tables[one.model] = table
+            if self._lead is not None and one.progress is not None:
+                self._lead.restore(one.model, one.details, one.version, one.progress)
+        for what, tensor in snapshot.tensors:
+            self.table(what.model).restore(what, tensor)
+        if self._lead is not None:
+            self._rhythm.start_from(identity, self._lead.version)
+        versions = ", ".join(str(one.version) for one in snapshot.header.models)
+        _log.warning("Goes on from its snapshot of version %s.", versions)
+
+    def _begin_if_all_are_here(self) -> None:
+        """Decide which snapshot all shards go on from, once all that it was made by are here."""
+        held = dict(self._archive.held) if self._archive is not None else {}
+        if self.begun.is_set() or (held and len(self._held) < next(iter(held.values())).shards - 1):
+            return
+        theirs = [{Identity(*one) for one in enlist.held} for enlist in self._held.values()]
+        common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
+        if held and not common:
+            _log.error("Cannot go on: no snapshot is there on every shard.")
+        least = max([0 if self._archive is None else self._archive.least, *(e.least for e in self._held.values())])
+        self._rhythm = Rhythm(self._every, least=least, life=self.life)
+        chosen = (common[0].number, common[0].life) if common else None
+        for shard in self._shards:
+            shard.say(Begin(self.life, chosen))
+        self.begin(Begin(self.life, chosen))
+
+    def _enlist(self, guest: Guest, enlist: Enlist) -> None:
+        if self.begun.is_set() and self._tables and self._archive is not None:
+            self._again()  # one of the shards has come back before it was missed
+            return
+        self._shards.append(guest)
+        self._held[guest] = enlist
+        if self.begun.is_set():
+            guest.say(Begin(self.life))
+        self._begin_if_all_are_here()
+
+    def _look_soon(self) -> None:
+        """See whether a snapshot is due, when all that follows from the present event has been decided."""
+        if self._keeping is not None and self._lead is not None and not self._looks_soon:
+            self._looks_soon = True
+            asyncio.get_running_loop().call_soon(self._mark_if_due)
+
+    def _mark_if_due(self) -> None:
+        self._looks_soon = False
+        lead, rhythm = self._lead, self._rhythm
+        assert lead is not None
+        if not lead.started or rhythm.is_under_way or any(table.unfilled for table in self._tables.values()):
+            return
+        now_s = asyncio.get_running_loop().time()
+        if not self._saves and not rhythm.is_due(lead.version, now_s):
+            return
+        self._marked = {model: lead.progress(model) for model in lead.models}
+        last = rhythm.last
+        mark = Mark(
+            rhythm.next(lead.version, len(self._shards) + 1), None if last is None else (last.number, last.life)
+        )
+        for shard in self._shards:
+            shard.say(mark)
+        self.mark(mark, self._marked)
+
+    def _written(self, number: int, well: bool, cost_s: float) -> None:
+        """This shard has written a snapshot, or could not."""
+        if self._chief is not None:
+            with contextlib.suppress(NetworkError):
+                self._chief.send(pack(Saved(number, well, cost_s)))
+            self._end_saves()
+        else:
+            self._saved(number, well, cost_s)
+
+    def _saved(self, number: int, well: bool, cost_s: float) -> None:
+        if self._rhythm.saved(number, well, cost_s, asyncio.get_running_loop().time()):
+            for model, progress in self._marked.items():
+                for worker, clock in progress.next.items():
+                    self._say(worker, Safe(model, clock))
+        if not self._rhythm.is_under_way:
+            self._end_saves()
+
+    def _end_saves(self) -> None:
+        saves, self._saves = self._saves, []
+        for future in saves:
+            if not future.done():
+                future.set_result(None)
 
     # -- what is said --------------------------------------------------------------------------------------------
 
-    def open(self, guest: Guest, model: int, details: Details) -> None:
-        """A worker wants to train a model.
+    def open(self, guest: Guest, model: int, details: Details, entry: int = 0) -> None:
+        """A worker wants to train a model, or comes back to it.
 
         Raises:
             DisagreementError: if it differs from the others' in plan or layout.
-            PeerError: if the model cannot be held.
+            PeerError: if the model cannot be held, or the worker was here before and nothing is known of that.
         """
+        if not self.begun.is_set():
+            self._waiting.append((guest, model, details, entry))
+            return
         table = self._tables.get(model)
+        if table is None and details.back is not None and self._lead is None:
+            raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
         if table is None:
-            table = self._tables[model] = Table(model, details, self._give)
+            table = Table(model, details, self._give, keeping=self._keeping)
+        _compare(guest.rank, details, table.details)
+        self._replace(guest)
+        if model not in self._tables:
+            self._tables[model] = table
             for decision in self._early.pop(model, []):
                 table.decide(decision)
-        _compare(guest.rank, details, table.details)
-        self._guests[guest.rank] = guest
         self.was_visited = True
-        guest.models.add(model)
+        guest.models[model] = entry
         filler = any(model in other.filling for other in self._guests.values())
         if table.unfilled and not filler:
             guest.filling.add(model)
-        guest.say(Opened(model, model in guest.filling))
-        if not details.blocks and not filler:  # more shards than blocks
+        guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None))
+        if not details.blocks and not filler and details.back is None:  # more shards than blocks
             self._on_filled(model)
         if self._lead is not None:
-            self._lead.join(model, guest.rank, details)
+            self._lead.join(model, guest.rank, details, entry)
+
+    def _replace(self, guest: Guest) -> None:
+        """A worker that has come back is not who it was: what it had begun before is lost."""
+        before = self._guests.get(guest.rank)
+        self._guests[guest.rank] = guest
+        if before is None or before is guest:
+            return
+        before.link.abort()
+        if self._lead is not None:
+            self._lead.leave(guest.rank)
 
     def fill(self, guest: Guest, model: int, block: int) -> None:
         """A block of the initial parameters is here."""
@@ -144,7 +343,12 @@ class Shard:
             case Ask():
                 lead.ask(guest.rank, message)
             case Enlist():
-                self._shards.append(guest)
+                self._enlist(guest, message)
+            case Save():
+                self._saves.append(asyncio.get_running_loop().create_future())
+                self._look_soon()
+            case Saved(number=number, well=well, cost_s=cost_s):
+                self._saved(number, well, cost_s)
             case Filled(model=model):
                 lead.filled(model)
             case Whole(model=model, worker=worker, clock=clock):
@@ -152,8 +356,16 @@ class Shard:
 
     def lose(self, guest: Guest, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
+        if self.is_over:
+            return
         if guest in self._shards:
             self._shards.remove(guest)
+            self._held.pop(guest, None)
+            if self._archive is not None:
+                if self.begun.is_set():
+                    _log.warning("A shard of the parameter server is gone: %s", error or "it has ended.")
+                    self._again()
+                return
             for worker in self._guests.values():
                 worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
             return
@@ -165,18 +377,33 @@ class Shard:
         if self._lead is not None:
             self._lead.leave(guest.rank)
         if not self._guests:
+            self._end_unless_one_comes_back(error)
+
+    def _end_unless_one_comes_back(self, error: OffbeatError | None) -> None:
+        if error is None:
+            self.is_finished = True
             self._done()
+            return
+        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out what the coordinator decided."""
+        if isinstance(decision, Admit):
+            self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
             self._early.setdefault(decision.model, []).append(decision)
             return None
         return self._tables[decision.model].decide(decision)
 
-    def end(self) -> None:
-        """The coordinator is gone, and with it the job."""
-        self._done()
+    def end(self, error: OffbeatError | None) -> None:
+        """The coordinator is gone, and with it the job; or it is to come back."""
+        if self.is_over:
+            return
+        if error is not None and self._archive is not None:
+            _log.warning("The shard that coordinates is gone: %s", error)
+            self._again()
+        else:
+            self._done()
 
     def table(self, model: int) -> Table:
         """The model's.
@@ -193,15 +420,17 @@ class Shard:
     def _decide(self, decision: Decision) -> Loss | None:
         for shard in self._shards:
             shard.say(decision)
+        self._look_soon()
         return self.decide(decision)
 
-    def _say(self, worker: int, message: Granted | Go | Evicted | Answer) -> None:
+    def _say(self, worker: int, message: ToWorker) -> None:
         if worker in self._guests:
             self._guests[worker].say(message)
 
     def _give(self, worker: int, message: Values, values: torch.Tensor) -> None:
-        if worker in self._guests:
-            self._guests[worker].say(message, bytes_of(values))
+        guest = self._guests.get(worker)
+        if guest is not None and guest.models.get(message.model) == self._admitted.get((message.model, worker)):
+            guest.say(message, bytes_of(values))
 
     def _on_filled(self, model: int) -> None:
         if self._lead is not None:
@@ -216,14 +445,12 @@ class Guest:
     def __init__(self, shard: Shard, link: Link) -> None:
         self._shard, self.link = shard, link
         self.rank = link.rank
-        self.models: set[int] = set()
+        self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
         self._landing: torch.Tensor | None = None
         self._details = bytearray()
 
-    def say(
-        self, message: Opened | Granted | Go | Evicted | Answer | Sight | Refused | Values | Decision, body: Any = b""
-    ) -> None:
+    def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
         """Send a message; nothing if the peer is just leaving."""
         with contextlib.suppress(NetworkError):
             self.link.send(pack(message), body)
@@ -251,22 +478,25 @@ class Guest:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A message is here, whole."""
-        try:
-            self._take(from_guest(metadata))
-        except DisagreementError as error:
-            self.say(Refused(str(error), disagrees=True))
-            raise
+        self._take(from_guest(metadata))
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link is gone for good."""
         self._shard.lose(self, error)
 
+    def open(self, model: int, details: Details, entry: int) -> None:
+        """What it wants to open can be opened now, or refused."""
+        try:
+            self._shard.open(self, model, details, entry)
+        except PeerError as error:
+            self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
+
     def _take(self, message: FromWorker | FromShard) -> None:
         shard = self._shard
         match message:
-            case Open(model=model):
+            case Open(model=model, entry=entry):
                 details, self._details = details_of(self._details), bytearray()
-                shard.open(self, model, details)
+                self.open(model, details, entry)
             case Fill(model=model, block=block):
                 if block not in shard.table(model).unfilled:
                     raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
@@ -314,11 +544,21 @@ class Chief:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A decision is here."""
-        self._shard.decide(decision_of(metadata))
+        match message := from_chief(metadata):
+            case Begin():
+                self._shard.begin(message)
+            case Mark():
+                self._shard.mark(message, {})
+            case _:
+                self._shard.decide(message)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The coordinator is gone for good."""
-        self._shard.end()
+        self._shard.end(error)
+
+
+def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
+    return all(one in held for held in theirs)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -22,16 +22,18 @@ class ParameterServer:
         addresses: "host:port" of each shard, started with `offbeat serve` or `offbeat run --servers`; empty for those
             in the environment variable OFFBEAT_SERVERS, or, if there are none, one shard beside rank 0.
         block_bytes: the parameters travel in blocks of at most this size.
+        patience_s: for how long a worker dials a server that is gone, or that went on without it; 0 gives up at once.
 
     Raises:
         PlanError: if a value cannot be.
 
     >>> ParameterServer()
-    ParameterServer(addresses=(), block_bytes=1048576)
+    ParameterServer(addresses=(), block_bytes=1048576, patience_s=60.0)
     """
 
     addresses: tuple[str, ...] = ()
     block_bytes: int = 1 << 20
+    patience_s: float = 60.0
 
     def __post_init__(self) -> None:
         for address in self.addresses:
@@ -44,6 +46,12 @@ class ParameterServer:
             raise PlanError(
                 f"Cannot cut parameters into blocks of {self.block_bytes} bytes: choose 4096 to 16777216 (16 MiB) "
                 "- at `plan.fabric.block_bytes`."
+            )
+
+        if not 0 <= self.patience_s < 1e9:
+            raise PlanError(
+                f"Cannot wait {self.patience_s} s for a server that is gone: choose a number of seconds from 0 "
+                "- at `plan.fabric.patience_s`."
             )
 
     @property

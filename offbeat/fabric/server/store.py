@@ -1,4 +1,4 @@
-"""The parameters that a shard holds, the optimizer that moves them, and their snapshots."""
+"""The parameters that a shard holds, and the optimizer that moves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offbeat.errors import PeerError
 from offbeat.fabric.server.optimizers import Held, hold
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Sequence, Set
 
     from offbeat.fabric.server.blocks import Block
     from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
@@ -78,15 +78,28 @@ class Store:
         for piece in pieces.values():
             piece.grad = None
 
-    def state_dict(self) -> Mapping[str, torch.Tensor]:
-        """Values and optimizer state, as ``block/value`` and ``block/parameter/key``."""
-        state = {f"{block}/value": value for block, value in self.values.items()}
-        for block, held in self._held.items():
-            for name, piece in self._pieces[block].items() if held is not None else ():
-                assert held is not None
-                for key, value in held.optimizer.state.get(piece, {}).items():
-                    state[f"{block}/{name}/{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        return state
+    def state_of(self, block: int) -> list[tuple[str, str, torch.Tensor]]:
+        """The optimizer's state in one block: (parameter, key, tensor), each tensor [D] of its piece or a scalar."""
+        held = self._held[block]
+        if held is None:
+            return []
+        return [
+            (name, key, value if isinstance(value, torch.Tensor) else torch.tensor(value))
+            for name, piece in self._pieces[block].items()
+            for key, value in held.optimizer.state.get(piece, {}).items()
+            if value is not None
+        ]
+
+    def set_state(self, block: int, name: str, key: str, value: torch.Tensor) -> None:
+        """Take over one tensor that `state_of` returned.
+
+        Raises:
+            PeerError: if there is no such parameter in the block, or the tensor has another shape.
+        """
+        held, piece = self._held.get(block), self._pieces.get(block, {}).get(name)
+        if held is None or piece is None or value.numel() not in (1, piece.numel()):
+            raise PeerError(f"Cannot take over {key} of {name} in block {block}: there is no such piece here.")
+        held.optimizer.state[piece][key] = value
 
 
 def _mean(parts: Sequence[tuple[torch.Tensor, float]], total: float, dtype: torch.dtype) -> torch.Tensor:

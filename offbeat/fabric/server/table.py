@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
-from offbeat.fabric.server.ledger import Ledger, Loss, Make
+from offbeat.fabric.server.ledger import Keep, Ledger, Loss, Make
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
 from offbeat.fabric.server.store import DTYPES, Store
 from offbeat.sync import Apply
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat.fabric.server.keeping import Keeping
     from offbeat.fabric.server.messages import About, Decision, Details
+    from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
 
 _MOST_BYTES = 1 << 38
@@ -29,25 +31,62 @@ class Table:
         model: which of several.
         details: what the first worker said about it.
         give: called with a worker, a message and the values that go with it, which do not change any more.
+        keeping: takes in the blocks of snapshots; None if none are made.
+        version: updates before this table began.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
     """
 
-    def __init__(self, model: int, details: Details, give: Callable[[int, Values, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        model: int,
+        details: Details,
+        give: Callable[[int, Values, torch.Tensor], None],
+        *,
+        keeping: Keeping | None = None,
+        version: int = 0,
+    ) -> None:
         blocks = _blocks(details)
         self.details = details
         self.unfilled = set(blocks)
         self._model, self._give = model, give
         self._sizes = {index: block.size_bytes for index, block in blocks.items()}
         self._store = Store(list(blocks.values()), details.optimizer)
-        self._ledger = Ledger(blocks)
+        self._ledger = Ledger(blocks, version)
+        self._store.versions.update(dict.fromkeys(blocks, version))
+        self._keeping = keeping
         self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
 
     @property
     def version(self) -> int:
         """Updates decided so far."""
         return self._ledger.version
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of those that are held here."""
+        return tuple(self._sizes)
+
+    def mark(self) -> None:
+        """Have each block kept as it is after the updates decided so far."""
+        self._ledger.mark()
+        self._perform(None)
+
+    def restore(self, what: TensorOf, tensor: torch.Tensor) -> None:
+        """Take over a tensor of a snapshot.
+
+        Raises:
+            PeerError: if it is not of this model.
+        """
+        if what.name:
+            self._store.set_state(what.block, what.name, what.key, tensor)
+            return
+        values = self.values(what.block)
+        if values.shape != tensor.shape or values.dtype != tensor.dtype:
+            raise PeerError(f"Cannot take over block {what.block}: it has {values.numel()} elements of {values.dtype}.")
+        values.copy_(tensor)
+        self.unfilled.discard(what.block)
 
     def values(self, block: int) -> torch.Tensor:
         """The block's parameters [D].
@@ -94,6 +133,10 @@ class Table:
         for action in self._ledger.due(block):
             if isinstance(action, Make):
                 self._update(action)
+            elif isinstance(action, Keep):
+                assert self._keeping is not None
+                _, values = self._freeze(action.block)
+                self._keeping.take(self._model, action.block, values, self._store.state_of(action.block))
             else:
                 version, values = self._freeze(action.block)
                 self._give(action.worker, Values(self._model, action.step, action.block, version), values)

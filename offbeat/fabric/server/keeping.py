@@ -1,0 +1,157 @@
+"""A shard's snapshots in the making: blocks are copied as each reaches the mark, and written by another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, ModelOf, Snapshot, about
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from offbeat.fabric.server.archive import Archive
+    from offbeat.fabric.server.snapshot import TensorOf
+
+# Making snapshots takes at most this share of the time.
+_MOST_SHARE = 0.02
+
+
+class Keeping:
+    """Makes the snapshots of one shard, one at a time: `begin`, `take` for each block, and `written` is called.
+
+    Args:
+        archive: where they go.
+        job: its name.
+        written: called with number, whether it could be written, and the seconds that it took.
+    """
+
+    def __init__(self, archive: Archive, job: str, written: Callable[[int, bool, float], None]) -> None:
+        self.archive = archive
+        self._job, self._written = job, written
+        self._missing: set[tuple[int, int]] = set()
+        self._tensors: list[tuple[TensorOf, torch.Tensor]] = []
+        self._header: Header | None = None
+        self._keep: Identity | None = None
+        self._copying_s = 0.0
+        self.writing: asyncio.Future[bool] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is in the making."""
+        return self._header is not None
+
+    def begin(
+        self,
+        identity: Identity,
+        keep: Identity | None,
+        *,
+        shards: int,
+        models: Iterable[ModelOf],
+        blocks: Mapping[int, Iterable[int]],
+    ) -> None:
+        """A new one.
+
+        Args:
+            keep: the one before, which is to stay.
+            shards: of the server.
+            models: at the mark.
+            blocks: of each model, that are held here.
+        """
+        assert self._header is None
+        self._header = Header(FORMAT, self._job, identity, shards, tuple(models))
+        self._keep, self._tensors, self._copying_s = keep, [], 0.0
+        self._missing = {(model, block) for model, held in blocks.items() for block in held}
+        self._write_if_all_are_here()
+
+    def take(
+        self, model: int, block: int, values: torch.Tensor, state: Iterable[tuple[str, str, torch.Tensor]]
+    ) -> None:
+        """A block has reached the mark.
+
+        Args:
+            values: [D], which do not change any more.
+            state: the optimizer's, which will.
+        """
+        began_s = time.perf_counter()
+        self._tensors.append((about(model, block, "", "", values), values))
+        for name, key, tensor in state:
+            self._tensors.append((about(model, block, name, key, tensor), tensor.clone()))
+        self._missing.discard((model, block))
+        self._copying_s += time.perf_counter() - began_s
+        self._write_if_all_are_here()
+
+    def _write_if_all_are_here(self) -> None:
+        if self._missing or self._header is None:
+            return
+        snapshot, self._tensors = Snapshot(self._header, self._tensors), []
+        began_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        self.writing = loop.run_in_executor(None, self.archive.write, snapshot, self._keep)
+
+        def done(writing: asyncio.Future[bool]) -> None:
+            self._header = self.writing = None
+            if not writing.cancelled():
+                cost_s = time.perf_counter() - began_s + self._copying_s
+                well = writing.exception() is None and writing.result()
+                self._written(snapshot.header.identity.number, well, cost_s)
+
+        self.writing.add_done_callback(done)
+
+
+class Rhythm:
+    """When the coordinator has all shards make a snapshot; and which one all have.
+
+    Args:
+        every: updates between two, of all models together.
+        least: numbers are greater than this.
+        life: of the server.
+    """
+
+    def __init__(self, every: int, *, least: int, life: int) -> None:
+        self._every, self._number, self._life = every, least, life
+        self._at, self._ended_s, self._cost_s = 0, 0.0, 0.0
+        self._missing = 0  # shards that have not written the one under way
+        self._well = True
+        self.last: Identity | None = None  # that all shards have
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a shard has not written the last one yet."""
+        return self._missing > 0
+
+    def start_from(self, identity: Identity, version: int) -> None:
+        """All shards have this one."""
+        self.last, self._at = identity, version
+
+    def is_due(self, version: int, now_s: float) -> bool:
+        """Whether it is time for the next.
+
+        Args:
+            version: updates of all models together.
+        """
+        pause_s = self._cost_s * (1 - _MOST_SHARE) / _MOST_SHARE
+        return not self.is_under_way and version - self._at >= self._every and now_s - self._ended_s >= pause_s
+
+    def next(self, version: int, shards: int) -> int:
+        """The number of one that `shards` shards begin now."""
+        self._number += 1
+        self._at, self._missing, self._well, self._cost_s = version, shards, True, 0.0
+        return self._number
+
+    def saved(self, number: int, well: bool, cost_s: float, now_s: float) -> bool:
+        """A shard is done; whether this snapshot is now complete on all."""
+        if number != self._number or not self._missing:
+            return False
+        self._missing -= 1
+        self._well &= well
+        self._cost_s = max(self._cost_s, cost_s)
+        if self._missing:
+            return False
+        self._ended_s = now_s
+        if self._well:
+            self.last = Identity(number, self._life)
+        return self._well
