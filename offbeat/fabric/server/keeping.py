@@ -113,7 +113,8 @@ class Rhythm:
 
     def __init__(self, every: int, *, least: int, life: int) -> None:
         self._every, self._number, self._life = every, least, life
-        self._at, self._ended_s, self._cost_s = 0, 0.0, 0.0
+        self._at = -every  # so the first is made of what the job begins with
+        self._ended_s = self._cost_s = 0.0
         self._missing = 0  # shards that have not written the one under way
         self._well = True
         self.last: Identity | None = None  # that all shards have

@@ -1,0 +1,98 @@
+"""A server of a test's own, which it can kill, and what the workers push to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.fabric import ParameterServer
+from offbeat.fabric.server.messages import Seen
+from offbeat.sync import Policy
+from tests.cli.commands import descendants
+
+TOKEN = "t" * 32
+TIMEOUT_S = 2.0
+
+
+def serve(folder: Path, **settings: Any) -> int:
+    """Rank 0 starts a server, the others wait for it; everyone finds it in the environment. Its process, on rank 0."""
+    from offbeat.serve import Settings, start_shard
+
+    where, pid = folder / "address", 0
+    if os.environ["RANK"] == "0":
+        process, address = start_shard(Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, **settings))
+        pid = process.pid
+        where.with_suffix(".new").write_text(address)
+        where.with_suffix(".new").rename(where)
+    while not where.exists():
+        time.sleep(0.01)
+    os.environ.update(OFFBEAT_SERVERS=where.read_text(), OFFBEAT_JOB="j", OFFBEAT_TOKEN=TOKEN)
+    return pid
+
+
+def kept(keeper: int) -> int:
+    """The process that serves, below the one that looks after it."""
+    (pid,) = descendants(keeper)
+    return pid
+
+
+def join(policy: Policy, run_dir: Path | None = None, patience_s: float = 30.0) -> offbeat.Run:
+    """Join a job of this policy."""
+    plan = offbeat.Plan(sync=policy, fabric=ParameterServer(block_bytes=4096, patience_s=patience_s))
+    return offbeat.init(plan, timeout=timedelta(seconds=TIMEOUT_S), run_dir=run_dir)
+
+
+class Counter:
+    """A model whose parameters count contributions: each moves every element by -1 in all of a round."""
+
+    def __init__(self, run: offbeat.Run, numel: int = 3000) -> None:
+        self.model = nn.Linear(numel, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+        _, self.optimizer = run.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0))
+
+    def step(self) -> None:
+        self.model.weight.sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def count(self) -> float:
+        """Rounds; all elements agree about it."""
+        values = self.model.weight.detach().unique()
+        assert len(values) == 1, values
+        return -float(values[0])
+
+
+def told(folder: Path, rank: int) -> list[str]:
+    """What this worker was told about the server."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [e["text"] for e in events if e["kind"] == "event" and e["what"] == "server" and e["rank"] == rank]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_snapshot(folder: Path) -> None:
+    """Until one is there."""
+    while not list(folder.glob("*.snapshot")):
+        time.sleep(0.005)
+
+
+def look(run: offbeat.Run) -> list[Seen]:
+    """What the server knows of each worker."""
+    server = run._server
+    assert server is not None
+    exchange = server.client.look()
+    assert exchange.wait(timedelta(seconds=30))
+    return list(exchange.scenes[0].workers)

@@ -1,0 +1,170 @@
+"""A server that is killed comes back, and a worker that was left behind comes back; in real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.fabric.server.messages import Seen
+from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_snapshot
+from tests.workers import run_workers
+
+STEPS = 40
+PATIENCE_S = 120.0  # starting a server takes long on a machine that does much else
+
+
+# -- the server is killed ----------------------------------------------------------------------------------------------
+
+
+def with_kills(folder: Path, policy: Policy, kills: tuple[int, ...]) -> tuple[float, int]:
+    """Rank 0 kills the server after each of these of its steps. Rounds that count at the end, and kills that hit."""
+    keeper = serve(folder, snapshots=str(folder / "server"), every=5, restarts=5)
+    hits = 0
+    with join(policy, folder, PATIENCE_S) as run:
+        counter = Counter(run)
+        for step in range(STEPS):
+            counter.step()
+            if keeper and step in kills:
+                wait_for_snapshot(folder / "server")
+                kill(kept(keeper))
+                hits += 1
+        run.settle()
+        return counter.count, hits
+
+
+def lost_in(texts: list[str]) -> int:
+    """Contributions that were reported as lost, in all."""
+    return sum(int(number) for text in texts for number in re.findall(r"\((\d+) contributions?, ", text))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("policy", "kills"), [(ASP(), (13,)), (BSP(), (11, 12))], ids=repr)
+def test_what_does_not_count_is_reported_as_lost(tmp_path: Path, policy: Policy, kills: tuple[int, ...]) -> None:
+    """Each contribution moves the parameters by half a round, so these say how many count."""
+    results = run_workers(2, with_kills, tmp_path, policy, kills, timeout_s=190)
+    assert results[0][1] == len(kills), "the fault was injected"
+    texts = told(tmp_path, 0)
+    assert len(texts) == len(kills)
+    assert all(text.startswith("The parameter server was restarted and goes on from version") for text in texts)
+    (rounds,) = {count for count, _ in results}
+    assert 2 * rounds + lost_in(texts) == 2 * STEPS
+    assert os.listdir(tmp_path / "server") == ["lock"], "the job has ended well: nobody needs the snapshots"
+
+
+def killed_without_snapshots(folder: Path) -> tuple[str, float]:
+    pid = serve(folder)
+    run = join(ASP(), None, PATIENCE_S)
+    counter, began_s = Counter(run), 0.0
+    try:
+        for step in range(STEPS):
+            if pid and step == 10:
+                kill(pid)
+            began_s = time.monotonic()
+            counter.step()
+    except OffbeatError as error:
+        return str(error), time.monotonic() - began_s
+    return "", 0.0
+
+
+def test_nobody_waits_for_a_server_that_will_not_come_back(tmp_path: Path) -> None:
+    for said, waited_s in run_workers(2, killed_without_snapshots, tmp_path):
+        assert "Cannot come back to the job" in said
+        assert "Either it has ended, or its parameter server was killed" in said
+        assert waited_s < 15
+
+
+# -- a worker is left behind -------------------------------------------------------------------------------------------
+
+
+def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, float, list[Seen]]:
+    """Rank 1 does nothing for a while, stopped or busy; the others go on, and wake it when it has been given up."""
+    serve(folder)
+    rank, pid = int(os.environ["RANK"]), folder / "pid"
+    woken = folder / "woken"
+    with join(policy) as run:
+        counter = Counter(run)
+        for step in range(STEPS):
+            if rank == 1 and step == 12:
+                pid.write_text(str(os.getpid()))
+                if stops:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    while not woken.exists():
+                        time.sleep(0.01)
+            if rank == 0 and step == 20:
+                while not pid.exists() or look(run)[1].phase != "gone":
+                    counter.step()  # others have to wait for it, or nobody misses it
+                woken.touch()
+                os.kill(int(pid.read_text()), signal.SIGCONT)
+                while look(run)[1].phase == "gone":
+                    counter.step()
+            counter.step()
+        run.settle()
+        return run.step, counter.count, look(run)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("policy", "stops"), [(ASP(), True), (BSP(), True), (RoundRobin(compute_lease_s=0.5, warmup=3), False)], ids=repr
+)
+def test_who_was_left_behind_comes_back(tmp_path: Path, policy: Policy, stops: bool) -> None:
+    results = run_workers(2, left_behind_job, tmp_path, policy, stops, timeout_s=110)
+    (_, count, seen), (steps, other, _) = results
+    assert steps == STEPS, "each step came to its end"
+    assert count == other, "all have the same parameters after settle"
+    assert seen[1].dropped == 1, "what it had computed meanwhile was outdated"
+    assert seen[1].applied == STEPS - 1
+
+
+def left_behind_job(folder: Path, policy: Policy, stops: bool) -> tuple[int, float, list[Seen]]:
+    return left_behind(folder, policy, stops=stops)
+
+
+def stopped_for_too_long(folder: Path) -> str:
+    serve(folder)
+    rank, pid = int(os.environ["RANK"]), folder / "pid"
+    run = join(ASP())
+    counter = Counter(run)
+    for step in range(STEPS):
+        if rank == 1 and step == 12:
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            counter.step()
+        except OffbeatError as error:
+            return str(error)
+    while not pid.exists() or look(run)[1].phase != "gone":
+        time.sleep(0.05)
+    end(run)
+    os.kill(int(pid.read_text()), signal.SIGCONT)
+    return ""
+
+
+def end(run: offbeat.Run) -> None:
+    """Leave, and wait until the server has ended because nobody is left."""
+    address = os.environ["OFFBEAT_SERVERS"]
+    run.close()
+    import socket
+
+    host, _, port = address.partition(":")
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+def test_a_job_that_has_ended_meanwhile_is_said_in_a_sentence(tmp_path: Path) -> None:
+    _, said = run_workers(2, stopped_for_too_long, tmp_path, timeout_s=110)
+    assert "Cannot come back to the job" in said
+    assert "Either it has ended" in said
