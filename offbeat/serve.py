@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from offbeat.wire.link import Link
 
 _START_S = 60.0
-# Another shard's number on its link to the first: no worker has it.
-_SHARD_RANK = 4095
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
 _GOOD_BYE_S = 0.5
 _LAST_SNAPSHOT_S = 10.0
@@ -204,7 +202,8 @@ async def _live(
             settings.coordinator,
             accept=shard.follow,
             job=settings.job,
-            rank=_SHARD_RANK,
+            rank=0,
+            role="shard",
             credentials=credentials,
             limits=limits,
             patience=_FIRST_PATIENCE if archive is None else _PATIENCE,

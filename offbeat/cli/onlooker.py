@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from offbeat.report.sight import Scene
     from offbeat.wire.link import Link
 
-# An onlooker's number on its link: no worker has it, nor has a shard.
-RANK = 4094
 # For how long to dial: a job that is looked at is there.
 _DIAL = timedelta(seconds=3)
 _GOOD_BYE_S = 0.5
@@ -153,7 +151,8 @@ class Onlooker:
                 target.address,
                 accept=lambda link: line,
                 job=target.job,
-                rank=RANK,
+                rank=0,
+                role="onlooker",
                 credentials=self._settings.credentials(),
                 patience=_DIAL,
             )

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from offbeat.wire.session import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# Once connected: several attempts fall into the grace after which who listens gives a link up.
+_ATTEMPTS_PER_GRACE = 5
+# The kernel would ask for a second time after this, and then ever more rarely; a new attempt asks at once.
+_CONNECT_S = 1.0
 _REFUSALS = 3
 # Who listens may tell at length why.
 _MAX_ANSWER_BYTES = 4 * STRANGER_BYTES
@@ -94,7 +98,8 @@ class Dialler:
             self._pause_s, self._heard_bytes = 0.0, link.counters.bytes_in
         while not link.ended.done():
             await asyncio.sleep(self._pause_s)
-            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            longest_s = min(_LONGEST_PAUSE_S, self._limits.grace.total_seconds() / _ATTEMPTS_PER_GRACE)
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), longest_s)
             try:
                 await self._enter(link, self._limits.timeout.total_seconds(), resumes=True)
             except _FinalError as error:
@@ -146,7 +151,8 @@ class Dialler:
             sock = socket.socket(family, kind, protocol)
             try:
                 prepare(sock)
-                await loop.sock_connect(sock, address)
+                async with asyncio.timeout(_CONNECT_S):
+                    await loop.sock_connect(sock, address)
                 return await open_stream(sock, self._context, server=False, host=self._host)
             except OSError:
                 sock.close()

@@ -52,7 +52,9 @@ class Listener:
         return list(self._door.links.values())
 
     def close(self) -> None:
-        """Take in nobody any more, nor a link whose connection was lost."""
+        """Take in nobody any more, nor a link whose connection was lost; again does nothing."""
+        if self._sock.fileno() < 0:
+            return
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._sock)
@@ -134,15 +136,15 @@ class Door:
 
     def _link(self, claim: Claim, peer: str) -> Link:
         link = self.links.get(claim.session)
-        if link is not None and link.rank != claim.rank:
-            raise PeerError(f"it says it is rank {claim.rank}, and was rank {link.rank}")
+        if link is not None and (link.role, link.rank) != (claim.role, claim.rank):
+            raise PeerError(f"it says it is {claim.role} {claim.rank}, and was {link.role} {link.rank}")
         if link is not None:
             link.detach()  # from here on nothing changes what has been received
             return link
         if claim.resumes:
             why = self._over.get(claim.session, "")
             raise PeerError(f"its session is over: {why}" if why else "its session is over")
-        link = Link(self._limits, peer=peer, rank=claim.rank)
+        link = Link(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True)
         try:
             link.begin(self._accept(link))
         except BaseException:

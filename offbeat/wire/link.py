@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from offbeat.wire.messages import Role
     from offbeat.wire.stream import Stream
 
 _log = logging.getLogger("offbeat.wire")
@@ -32,16 +33,18 @@ class Link:
     Args:
         limits: what it may cost.
         peer: the other side's address, for logs.
-        rank: of the worker that dialled.
+        rank, role: of who dialled.
+        waits: who listens waits for who dialled to come back, and no longer than `limits.grace` if that hung up.
 
     Attributes:
         ended: done when there is nothing more to come, in either direction.
     """
 
-    def __init__(self, limits: Limits, *, peer: str, rank: int) -> None:
+    def __init__(self, limits: Limits, *, peer: str, rank: int, role: Role = "worker", waits: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._session = Session(limits)
-        self.limits, self.peer, self.rank = limits, peer, rank
+        self.limits, self.peer, self.rank, self.role = limits, peer, rank, role
+        self._waits = waits
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.on_break: Callable[[], None] = lambda: None  # called when a connection is lost that may be replaced
         self.trouble = ""  # what went wrong last
@@ -111,6 +114,11 @@ class Link:
             self._paused = False
             if self._stream is not None:
                 self._listen(self._stream)
+
+    @property
+    def free(self) -> bool:
+        """Whether no more than the window is queued or unacknowledged."""
+        return self._session.free
 
     @property
     def counters(self) -> Counters:
@@ -190,10 +198,9 @@ class Link:
                 buffer = session.get_buffer()
                 size = stream.receive(buffer)
                 if size is None:
-                    stream.expect(min(session.missing_bytes, _WAKE_BYTES))
                     break
                 if size == 0:
-                    self._break("it closed the connection")
+                    self._break("it closed the connection", hung_up=True)
                     return
                 session.buffer_updated(size)
                 left -= size
@@ -202,14 +209,15 @@ class Link:
                     self._end(None)
                     return
                 if size < len(buffer) and stream.short_is_all:
-                    stream.expect(min(session.missing_bytes, _WAKE_BYTES))
                     break
                 if left <= 0:
                     if stream.pending():
                         self._loop.call_soon(self._readable, stream)
                     break
+            if self._stream is stream:
+                stream.expect(min(session.missing_bytes, _WAKE_BYTES))
         except OSError as error:
-            self._break(str(error))
+            self._break(str(error), hung_up=isinstance(error, ConnectionError))
         except PeerError as error:
             self._break(str(error), error)
         except SessionOver as over:
@@ -252,7 +260,7 @@ class Link:
                 left -= size
                 _drop(self._pieces, size)
         except OSError as error:
-            self._break(str(error))
+            self._break(str(error), hung_up=isinstance(error, ConnectionError))
             return
         if bool(self._pieces) != self._blocked:
             self._blocked = bool(self._pieces)
@@ -263,10 +271,16 @@ class Link:
         if left <= 0 and not self._blocked:
             self._flush_soon()
 
-    def _break(self, why: str, error: PeerError | None = None) -> None:
-        """The connection is of no use any more; the session may be."""
+    def _break(self, why: str, error: PeerError | None = None, *, hung_up: bool = False) -> None:
+        """The connection is of no use any more; the session may be.
+
+        Args:
+            hung_up: the other side ended it, or its kernel did because its process is gone.
+        """
         self.trouble = why
         self.detach()
+        if hung_up and self._waits:
+            self._session.hung_up()
         try:
             if error is not None:
                 _log.warning("Closed a connection with %s: %s", self.peer, error)
@@ -321,7 +335,8 @@ class Link:
             told = None
             if error is not None:
                 reason = str(error).removesuffix(".")
-                told = type(error)(f"Lost the link of rank {self.rank} with {self.peer}: {reason}.")
+                whose = f"rank {self.rank}" if self.role == "worker" else f"the {self.role}"
+                told = type(error)(f"Lost the link of {whose} with {self.peer}: {reason}.")
             self._session.receiver.lost(told)
 
     def _tell_room(self) -> None:

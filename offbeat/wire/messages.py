@@ -17,7 +17,7 @@ Hello, Join and Welcome, or by Refused.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ MAX_WORLD = 4096
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
+Role = Literal["worker", "shard", "onlooker"]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -82,6 +83,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Who wants to come in.
 
     Args:
+        rank: a worker's; of no meaning for others.
+        role: what it comes for; who takes it in takes nothing else from it.
         job: the name of what it belongs to; "" on the control connection.
         session: the link's, drawn by the one that dials; b"" on the control connection.
         received: number of the last frame it has received in this session.
@@ -89,6 +92,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: Rank
+    role: Role = "worker"
     job: Name = ""
     session: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     received: Number = 0

@@ -28,8 +28,9 @@ owner's, on both sides.
 
 *Silence.* With nothing else to say, a session says how far it has received, `_BEATS` times per `Limits.timeout`; a peer
 that says nothing for the whole of it is lost. A frame that was begun, and of which less than `_TRICKLE_BYTES` come in
-half of it, breaks the connection: bytes are missing, and such words fill their place. Time in which this process itself
-did not run does not count.
+half of it, breaks the connection: bytes are missing, and such words fill their place. A peer that hung up, as the
+kernel does for a process that was killed, is lost after `Limits.grace`: it would have dialled again at once. Time in
+which this process itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -91,13 +92,18 @@ class Limits:
     Args:
         window_bytes: most that is sent and not acknowledged.
         max_metadata_bytes, max_body_bytes: of one frame, in both directions; the same on both sides.
-        timeout: a peer that is silent for longer is lost.
+        timeout: a peer that is silent for longer is lost; one that hung up, after `grace`.
     """
 
     window_bytes: int = 16 << 20
     max_metadata_bytes: int = 64 << 10
     max_body_bytes: int = 16 << 20
     timeout: timedelta = timedelta(seconds=5)
+
+    @property
+    def grace(self) -> timedelta:
+        """For how long who listens waits for a peer that hung up: a fifth of the timeout."""
+        return self.timeout / 5
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -160,6 +166,7 @@ class Session:
         self._owes_ack = False
         self._strikes = 0
         self._silent_s = self._mute_s = 0.0
+        self._gone_s: float | None = None  # for how long the other side has been away, if it hung up
         self._stuck_s, self._stuck_at_bytes = 0.0, 0  # since when, and where, a frame does not go on
 
     # -- sending -------------------------------------------------------------------------------------------------
@@ -354,6 +361,7 @@ class Session:
             PeerError: if that cannot be.
         """
         self.broke()
+        self._gone_s = None
         if received < self._acknowledged:
             raise PeerError(
                 f"Cannot go on with this peer: it has received frame {self._acknowledged}, and now says {received}."
@@ -368,6 +376,10 @@ class Session:
         self._queue_bytes += self._flight_bytes
         self._flight.clear()
         self._flight_bytes = 0
+
+    def hung_up(self) -> None:
+        """The other side ended the connection; it is waited for, but not for long."""
+        self._gone_s = 0.0
 
     def forget(self) -> None:
         """The session has ended: let go of all bodies."""
@@ -392,12 +404,17 @@ class Session:
             listening: whether something could have been heard.
 
         Raises:
-            SessionOver: if the other side has been silent for too long.
+            SessionOver: if the other side has been silent, or has not come back, for too long.
             PeerError: if this connection has to be given up.
         """
         timeout_s = self.limits.timeout.total_seconds()
         self._silent_s += elapsed_s if listening else 0.0
         self._mute_s += elapsed_s
+        grace_s = self.limits.grace.total_seconds()
+        if self._gone_s is not None:
+            self._gone_s += elapsed_s
+            if self._gone_s > grace_s - 0.5 * timeout_s / TICKS:
+                raise SessionOver(NetworkError(f"it hung up, and was not back within {grace_s:g} s"))
         if self._silent_s > timeout_s * (1 - 1 / TICKS):
             raise SessionOver(NetworkError(f"it has been silent for {timeout_s:g} s"))
         if self._mute_s >= timeout_s / _BEATS:

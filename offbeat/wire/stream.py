@@ -24,7 +24,7 @@ _TLS_JOIN_BYTES = 8 << 10
 
 
 class Stream(Protocol):
-    """Bytes in both directions. Both methods raise OSError when the connection is broken."""
+    """Bytes in both directions. Its methods raise OSError when the connection is broken."""
 
     sock: socket.socket
     short_is_all: bool
@@ -74,12 +74,12 @@ class PlainStream:
     def pending(self) -> bool:
         return False
 
-    _low = 1
-
-    def expect(self, size: int) -> None:
-        if size != self._low:
-            self._low = size
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+    def expect(self, size_bytes: int) -> None:
+        # The kernel would wake the event loop for every few packets; in the middle of a body each time only costs. It
+        # does so all the same when the other side closes, when an error has come, or when its buffer is full.
+        if size_bytes != self._expected_bytes:
+            self._expected_bytes = size_bytes
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
 
 class TlsStream:

@@ -29,7 +29,8 @@ Everything happens on one event loop. A training process has one in a thread:
     loop.call(link.send, metadata, body)                 # a function; calls of one thread stay in order
 
 Who dials (`dial`) draws the session's name, and dials again whenever the connection is lost, for as long as the other
-side is not given up (`Limits.timeout`); who listens (`door`) keeps the session for as long. How they prove who they are
+side is not given up (`Limits.timeout`); who listens (`door`) keeps the session for as long, or, if who dialled hung up,
+for `Limits.grace`. How they prove who they are
 stands in `handshake`, what may break and what not in `session`.
 """
 
@@ -51,6 +52,7 @@ from offbeat.wire.session import Limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.wire.messages import Role
     from offbeat.wire.session import Receiver
 
 _BACKLOG = 256
@@ -99,6 +101,7 @@ async def connect(
     credentials: Credentials | None = None,
     limits: Limits = _LIMITS,
     patience: timedelta = timedelta(seconds=20),
+    role: Role = "worker",
 ) -> Link:
     """Dial; tries again while nobody listens there yet.
 
@@ -108,13 +111,15 @@ async def connect(
         job, rank: what this worker belongs to, and who it is.
         credentials, limits: as the other side's.
         patience: for how long to try.
+        role: what it comes for; a shard and an onlooker have no rank.
 
     Raises:
         NetworkError: if nobody could be reached in time; says what was tried.
         PeerError: if the other side refused, or could not prove who it is.
     """
-    dialler = Dialler(address, Claim(rank=rank, job=job, session=secrets.token_bytes(16)), credentials, limits)
-    link = Link(limits, peer=address, rank=rank)
+    claim = Claim(rank=rank, role=role, job=job, session=secrets.token_bytes(16))
+    dialler = Dialler(address, claim, credentials, limits)
+    link = Link(limits, peer=address, rank=rank, role=role)
     try:
         link.begin(accept(link))
         await dialler.first(link, patience)

@@ -218,7 +218,7 @@ def test_the_end_is_noticed_between_two_looks(served: Served) -> None:
 async def drop(served: Served) -> None:
     """The server gives up its onlookers, as if they had been stopped for too long."""
     for link in served.listener.links:
-        if link.rank == onlooker.RANK:
+        if link.role == "onlooker":
             link.fail(NetworkError("nothing was heard of it"))
 
 

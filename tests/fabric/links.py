@@ -40,6 +40,7 @@ class End:
 
     def __init__(self, loop: Loop, rank: int) -> None:
         self._loop, self.rank, self.peer = loop, rank, f"rank {rank}"
+        self.role, self.free = "worker", True
         self.receiver: Any = None
         self.other: End
         self.open = True

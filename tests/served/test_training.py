@@ -186,7 +186,10 @@ def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
         if rank != victim:
             steps, longest, mean = result
             assert (steps, mean) == (40, 1.0)
-            assert longest < 8, "detected within the timeout of 5 s"
+            # A process that is gone has hung up; one that is stopped has to be silent for the timeout of 5 s.
+            assert longest < (1.5 if number == signal.SIGKILL else 8)
+            if number == signal.SIGKILL and policy == BSP():
+                assert longest > 0.5, "it was waited for"
 
 
 def server_dies() -> tuple[str, str, float]:

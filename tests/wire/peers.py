@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from offbeat.wire import handshake
+from offbeat.wire.frame import Reader
+from offbeat.wire.messages import Claim, Hello, Refused, Welcome, unpack
+from offbeat.wire.messages import pack as packed
 from offbeat.wire.session import Limits
 from offbeat.wire.tcp import connect, listen
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from offbeat.errors import OffbeatError
@@ -95,6 +102,51 @@ async def serving(bind: str = "127.0.0.1", **options: Any) -> AsyncIterator[Serv
 async def dial(address: str, taker: Taker | None = None, **options: Any) -> Link:
     taker = taker or Taker()
     return await connect(address, accept=taker.begin, **{"job": JOB, "rank": 1, "limits": SOON, **options})
+
+
+class ByHand:
+    """Who knows how to come in, and then says what no link would.
+
+    Args:
+        claim: who it says it is.
+        token: that it says it knows.
+    """
+
+    def __init__(self, claim: Claim, token: bytes = b"") -> None:
+        self.claim, self._token = claim, token
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+
+    async def enter(self, address: str, context: ssl.SSLContext | None = None) -> Welcome | Refused | None:
+        """Come in, or come back; what the last word of the handshake was, None if there was none."""
+        host, _, port = address.rpartition(":")
+        self.reader, self.writer = await asyncio.open_connection(host, int(port), ssl=context)
+        hello = await self._hear()
+        assert isinstance(hello, Hello)
+        self.writer.write(packed(handshake.join(self._token, hello, self.claim)))
+        answer = await self._hear()
+        assert answer is None or isinstance(answer, (Welcome, Refused))
+        return answer
+
+    async def _hear(self) -> Any:
+        frames = Reader(max_metadata_bytes=10_000)
+        while True:
+            with contextlib.suppress(ConnectionError):
+                if data := await asyncio.wait_for(self.reader.read(1000), 5):
+                    if heard := frames.feed(data):
+                        return unpack(heard[0])
+                    continue
+            return None
+
+    def say(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def hang_up(self, *, reset: bool = False) -> None:
+        """End the connection, as the kernel does for a process that is killed."""
+        if reset:  # it had not read all
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
 
 
 async def until(condition: Callable[[], object], otherwise: str, within_s: float = 10.0) -> float:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, PeerError
-from offbeat.wire.frame import HEADER_BYTES
+from offbeat.wire.credentials import Certificates
+from offbeat.wire.frame import HEADER_BYTES, Frame, Kind, encode
 from offbeat.wire.messages import Claim, Hello, Join, Welcome, pack
 from offbeat.wire.session import FRAME_COST_BYTES, TICKS, Limits
-from tests.wire.peers import SOON, Taker, dial, play, serving, until
+from tests.wire.peers import SOON, ByHand, Taker, dial, play, serving, until
 from tests.wire.proxy import Fault, Proxy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from offbeat.wire.link import Link
+    from tests.wire.peers import Server
 
 NONCE = b"n" * 32
 JOIN_BYTES = len(pack(Join(Claim(rank=1, job="test", session=NONCE[:16]), NONCE, NONCE)))
@@ -203,6 +210,99 @@ def test_both_directions_while_everything_is_cut() -> None:
     play(story)
 
 
+# -- hanging up ------------------------------------------------------------------------------------------------------
+
+GRACE_S = SOON.grace.total_seconds()
+
+
+async def come_in(server: Server, **claim: Any) -> tuple[ByHand, Link]:
+    """One by hand, and the server's link to it."""
+    peer = ByHand(Claim(**{"rank": 1, "job": "test", "session": NONCE[:16], **claim}))
+    assert isinstance(await peer.enter(server.address), Welcome)
+    link = server.one.link
+    assert link is not None
+    return peer, link
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+def test_a_process_that_is_gone_is_missed_soon(reset: bool) -> None:
+    """Its kernel says so; there is no need to wait for the whole timeout."""
+
+    async def story() -> None:
+        async with serving() as server:
+            peer, _ = await come_in(server)
+            peer.hang_up(reset=reset)
+            took_s = await until(lambda: server.one.losses, "nobody notices")
+            assert 0.6 * GRACE_S < took_s < 2 * GRACE_S
+            (error,) = server.one.losses
+            assert isinstance(error, NetworkError)
+            assert "rank 1 with 127.0.0.1:" in str(error)
+            assert "it hung up, and was not back within 0.4 s; the connection was lost: " in str(error)
+
+    play(story)
+
+
+def test_who_is_back_in_time_goes_on() -> None:
+    async def story() -> None:
+        async with serving() as server:
+            peer, link = await come_in(server)
+            peer.hang_up()
+            await until(lambda: not link.connected, "it does not notice")
+            await asyncio.sleep(0.4 * GRACE_S)
+            peer.claim = msgspec.structs.replace(peer.claim, resumes=True)
+            assert isinstance(await peer.enter(server.address), Welcome)
+            await asyncio.sleep(2 * GRACE_S)
+            assert link.connected
+            assert server.one.losses == []
+            peer.hang_up()
+
+    play(story)
+
+
+def test_who_was_hung_up_on_is_waited_for() -> None:
+    """It was this side that broke the connection, so the other may need longer to find out."""
+
+    async def story() -> None:
+        async with serving() as server:
+            peer, link = await come_in(server)
+            peer.say(b"noise")
+            await until(lambda: not link.connected, "it takes noise")
+            took_s = await until(lambda: server.one.losses, "it is waited for forever")
+            assert took_s > 0.7 * SOON.timeout.total_seconds()
+            peer.hang_up()
+
+    play(story)
+
+
+def test_who_dials_gives_a_server_the_whole_timeout() -> None:
+    """And tries several times within what would be its own grace."""
+
+    async def story() -> None:
+        tries: list[float] = []
+        clock = asyncio.get_running_loop().time
+
+        def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tries.append(clock())
+            writer.transport.abort()
+
+        async with serving() as server:
+            port = int(server.address.rpartition(":")[2])
+            await dial(server.address, taker := Taker())
+            server.listener.close()
+            busy = await asyncio.start_server(refuse, "127.0.0.1", port)
+            began_s = clock()
+            far = server.one.link
+            assert far is not None
+            far.abort()
+            took_s = await until(lambda: taker.losses, "it never gives up")
+            busy.close()
+            assert took_s > 0.7 * SOON.timeout.total_seconds()
+            assert tries[0] - began_s < 0.2 * GRACE_S, "the first at once"
+            assert sum(at - began_s < GRACE_S for at in tries) >= 4
+
+    play(story)
+
+
 # -- silence ---------------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +329,7 @@ def test_a_partition_is_noticed_on_both_sides_in_time() -> None:
             await asyncio.sleep(0.5)
             proxy.held.clear()
             took_s = await until(lambda: taker.losses and server.one.losses, "nobody notices")
-            assert took_s < SOON.timeout.total_seconds() + 0.1
+            assert SOON.timeout.total_seconds() * 0.75 < took_s < SOON.timeout.total_seconds() + 0.1
             for error in (taker.losses[0], server.one.losses[0]):
                 assert isinstance(error, NetworkError)
                 assert "silent for 2 s" in str(error)
@@ -266,6 +366,92 @@ def test_a_small_frame_after_a_large_one_comes_at_once() -> None:
                 took_s = await until(lambda: len(server.one.frames) % 2 == 0, "it does not come")
                 assert took_s < 0.5 * SOON.timeout.total_seconds() / TICKS, "before the next tick"
             link.abort()
+
+    play(story)
+
+
+SLOW_TICKS = Limits(timeout=timedelta(seconds=20))
+AT_ONCE_S = 0.5 * SLOW_TICKS.timeout.total_seconds() / TICKS  # before the next tick could have found it
+LARGE = bytes(3 << 19)  # more than the event loop is woken for at once, and no multiple of it
+
+
+@pytest.mark.parametrize("last_bytes", [1, 70_000])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_the_last_bytes_of_a_body_come_at_once(last_bytes: int, tls: bool, tmp_path: Path) -> None:
+    async def story() -> None:
+        ours = theirs = None
+        if tls:
+            make(tmp_path)
+            pairs = [
+                Certificates(tmp_path / f"{name}.pem", tmp_path / f"{name}.key", tmp_path / "authority.pem")
+                for name in ("server", "worker")
+            ]
+            ours, theirs = pairs[0], pairs[1].client_context()
+        async with serving(limits=SLOW_TICKS, credentials=ours) as server:
+            peer = ByHand(Claim(rank=1, job="test", session=NONCE[:16]))
+            await peer.enter(server.address, theirs)
+            stream = encode(Frame(b"large", LARGE, kind=Kind.DATA, number=1))
+            link = server.one.link
+            assert link is not None
+            peer.say(stream[:-last_bytes])
+            await asyncio.sleep(0.2)
+            assert server.one.asked == [b"large"]
+            peer.say(stream[-last_bytes:])
+            assert await until(lambda: server.one.frames, "it does not come") < AT_ONCE_S
+            peer.hang_up()
+
+    play(story)
+
+
+def test_a_turn_that_ends_with_a_frame_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has been told to wait for the rest of a body, and the body was taken in to its last byte."""
+    monkeypatch.setattr("offbeat.wire.link._TURN_BYTES", 1000)
+
+    async def story() -> None:
+        async with serving(limits=SLOW_TICKS) as server:
+            peer, _ = await come_in(server)
+            stream = encode(Frame(b"large", LARGE, kind=Kind.DATA, number=1))
+            peer.say(stream[: len(LARGE) // 2])
+            await asyncio.sleep(0.2)
+            peer.say(stream[len(LARGE) // 2 :])
+            await until(lambda: server.one.frames, "it does not come")
+            peer.say(encode(Frame(b"small", kind=Kind.DATA, number=2)))
+            assert await until(lambda: len(server.one.frames) == 2, "it does not come") < AT_ONCE_S
+            peer.hang_up()
+
+    play(story)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+def test_a_peer_that_closes_in_the_middle_of_a_body_is_noticed_at_once(reset: bool) -> None:
+    async def story() -> None:
+        async with serving(limits=SLOW_TICKS) as server:
+            peer, link = await come_in(server)
+            peer.say(encode(Frame(b"large", LARGE, kind=Kind.DATA, number=1))[:500_000])
+            await until(lambda: server.one.asked, "it does not come")
+            await asyncio.sleep(0.1)
+            peer.hang_up(reset=reset)
+            assert await until(lambda: not link.connected, "nobody notices") < AT_ONCE_S
+
+    play(story)
+
+
+def test_a_body_that_trickles_in_comes_whole() -> None:
+    """Never as much at once as the event loop is woken for; it is found at each tick."""
+
+    async def story() -> None:
+        async with serving() as server:
+            peer, link = await come_in(server)
+            stream = encode(Frame(b"large", LARGE, kind=Kind.DATA, number=1))
+            peer.say(stream[:-60_000])
+            for at in range(len(stream) - 60_000, len(stream), 2000):
+                await asyncio.sleep(1.5 * SOON.timeout.total_seconds() / 30)
+                assert server.one.frames == []
+                peer.say(stream[at : at + 2000])
+            assert await until(lambda: server.one.frames, "it does not come") < 0.05
+            assert server.one.frames == [(b"large", LARGE)]
+            assert link.connected
+            peer.hang_up()
 
     play(story)
 

@@ -246,6 +246,26 @@ def test_it_speaks_up_when_idle_and_notices_silence() -> None:
     assert isinstance(over.value.reason, NetworkError)
 
 
+def test_who_hung_up_is_not_waited_for_as_long() -> None:
+    side = Side()
+    side.session.hung_up()
+    for _ in range(3):
+        side.session.passed(0.25)
+    with pytest.raises(SessionOver, match="it hung up, and was not back within 1 s") as over:
+        side.session.passed(0.25)
+    assert isinstance(over.value.reason, NetworkError)
+
+
+def test_who_comes_back_after_hanging_up_is_forgiven() -> None:
+    side = Side()
+    side.session.hung_up()
+    for _ in range(3):
+        side.session.passed(0.25)
+    side.session.resumed(0)
+    for _ in range(15):
+        side.session.passed(0.25)
+
+
 def test_who_does_not_listen_hears_no_silence() -> None:
     side = Side()
     for _ in range(100):
