@@ -154,7 +154,7 @@ def sight_of(metadata: bytes, body: Buffer = b"") -> Sight:
         sight: Sight = _sight(metadata)
         if memoryview(body):
             sight = Sight(sight.number, _scenes(body))
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: text that is not UTF-8
         raise PeerError(f"Cannot understand what this server sees: {error}.") from error
     return sight
 

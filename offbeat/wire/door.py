@@ -140,6 +140,7 @@ class Door:
             raise PeerError(f"it says it is {claim.role} {claim.rank}, and was {link.role} {link.rank}")
         if link is not None:
             link.detach()  # from here on nothing changes what has been received
+            link.peer = peer
             return link
         if claim.resumes:
             why = self._over.get(claim.session, "")

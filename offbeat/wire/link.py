@@ -116,11 +116,6 @@ class Link:
                 self._listen(self._stream)
 
     @property
-    def free(self) -> bool:
-        """Whether no more than the window is queued or unacknowledged."""
-        return self._session.free
-
-    @property
     def counters(self) -> Counters:
         return self._session.counters
 
@@ -321,9 +316,9 @@ class Link:
     def _end(self, error: OffbeatError | None) -> None:
         if self.ended.done():
             return
-        if error is not None and self._stream is not None and not self._pieces:
+        if error is not None and self._stream is not None:
             with contextlib.suppress(OSError):  # it will find out by itself
-                self._stream.send([self._session.fail(str(error))])
+                self._say_last(self._stream, str(error))
         self.detach()
         self.trouble = self.trouble if error is None else str(error)
         if self._timer is not None:
@@ -338,6 +333,16 @@ class Link:
                 whose = f"rank {self.rank}" if self.role == "worker" else f"the {self.role}"
                 told = type(error)(f"Lost the link of {whose} with {self.peer}: {reason}.")
             self._session.receiver.lost(told)
+
+    def _say_last(self, stream: Stream, reason: str) -> None:
+        """Write what is queued, as far as the kernel takes it now, and then why this is the end."""
+        while pieces := self._pieces or self._session.take():
+            size = stream.send(pieces)
+            if size is None:
+                return
+            _drop(pieces, size)
+            self._pieces = pieces
+        stream.send([self._session.fail(reason)])
 
     def _tell_room(self) -> None:
         if self._room and (self._session.free or self.ended.done()):

@@ -40,19 +40,20 @@ class End:
 
     def __init__(self, loop: Loop, rank: int) -> None:
         self._loop, self.rank, self.peer = loop, rank, f"rank {rank}"
-        self.role, self.free = "worker", True
+        self.role, self.connected = "worker", True
         self.receiver: Any = None
         self.other: End
         self.open = True
         self.frames = 0
 
-    def send(self, metadata: bytes, body: Any = b"") -> None:
-        self._loop.loop.call_soon(self.other.take, metadata, bytes(body))
+    def send(self, metadata: bytes, body: Any = b"", sent: Callable[[], None] = lambda: None) -> None:
+        self._loop.loop.call_soon(self.other.take, metadata, bytes(body), sent)
 
-    def take(self, metadata: bytes, body: bytes) -> None:
+    def take(self, metadata: bytes, body: bytes, sent: Callable[[], None]) -> None:
         if not self.open:
             return
         self.frames += 1
+        sent()
         try:
             landing = memoryview(b"")
             if body:

@@ -23,9 +23,13 @@ SOON = timedelta(seconds=10)
 
 
 class Worker:
-    """Trains two vectors toward a target, with gradients made by hand."""
+    """Trains two vectors toward a target, with gradients made by hand.
 
-    def __init__(self, client: Client, lr: float = 0.5) -> None:
+    Args:
+        plan: as TOML; the shard of `Together` reads none.
+    """
+
+    def __init__(self, client: Client, lr: float = 0.5, plan: str = "p") -> None:
         torch.manual_seed(client.rank)
         self.client = client
         self.parameters = {"a": torch.nn.Parameter(torch.randn(30)), "b": torch.nn.Parameter(torch.randn(70))}
@@ -36,7 +40,7 @@ class Worker:
         names = {id(p): name for name, p in self.parameters.items()}
         opening = client.open(
             0,
-            plan="p",
+            plan=plan,
             layout=layout.digest,
             blocks=self.blocks,
             shards=deal(self.blocks, 1),

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.errors import PeerError
+from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.coordinator import Coordinator, Record
 from offbeat.fabric.server.messages import (
     Admit,
@@ -23,6 +23,7 @@ from offbeat.fabric.server.messages import (
     Released,
     Told,
 )
+from offbeat.fabric.server.optimizers import check_hyper
 from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.fabric.server.snapshot import Progress
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, State, Wake
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.server.ledger import Loss
     from offbeat.fabric.server.messages import About, Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.sync import Action, Policy, Push
 
 _log = logging.getLogger("offbeat")
@@ -43,11 +45,12 @@ class Model:
     """What the lead knows about one model."""
 
     coordinator: Coordinator
-    groups: int  # of the optimizer
+    optimizer: OptimizerSpec
     to_fill: int  # shards that have not got their first values
     shards: int
     announced: dict[Push, About] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
+    latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
@@ -88,27 +91,38 @@ class Lead:
 
     # -- what happens --------------------------------------------------------------------------------------------
 
+    def begin(self, model: int, details: Details) -> None:
+        """The first worker wants to train a model.
+
+        Raises:
+            PeerError: if its plan cannot be read, or it took part before, and nothing is known of that here.
+        """
+        if details.back is not None:
+            raise PeerError(
+                "Cannot go on: the parameter server was restarted, and has no snapshot to go on from. Start the job "
+                "again, from a checkpoint if there is one."
+            )
+        try:
+            policy = self._policy_of(details.plan)
+        except PlanError as error:
+            raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
+        coordinator = Coordinator(policy, details.world, asyncio.get_running_loop().time)
+        to_fill = details.shards - self._filled_early.pop(model, 0)
+        self.models[model] = Model(coordinator, details.optimizer, to_fill, details.shards)
+
+    def forget(self, model: int) -> None:
+        """All have left before there were any parameters."""
+        timer = self.models.pop(model).timer
+        if timer is not None:
+            timer.cancel()
+
     def join(self, model: int, worker: int, details: Details, entry: int = 0) -> None:
         """A worker takes part in a model, or takes part again.
 
         Args:
             entry: of its `Open`.
-
-        Raises:
-            PeerError: if it took part before, and nothing is known of that here.
         """
-        one, back = self.models.get(model), details.back
-        if one is None:
-            if back is not None:
-                raise PeerError(
-                    "Cannot go on: the parameter server was restarted, and has no snapshot to go on from. Start the "
-                    "job again, from a checkpoint if there is one."
-                )
-            now_s = asyncio.get_running_loop().time
-            coordinator = Coordinator(self._policy_of(details.plan), details.world, now_s)
-            to_fill = details.shards - self._filled_early.pop(model, 0)
-            one = Model(coordinator, len(details.optimizer.groups), to_fill, details.shards)
-            self.models[model] = one
+        one, back = self.models[model], details.back
         self._workers.add(worker)
         self._entries[worker] = entry
         decided = one.coordinator.state.past.get(worker, 0)
@@ -141,16 +155,16 @@ class Lead:
         """A worker has computed a contribution.
 
         Raises:
-            PeerError: if it is not its turn, or not of this model.
+            PeerError: if it is not its turn, or not of this model, or not for this optimizer.
         """
         one = self._model(message.model, worker)
         member = one.coordinator.state.members[worker]
-        if message.clock != member.step or member.held:
-            raise PeerError(f"Cannot take contribution {message.clock} of rank {worker}: number {member.step} is next.")
-        if len(message.about.hyper) != one.groups:
+        if message.clock != member.step or member.phase != "computing":
             raise PeerError(
-                f"Cannot take hyper-parameters of {len(message.about.hyper)} groups: the optimizer has {one.groups}."
+                f"Cannot take contribution {message.clock} of rank {worker}: it is {member.phase}, and number "
+                f"{member.step} is next."
             )
+        check_hyper(one.optimizer, message.about.hyper)
         one.announced[(worker, message.clock)] = message.about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, one.coordinator.now_s(), message.about.weight)
@@ -182,13 +196,22 @@ class Lead:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
 
+    def has_granted(self, model: int, push: Push) -> bool:
+        """Whether this is the last contribution that the worker was let push."""
+        return self._model(model).latest.get(push[0]) == push[1]
+
     def look(self) -> tuple[Scene, ...]:
         """How it goes."""
         return tuple(one.coordinator.scene(model, one.note) for model, one in self.models.items())
 
     def ask(self, worker: int, message: Ask) -> None:
-        """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it."""
-        self._workers.add(worker)
+        """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.
+
+        Raises:
+            PeerError: if it still waits for an answer.
+        """
+        if worker in self._answers or any(worker in asked for asked in self._asked.values()):
+            raise PeerError(f"Rank {worker} asks {message.question!r} before its last question is answered.")
         self._asked.setdefault(message.number, {})[worker] = message
         for model, one in self.models.items():
             if one.coordinator.started and worker in one.coordinator.state.members:
@@ -223,7 +246,7 @@ class Lead:
         for worker, _, samples in progress.orphans:
             losses.add(worker, [samples])
         self.models[model] = Model(
-            coordinator, len(details.optimizer.groups), 0, details.shards, losses=losses, note=progress.note
+            coordinator, details.optimizer, 0, details.shards, losses=losses, note=progress.note
         )
 
     def begin_with_who_is_here(self) -> None:
@@ -314,6 +337,7 @@ class Lead:
             match action:
                 case Grant(worker=worker):
                     one.granted.add((worker, one.clocks[worker]))
+                    one.latest[worker] = one.clocks[worker]
                     self._say(worker, Granted(model, one.clocks[worker]))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
                     about = tuple(one.announced.pop(push) for push in pushes)

@@ -119,6 +119,10 @@ class Ledger:
         """The worker takes part; its next contribution has the number `clock`."""
         self._next[worker] = clock
 
+    def next(self, worker: int) -> int | None:
+        """Number of the contribution that is next or on its way; None if the worker does not take part."""
+        return self._next.get(worker)
+
     def expects(self, push: Push, block: int) -> bool:
         """Whether this block of a contribution is still to come."""
         worker, clock = push

@@ -23,12 +23,15 @@ Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its det
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Model = Annotated[int, msgspec.Meta(ge=0, lt=256)]
@@ -440,6 +443,8 @@ FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
 ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told
+# What each role may say to a shard; see `offbeat.wire.messages.Claim`.
+SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 _encode = msgspec.msgpack.Encoder().encode
 _from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard).decode
 _from_chief = msgspec.msgpack.Decoder(FromChief).decode
@@ -459,10 +464,7 @@ def details_of(body: bytes | bytearray) -> Details:
     Raises:
         PeerError: if it is not that.
     """
-    try:
-        details: Details = _details(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this worker's model: {error}.") from error
+    details: Details = _read(_details, body, "this worker's model")
     if any(piece.name >= len(details.names) for block in details.blocks for piece in block.pieces):
         raise PeerError("Cannot understand this worker's model: a piece belongs to no parameter.")
     return details
@@ -474,23 +476,17 @@ def scenes_of(body: bytes | bytearray | memoryview) -> tuple[Scene, ...]:
     Raises:
         PeerError: if it is not that.
     """
-    try:
-        scenes: tuple[Scene, ...] = _scenes(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise PeerError(f"Cannot understand what this server sees: {error}.") from error
+    scenes: tuple[Scene, ...] = _read(_scenes, body, "what this server sees")
     return scenes
 
 
 def from_guest(metadata: bytes) -> FromWorker | FromShard:
-    """What a worker says, or another shard to the coordinator.
+    """What a worker or an onlooker says, or another shard to the coordinator.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    try:
-        message: FromWorker | FromShard = _from_guest(metadata)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this peer: {error}.") from error
+    message: FromWorker | FromShard = _read(_from_guest, metadata, "this peer")
     return message
 
 
@@ -500,10 +496,7 @@ def from_chief(metadata: bytes) -> FromChief:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    try:
-        message: FromChief = _from_chief(metadata)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise PeerError(f"Cannot understand the coordinator: {error}.") from error
+    message: FromChief = _read(_from_chief, metadata, "the coordinator")
     return message
 
 
@@ -513,8 +506,12 @@ def to_worker(metadata: bytes) -> ToWorker:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    try:
-        message: ToWorker = _to_worker(metadata)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this server: {error}.") from error
+    message: ToWorker = _read(_to_worker, metadata, "this server")
     return message
+
+
+def _read(decode: Callable[[Any], Any], data: bytes | bytearray | memoryview, what: str) -> Any:
+    try:
+        return decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: text that is not UTF-8
+        raise PeerError(f"Cannot understand {what}: {error}.") from error

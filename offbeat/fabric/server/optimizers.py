@@ -6,6 +6,7 @@ sending code. Hyper-parameters travel with each contribution, so a learning-rate
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,9 +118,47 @@ class Held:
     def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
         """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
         for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update(groups[index])
+            group.update(_known(type(self.optimizer), groups[index]))
             if rate != 1.0:
                 group["lr"] = group["lr"] * rate
+
+
+def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper]) -> None:
+    """See that an optimizer held by `spec` can go on with these hyper-parameters.
+
+    Raises:
+        PeerError: if it cannot: numbers may change, but not which there are, nor what is kept because of them.
+    """
+    if len(groups) != len(spec.groups):
+        raise PeerError(f"Cannot take hyper-parameters of {len(groups)} groups: the optimizer has {len(spec.groups)}.")
+    kind = _CLASSES[spec.kind]
+    for index, (before, now) in enumerate(zip(spec.groups, groups, strict=True)):
+        for key, value in _known(kind, now).items():
+            if key not in before or _shape(kind, key, value) != _shape(kind, key, before[key]):
+                was = before.get(key, "unknown")
+                raise PeerError(f"Cannot go on with {key}={value!r} in group {index} of {spec.kind}: it was {was!r}.")
+
+
+def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
+    """What has to stay as it was of a hyper-parameter."""
+    if isinstance(value, tuple):
+        return tuple(_shape(kind, key, one) for one in value)
+    if value is None or isinstance(value, bool):
+        return value
+    # With it, RMSprop keeps a buffer from its first step on or never; SGD makes one when it is needed.
+    return bool(value) if kind is torch.optim.RMSprop and key == "momentum" else "a number"
+
+
+def _known(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
+    """Those that the optimizer itself reads; schedulers keep others beside them."""
+    defaults = _defaults(kind.__name__)
+    return {key: value for key, value in group.items() if key in defaults}
+
+
+@functools.cache
+def _defaults(kind: str) -> frozenset[str]:
+    make: Any = _CLASSES[kind]
+    return frozenset(make([torch.zeros(1)], lr=0.1).defaults) - _MEANS
 
 
 def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Held | None:
@@ -139,7 +178,7 @@ def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Hel
         return None
     try:
         make: Any = _CLASSES[spec.kind]
-        optimizer = make([{"params": params, **spec.groups[index]} for index, params in groups.items()])
-    except (TypeError, ValueError, KeyError) as error:
+        optimizer = make([{"params": params, **_known(make, spec.groups[index])} for index, params in groups.items()])
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise PeerError(f"Cannot make {spec.kind} from these hyper-parameters: {error}.") from error
     return Held(optimizer, list(groups))

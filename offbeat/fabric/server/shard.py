@@ -23,6 +23,7 @@ from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerEr
 from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
 from offbeat.fabric.server.messages import (
+    SAYS,
     Admit,
     Announce,
     Ask,
@@ -57,12 +58,15 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.server.archive import Archive
     from offbeat.fabric.server.ledger import Loss
-    from offbeat.fabric.server.messages import Decision, Details, FromChief, FromShard, FromWorker, ToWorker
+    from offbeat.fabric.server.messages import Decision, Details, FromChief, FromShard, FromWorker, Scene, ToWorker
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.sync import Policy, Push
     from offbeat.wire.link import Link
 
 _log = logging.getLogger("offbeat")
+
+_MOST_UNSEEN = 8
+_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker"}
 
 
 class Shard:
@@ -269,22 +273,27 @@ class Shard:
 
         Raises:
             DisagreementError: if it differs from the others' in plan or layout.
-            PeerError: if the model cannot be held, or the worker was here before and nothing is known of that.
+            PeerError: if the model cannot be held, the worker is here already, or it was here before and nothing is
+                known of that.
         """
         if not self.begun.is_set():
             self._waiting.append((guest, model, details, entry))
             return
+        if model in guest.models and details.back is None:
+            raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
+        self._make_room(guest, comes_back=details.back is not None)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
         if table is None:
             table = Table(model, details, self._give, keeping=self._keeping)
-        _compare(guest.rank, details, table.details)
-        self._replace(guest)
-        if model not in self._tables:
-            self._tables[model] = table
+            if self._lead is not None:
+                self._lead.begin(model, details)
+            self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
             for decision in self._early.pop(model, []):
                 table.decide(decision)
+        _compare(guest.rank, details, table.details)
+        self._guests[guest.rank] = guest
         self.was_visited = True
         guest.models[model] = entry
         filler = any(model in other.filling for other in self._guests.values())
@@ -296,19 +305,15 @@ class Shard:
         if self._lead is not None:
             self._lead.join(model, guest.rank, details, entry)
 
-    def _replace(self, guest: Guest) -> None:
-        """A worker that has come back is not who it was: what it had begun before is lost."""
-        before = self._guests.get(guest.rank)
-        self._guests[guest.rank] = guest
-        if before is None or before is guest:
-            return
-        before.link.abort()
-        if self._lead is not None:
-            self._lead.leave(guest.rank)
-
     def fill(self, guest: Guest, model: int, block: int) -> None:
-        """A block of the initial parameters is here."""
+        """A block of the initial parameters is here.
+
+        Raises:
+            PeerError: if this worker was not asked for it.
+        """
         table = self.table(model)
+        if model not in guest.filling or block not in table.unfilled:
+            raise PeerError(f"Rank {guest.rank} was not asked for the values of block {block}.")
         table.unfilled.discard(block)
         if not table.unfilled:
             guest.filling.discard(model)
@@ -339,8 +344,12 @@ class Shard:
             case Pulled(model=model, step=step):
                 lead.pulled(model, guest.rank, step)
             case Look(number=number):
-                guest.say(Sight(number), pack(lead.look()))
+                guest.show(Sight(number), lead.look())
             case Ask():
+                if self._guests.get(guest.rank) is not guest:
+                    raise PeerError(
+                        f"Cannot ask all workers for rank {guest.rank}: it trains no model yet. Call run.prepare first."
+                    )
                 lead.ask(guest.rank, message)
             case Enlist():
                 self._enlist(guest, message)
@@ -369,13 +378,13 @@ class Shard:
             for worker in self._guests.values():
                 worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
             return
-        if self._guests.get(guest.rank) is not guest:
+        if self._guests.get(guest.rank) is not guest:  # it was never taken in
+            if error is not None:
+                _log.warning("%s", error)
             return
-        del self._guests[guest.rank]
         if error is not None and self._lead is not None:
             _log.warning("Rank %d is gone: %s The others go on.", guest.rank, error)
-        if self._lead is not None:
-            self._lead.leave(guest.rank)
+        self._remove(guest)
         if not self._guests:
             self._end_unless_one_comes_back(error)
 
@@ -415,6 +424,45 @@ class Shard:
             raise PeerError(f"Model {model} has not been opened.")
         return self._tables[model]
 
+    def may_push(self, model: int, push: Push) -> bool:
+        """Whether the policy has let the worker push this contribution, as far as this shard can know."""
+        return self._lead is None or self._lead.has_granted(model, push)
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this is the first shard."""
+        return self._lead is not None
+
+    def _make_room(self, guest: Guest, *, comes_back: bool) -> None:
+        """See that there is one worker of each rank; one that comes back is not who it was."""
+        there = self._guests.get(guest.rank)
+        if there is None or there is guest:
+            return
+        if there.link.connected and not comes_back:
+            raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
+        self._remove(there)  # its process is gone, and this is the one that follows it
+        there.link.abort()
+
+    def _remove(self, guest: Guest) -> None:
+        del self._guests[guest.rank]
+        if self._lead is not None:
+            self._lead.leave(guest.rank)
+        for model in guest.filling:
+            self._ask_another_to_fill(model)
+
+    def _ask_another_to_fill(self, model: int) -> None:
+        """Who was to send the first values is gone."""
+        table = self._tables[model]
+        table.unfilled = set(table.sizes)  # of what has come, nothing goes with the values of another
+        for other in self._guests.values():
+            if model in other.models:
+                other.filling.add(model)
+                other.say(Opened(model, True, self.life, self._archive is not None))
+                return
+        del self._tables[model]  # whoever comes next is the first
+        if self._lead is not None:
+            self._lead.forget(model)
+
     # -- what goes out -------------------------------------------------------------------------------------------
 
     def _decide(self, decision: Decision) -> Loss | None:
@@ -444,10 +492,12 @@ class Guest:
 
     def __init__(self, shard: Shard, link: Link) -> None:
         self._shard, self.link = shard, link
-        self.rank = link.rank
+        self.rank, self.role = link.rank, link.role
         self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
+        self._unseen = 0  # looks that it has not received
         self._landing: torch.Tensor | None = None
+        self._filled: int | None = None  # the block whose values are being received
         self._details = bytearray()
 
     def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
@@ -455,13 +505,28 @@ class Guest:
         with contextlib.suppress(NetworkError):
             self.link.send(pack(message), body)
 
+    def show(self, sight: Sight, scenes: tuple[Scene, ...]) -> None:
+        """Answer a look.
+
+        Raises:
+            PeerError: if answers pile up, because it does not take them in.
+        """
+        if self._unseen >= _MOST_UNSEEN:
+            raise PeerError("Cannot answer this peer: it asks for looks that it does not take in.")
+        self._unseen += 1
+        with contextlib.suppress(NetworkError):
+            self.link.send(pack(sight), pack(scenes), self._on_seen)
+
+    def _on_seen(self) -> None:
+        self._unseen -= 1
+
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Where the body of a message goes.
 
         Raises:
             PeerError: if it is not expected, or of another size or type.
         """
-        message = from_guest(metadata)
+        message = self._hear(metadata)
         match message:
             case Open():
                 self._details = bytearray(size_bytes)
@@ -470,7 +535,8 @@ class Guest:
                 table = self._shard.table(model)
                 if model not in self.filling or block not in table.unfilled:
                     raise PeerError(f"Rank {self.rank} was not asked for the values of block {block}.")
-                return _sized(table.values(block), size_bytes)
+                self._filled = block
+                return _sized(table.values(block), block, size_bytes)
             case Part():
                 return self._landing_place(message, size_bytes)
             case _:
@@ -478,7 +544,7 @@ class Guest:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A message is here, whole."""
-        self._take(from_guest(metadata))
+        self._take(self._hear(metadata))
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link is gone for good."""
@@ -490,6 +556,13 @@ class Guest:
             self._shard.open(self, model, details, entry)
         except PeerError as error:
             self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
+            raise
+
+    def _hear(self, metadata: bytes) -> FromWorker | FromShard:
+        message = from_guest(metadata)
+        if type(message) not in SAYS[self.role]:
+            raise PeerError(f"{type(message).__name__} is not for {_A[self.role]} to say.")
+        return message
 
     def _take(self, message: FromWorker | FromShard) -> None:
         shard = self._shard
@@ -498,7 +571,8 @@ class Guest:
                 details, self._details = details_of(self._details), bytearray()
                 self.open(model, details, entry)
             case Fill(model=model, block=block):
-                if block not in shard.table(model).unfilled:
+                filled, self._filled = self._filled, None
+                if filled != block:
                     raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
                 shard.fill(self, model, block)
             case Part(model=model, clock=clock, block=block):
@@ -510,18 +584,28 @@ class Guest:
                 shard.hear(self, message)
 
     def _landing_place(self, message: Part, size_bytes: int) -> memoryview:
-        table = self._shard.table(message.model)
-        numel = table.values(message.block).numel()
-        if message.model not in self.models or message.dtype not in DTYPES:
-            raise PeerError(f"Cannot take a gradient of type {message.dtype!r} from rank {self.rank}.")
-        push = (self.rank, message.clock)
-        if not table.expects(push, message.block) and not table.is_past(push):
+        model, block, dtype = message.model, message.block, message.dtype
+        if model not in self.models:
+            raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+        table = self._shard.table(model)
+        numel = table.values(block).numel()
+        if dtype not in DTYPES:
+            raise PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}.")
+        self._check_turn((self.rank, message.clock), table, block)
+        self._landing = torch.empty(numel, dtype=DTYPES[dtype])
+        return _sized(self._landing, block, size_bytes)
+
+    def _check_turn(self, push: Push, table: Table, block: int) -> None:
+        expected, shard = table.next(self.rank), self._shard
+        if table.expects(push, block):
+            if not shard.may_push(table.model, push):
+                raise PeerError(f"Cannot take contribution {push[1]} of rank {self.rank}: it has not been granted.")
+        elif expected is not None and (shard.coordinates or not table.is_past(push)):
+            # To other shards the coordinator's word may be quicker than what the worker had still on its way.
             raise PeerError(
-                f"Cannot take block {message.block} of contribution {message.clock} of rank {self.rank}: it is not "
-                "expected now."
+                f"Cannot take block {block} of contribution {push[1]} of rank {self.rank}: what is left of number "
+                f"{expected} is next."
             )
-        self._landing = torch.empty(numel, dtype=DTYPES[message.dtype])
-        return _sized(self._landing, size_bytes)
 
 
 class Chief:
@@ -567,10 +651,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _sized(tensor: torch.Tensor, size_bytes: int) -> memoryview:
+def _sized(tensor: torch.Tensor, block: int, size_bytes: int) -> memoryview:
     view = bytes_of(tensor)
     if view.nbytes != size_bytes:
-        raise PeerError(f"Cannot take {size_bytes} bytes: the block has {view.nbytes}.")
+        raise PeerError(f"Cannot take {size_bytes} bytes as block {block}: it has {view.nbytes}.")
     return view
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PeerError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
 
-_MOST_BYTES = 1 << 38
+_MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
 
 
 class Table:
@@ -50,8 +51,8 @@ class Table:
         blocks = _blocks(details)
         self.details = details
         self.unfilled = set(blocks)
-        self._model, self._give = model, give
-        self._sizes = {index: block.size_bytes for index, block in blocks.items()}
+        self.model, self._give = model, give
+        self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         self._store = Store(list(blocks.values()), details.optimizer)
         self._ledger = Ledger(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
@@ -94,9 +95,13 @@ class Table:
         Raises:
             PeerError: if it is not held here.
         """
-        if block not in self._sizes:
-            raise PeerError(f"Block {block} of model {self._model} is not held here.")
+        if block not in self.sizes:
+            raise PeerError(f"Block {block} of model {self.model} is not held here.")
         return self._store.values[block]
+
+    def next(self, worker: int) -> int | None:
+        """Number of the worker's contribution that is next or on its way; None if it does not take part."""
+        return self._ledger.next(worker)
 
     def expects(self, push: Push, block: int) -> bool:
         """Whether this block of a contribution is still to come."""
@@ -139,7 +144,7 @@ class Table:
                 self._keeping.take(self._model, action.block, values, self._store.state_of(action.block))
             else:
                 version, values = self._freeze(action.block)
-                self._give(action.worker, Values(self._model, action.step, action.block, version), values)
+                self._give(action.worker, Values(self.model, action.step, action.block, version), values)
 
     def _update(self, make: Make) -> None:
         about: list[About] = [about for about, _ in make.parts if about.weight > 0]
@@ -169,8 +174,23 @@ def _blocks(details: Details) -> dict[int, Block]:
         if one.dtype not in DTYPES:
             raise PeerError(f"Cannot hold parameters of type {one.dtype!r} at a server.")
         pieces = tuple(Piece(details.names[p.name], p.start, p.numel) for p in one.pieces)
+        if len({piece.name for piece in pieces}) < len(pieces):
+            raise PeerError(f"Cannot hold block {one.index}: a parameter has two pieces in it.")
         blocks[one.index] = Block(one.index, 0, 0, one.dtype, DTYPES[one.dtype].itemsize, pieces)
-    size_bytes = sum(block.size_bytes for block in blocks.values())
-    if size_bytes > _MOST_BYTES or len(blocks) < len(details.blocks):
-        raise PeerError(f"Cannot hold {len(details.blocks)} blocks of {size_bytes} bytes.")
+    if len(blocks) < len(details.blocks):
+        raise PeerError(f"Cannot hold {len(details.blocks)} blocks: {len(details.blocks) - len(blocks)} come twice.")
+    largest = max((block.size_bytes for block in blocks.values()), default=0)
+    if largest > _MOST_BLOCK_BYTES:
+        raise PeerError(f"Cannot hold a block of {largest} bytes: one has at most {_MOST_BLOCK_BYTES}.")
+    # Compared before anything is allocated, so that nobody can bring the machine down by a number.
+    size_bytes, memory_bytes = sum(block.size_bytes for block in blocks.values()), _memory_bytes()
+    if size_bytes > memory_bytes:
+        raise PeerError(
+            f"Cannot hold parameters of {size_bytes:,} bytes: this server's machine has {memory_bytes:,} bytes of "
+            "memory. Use more shards, on other machines."
+        )
     return blocks
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
