@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -83,6 +84,7 @@ def top(
         "authority": str(authority or ""),
     }
     target = find(job, {name: value for name, value in given.items() if value})
+    before = signal.signal(signal.SIGTERM, _leave)
     is_terminal = sys.stdout.isatty()
     show = _Show(json=json, is_terminal=is_terminal)
     every_s = _INTERVAL_S if interval is None else interval
@@ -98,6 +100,13 @@ def top(
         typer.echo(epitaph(show.picture.scenes), err=json)
     except KeyboardInterrupt:
         pass  # the way to leave
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """End as by Ctrl-C: the cursor is back on the terminal, and the server has heard a good-bye."""
+    raise SystemExit(128 + number)
 
 
 def find(where: str, given: Mapping[str, str]) -> Target:

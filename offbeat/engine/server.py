@@ -133,7 +133,10 @@ def connect(
 def _leave_address(path: Path, address: str, settings: Settings) -> None:
     """Write down where the job can be looked at, for this user only: the token is in it."""
     about = {"address": address, "job": settings.job, "token": settings.token}
-    about |= {"certificate": settings.certificate, "key": settings.key, "authority": settings.authority}
+    # Whoever looks does so from any folder.
+    for kind in ("certificate", "key", "authority"):
+        file = getattr(settings, kind)
+        about[kind] = str(Path(file).absolute()) if file else ""
     part = path.with_suffix(".part")
     try:
         # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.

@@ -430,7 +430,8 @@ def read(terminal: int, until: Callable[[str], bool], timeout_s: float = 20.0) -
     return text.decode(errors="replace")
 
 
-def test_a_live_view_is_left_quietly(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_a_live_view_is_left_quietly(served: Served, tmp_path: Path, number: signal.Signals, code: int) -> None:
     workers = served.workers(2)
     pid, terminal = on_a_terminal("top", "--job", leave_address(tmp_path, served.address), folder=tmp_path)
     try:
@@ -438,11 +439,11 @@ def test_a_live_view_is_left_quietly(served: Served, tmp_path: Path) -> None:
         text = read(terminal, lambda text: text.count("10 updates") >= 2)
         assert text.count("10 updates") >= 2, "it is drawn again and again"
         assert "\x1b[?25l" in text
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
         rest = read(terminal, lambda _: False)
     finally:
         os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     assert "\x1b[?25h" in rest, "the cursor is back"
     assert not re.search("Traceback|Abort|Error", rest)
     step_all(workers, 5)

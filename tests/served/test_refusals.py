@@ -42,6 +42,7 @@ from offbeat.fabric.server.messages import (
     pack,
     to_worker,
 )
+from offbeat.fabric.server.table import _memory_bytes
 from offbeat.layout import arrange
 from offbeat.serve import Settings, start_shard
 from offbeat.wire.credentials import Certificates, Token
@@ -451,14 +452,29 @@ FIRST: dict[str, tuple[dict[str, Any], str]] = {
         "Cannot hold a block of 4294967296 b",
     ),
     "more than there is memory": (
-        {"blocks": tuple(block(i, "float64", PieceOf(0, 0, 1 << 21)) for i in range(1 << 16))},
-        "Cannot hold parameters of 1,099,511,627,776 bytes: this server's machine has ",
+        {
+            "blocks": tuple(
+                block(i, "float64", PieceOf(0, 0, 1 << 21)) for i in range(_memory_bytes() // (16 << 20) + 1)
+            )
+        },
+        " bytes: this server's machine has ",
     ),
     "a piece twice": ({"blocks": (block(0, "float32", PieceOf(0, 0, 4), PieceOf(0, 4, 4)),)}, "has two pieces in it"),
     "a piece of nothing": ({"blocks": (block(0, "float32", PieceOf(9, 0, 4)),)}, "a piece belongs to no parameter"),
     "LBFGS": ({"optimizer": {**SGD, "kind": "LBFGS"}}, "Cannot hold an optimizer 'LBFGS'"),
     "code": ({"optimizer": {**SGD, "kind": "os.system"}}, "Cannot hold an optimizer 'os.system'"),
-    "no learning rate": ({"optimizer": {**SGD, "groups": ({"lr": -1.0},)}}, "Cannot make SGD from these hyper-param"),
+    "a negative learning rate": (
+        {"optimizer": {**SGD, "groups": ({"lr": -1.0},)}},
+        "Cannot make SGD from these hyper-param",
+    ),
+    "a learning rate that is none": (
+        {"optimizer": {**SGD, "groups": ({"lr": None},)}},
+        "Cannot make SGD from these hyper-parameters",
+    ),
+    "a rate that divides by zero": (
+        {"optimizer": {**SGD, "kind": "Adam", "groups": ({"betas": (1.0, 0.9)},)}},
+        "Cannot make Adam from these hyper-parameters: Invalid beta parameter at index 0: 1.0",
+    ),
     "a group without members": ({"optimizer": {**SGD, "members": ()}}, "Cannot hold an optimizer 'SGD'"),
 }
 
@@ -474,9 +490,9 @@ def test_the_first_that_comes_may_be_wrong(server: Job) -> None:
         "blocks": (block(),),
         "optimizer": SGD,
     }
-    for changes, says in FIRST.values():
+    for name, (changes, says) in FIRST.items():
         said, address = told(server, (Open(0), msgspec.msgpack.encode({**known, **changes})))
-        assert says in said
+        assert says in said, name
         assert len(said.splitlines()) == 1
         in_log(server, address, says[:40])
     server.begin()
@@ -565,6 +581,10 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
     "no number": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "lr": (1.0, 2.0)},)), b"")],
         "Cannot go on with lr=(1.0, 2.0) in group 0 of SGD: it was 0.5",
+    ),
+    "a number out of range": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "momentum": -1.0},)), b"")],
+        "Cannot make SGD from these hyper-parameters: Invalid momentum value: -1.0",
     ),
     "a weight that is none": (lambda n: [(announce(n, weight=float("nan")), b"")], "Expected `float` >= 0.0"),
     "a step it was not let go for": (

@@ -133,10 +133,33 @@ def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper]) -> None:
         raise PeerError(f"Cannot take hyper-parameters of {len(groups)} groups: the optimizer has {len(spec.groups)}.")
     kind = _CLASSES[spec.kind]
     for index, (before, now) in enumerate(zip(spec.groups, groups, strict=True)):
+        if now == before:
+            continue
         for key, value in _known(kind, now).items():
             if key not in before or _shape(kind, key, value) != _shape(kind, key, before[key]):
                 was = before.get(key, "unknown")
                 raise PeerError(f"Cannot go on with {key}={value!r} in group {index} of {spec.kind}: it was {was!r}.")
+        _try(kind, now)
+
+
+def check_spec(spec: OptimizerSpec) -> None:
+    """See that there is such an optimizer, and that torch takes its hyper-parameters.
+
+    Raises:
+        PeerError: if not.
+    """
+    if spec.kind not in _CLASSES or len(spec.groups) != len(spec.members):
+        raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
+    for group in spec.groups:
+        _try(_CLASSES[spec.kind], group)
+
+
+def _try(kind: Any, group: Hyper) -> None:
+    # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
+    try:
+        kind([torch.zeros(1)], **{"lr": 0.1, **_known(kind, group)})
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {error}.") from error
 
 
 def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
@@ -164,11 +187,9 @@ def _defaults(kind: str) -> frozenset[str]:
 def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Held | None:
     """The optimizer of a block with these pieces; None if it moves none of them.
 
-    Raises:
-        PeerError: if there is no such optimizer, or it does not take these hyper-parameters.
+    Args:
+        spec: checked by `check_spec`.
     """
-    if spec.kind not in _CLASSES or len(spec.groups) != len(spec.members):
-        raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
     group_of = {name: index for index, names in enumerate(spec.members) for name in names}
     groups: dict[int, list[torch.Tensor]] = {}
     for name, piece in pieces:
@@ -176,9 +197,6 @@ def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Hel
             groups.setdefault(group_of[name], []).append(piece)
     if not groups:
         return None
-    try:
-        make: Any = _CLASSES[spec.kind]
-        optimizer = make([{"params": params, **_known(make, spec.groups[index])} for index, params in groups.items()])
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise PeerError(f"Cannot make {spec.kind} from these hyper-parameters: {error}.") from error
+    make: Any = _CLASSES[spec.kind]
+    optimizer = make([{"params": params, **_known(make, spec.groups[index])} for index, params in groups.items()])
     return Held(optimizer, list(groups))

@@ -160,7 +160,8 @@ class Shard:
         self.begun.set()
         waiting, self._waiting = self._waiting, []
         for guest, model, details, entry in waiting:
-            guest.open(model, details, entry)
+            with contextlib.suppress(PeerError):  # it has been told
+                guest.open(model, details, entry)
 
     def mark(self, mark: Mark, progress: dict[int, Progress]) -> None:
         """Keep all models as they are after what was decided so far."""

@@ -9,6 +9,7 @@ from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.ledger import Keep, Ledger, Loss, Make
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
+from offbeat.fabric.server.optimizers import check_spec
 from offbeat.fabric.server.store import DTYPES, Store
 from offbeat.sync import Apply
 
@@ -48,6 +49,7 @@ class Table:
         keeping: Keeping | None = None,
         version: int = 0,
     ) -> None:
+        check_spec(details.optimizer)
         blocks = _blocks(details)
         self.details = details
         self.unfilled = set(blocks)
