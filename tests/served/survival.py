@@ -7,17 +7,20 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import offbeat
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server.messages import Seen
-from offbeat.sync import Policy
 from tests.cli.commands import descendants
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.fabric.server.messages import Seen
+    from offbeat.sync import Policy
 
 TOKEN = "t" * 32
 TIMEOUT_S = 2.0

@@ -6,16 +6,20 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.fabric.server.messages import Seen
 from offbeat.sync import ASP, BSP, Policy, RoundRobin
 from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_snapshot
 from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import offbeat
+    from offbeat.fabric.server.messages import Seen
 
 STEPS = 40
 PATIENCE_S = 120.0  # starting a server takes long on a machine that does much else

@@ -245,9 +245,7 @@ class Lead:
         losses = Losses(version)
         for worker, _, samples in progress.orphans:
             losses.add(worker, [samples])
-        self.models[model] = Model(
-            coordinator, details.optimizer, 0, details.shards, losses=losses, note=progress.note
-        )
+        self.models[model] = Model(coordinator, details.optimizer, 0, details.shards, losses=losses, note=progress.note)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""

@@ -69,7 +69,7 @@ class Table:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Indices of those that are held here."""
-        return tuple(self._sizes)
+        return tuple(self.sizes)
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates decided so far."""
@@ -143,7 +143,7 @@ class Table:
             elif isinstance(action, Keep):
                 assert self._keeping is not None
                 _, values = self._freeze(action.block)
-                self._keeping.take(self._model, action.block, values, self._store.state_of(action.block))
+                self._keeping.take(self.model, action.block, values, self._store.state_of(action.block))
             else:
                 version, values = self._freeze(action.block)
                 self._give(action.worker, Values(self.model, action.step, action.block, version), values)
