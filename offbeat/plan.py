@@ -88,11 +88,12 @@ class Plan:
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
-        if self.fabric.offers.served and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
+        steps_alone = any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT)
+        if self.fabric.offers.served and steps_alone and not self.sync.replicated:
             raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: with it workers step by themselves, and this fabric's "
-                "server holds the optimizer. Use fabric=ProcessGroup(), or a policy in which every step contributes "
-                "its gradient, such as KSync(k) - at `plan.sync`."
+                f"Cannot use {self.sync!r} on {self.fabric!r}: with it workers step by themselves, and not all begin "
+                "at the same parameters, while this fabric's server holds one set. Use LocalSGD(...) for all workers, "
+                "or a policy in which every step contributes its gradient, such as KSync(k) - at `plan.sync`."
             )
         missing = self.codec.needs - self.fabric.offers.carries
         if missing:

@@ -30,6 +30,8 @@ import torch.distributed as dist
 
 from offbeat.clock import WallClock
 from offbeat.engine import (
+    AllReduced,
+    AtServer,
     Awaited,
     Buffers,
     Control,
@@ -198,16 +200,7 @@ class Run:
         self._broadcast(model, fabric)
         reducer: Exchanger
         if self._server is not None:
-            reducer = Served(
-                parameters=parameters,
-                layout=layout,
-                plan=self.plan,
-                optimizer=optimizer,
-                server=self._server,
-                waiter=self._waiter,
-                meter=self._meter,
-                model=len(self._reducers),
-            )
+            reducer = self._serve(self._server, parameters, layout, optimizer)
         else:
             reducer = self._replicate(model, parameters, layout, fabric)
         self._resources.callback(reducer.close)
@@ -221,6 +214,35 @@ class Run:
         if prepared_loader is None:
             return replica, optimizer
         return replica, optimizer, prepared_loader
+
+    def _serve(
+        self,
+        server: Server,
+        parameters: Mapping[str, torch.nn.Parameter],
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+    ) -> Exchanger:
+        policy = self.plan.sync
+        served = Served(
+            parameters=parameters,
+            layout=layout,
+            plan=self.plan,
+            optimizer=optimizer,
+            server=server,
+            waiter=self._waiter,
+            meter=self._meter,
+            in_place=not isinstance(policy, LocalSGD),
+            model=len(self._reducers),
+        )
+        if not isinstance(policy, LocalSGD):
+            return served
+        return Local(
+            exchanger=served,
+            averaging=AtServer(served, parameters, policy),
+            parameters=parameters,
+            waiter=self._waiter,
+            step=policy.step_of(served.begins_at),
+        )
 
     def _replicate(
         self,
@@ -244,17 +266,16 @@ class Run:
         )
         if not isinstance(self.plan.sync, LocalSGD):
             return reducer
-        return Local(
+        averaging = AllReduced(
             reducer=reducer,
             parameters=parameters,
-            plan=self.plan,
             fabric=fabric,
             buffers=buffers,
             waiter=self._waiter,
-            meter=self._meter,
             outer=self.plan.sync.outer,
             model=number,
         )
+        return Local(exchanger=reducer, averaging=averaging, parameters=parameters, waiter=self._waiter)
 
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
@@ -294,7 +315,7 @@ class Run:
         self.has_data = real
         self._meter.samples += samples
         for reducer in self._reducers:
-            reducer.share.draw(real=real, source=source, weight=weight)
+            reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric
@@ -385,6 +406,8 @@ class Run:
             total, weights = self._control.sum(question, numbers)
         else:
             total, weights = self._server.sum(question, numbers, self._waiter)
+            for reducer in self._reducers:
+                reducer.refreshed()
         if weights == 0:
             raise ValueError("Cannot take a mean: all weights are 0.")
         return float(total / weights)
@@ -395,10 +418,12 @@ class Run:
         With `LocalSGD` the workers average; with a parameter server each takes the newest parameters, once all are
         there. Otherwise they are equal already, and nothing happens.
         """
-        if self._server is not None:
-            self._server.settle(self._waiter)
         for reducer in self._reducers:
             reducer.settle()
+        if self._server is not None:
+            self._server.settle(self._waiter)
+            for reducer in self._reducers:
+                reducer.refreshed()
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step, place in the data, and the codec's state, for a checkpoint beside model and optimizer.

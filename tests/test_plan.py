@@ -40,6 +40,7 @@ PLANS = [
     Plan(sync=LocalSGD(every=8)),
     Plan(sync=LocalSGD(every=8, after=100, outer=OuterSGD(lr=1.0, momentum=0.0, nesterov=False))),
     *(Plan(sync=policy, fabric=ParameterServer()) for policy in SERVED),
+    Plan(sync=LocalSGD(every=8, outer=OuterSGD()), fabric=ParameterServer()),
 ]
 
 
@@ -131,7 +132,6 @@ def test_diff_names_what_changed() -> None:
     assert Plan().diff(Plan()) == {}
 
 
-def test_local_steps_on_a_server_are_refused() -> None:
-    for policy in (LocalSGD(every=2), Hybrid(LocalSGD(every=2), RoundRobin(), groups=2)):
-        with pytest.raises(PlanError, match=r"step by themselves.*Use fabric=ProcessGroup\(\)"):
-            Plan(sync=policy, fabric=ParameterServer())
+def test_local_steps_of_groups_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"step by themselves.*Use LocalSGD\(\.\.\.\) for all workers.*`plan.sync`"):
+        Plan(sync=Hybrid(LocalSGD(every=2), RoundRobin(), groups=2), fabric=ParameterServer())

@@ -4,6 +4,8 @@
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
+* `all_reduced`, `at_server` - how they average, without a server and with one
+* `anchor` - one bucket's parameters after the last average, and how far they have come since
 * `server` - how a worker finds its server, and its questions to all through it
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
 * `share` - this worker's part in the next exchange: its batches, its weight
@@ -20,6 +22,8 @@
 * `meter` - one record per step, written by a background thread
 """
 
+from offbeat.engine.all_reduced import AllReduced
+from offbeat.engine.at_server import AtServer
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
 from offbeat.engine.exchanger import Exchanger
@@ -33,6 +37,8 @@ from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
 __all__ = [
+    "AllReduced",
+    "AtServer",
     "Awaited",
     "Buffers",
     "Control",

@@ -48,7 +48,10 @@ class Exchanger(Protocol):
         """The optimizer has stepped."""
 
     def settle(self) -> None:
-        """Make all replicas equal. Collective."""
+        """Make all replicas equal; with a server, bring what has not been brought. Collective."""
+
+    def refreshed(self) -> None:
+        """The newest parameters of a server are here."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

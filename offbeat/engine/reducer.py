@@ -165,6 +165,9 @@ class Reducer:
     def settle(self) -> None:
         """Nothing to do: replicas are equal after every step."""
 
+    def refreshed(self) -> None:
+        """Nothing to do: there is no server."""
+
     def state_dict(self) -> dict[str, Any]:
         """Step count and codec state, by parameter name."""
         return {"step": self.step, "codec": {name: dict(tensors) for name, tensors in self._states.items()}}

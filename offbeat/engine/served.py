@@ -15,13 +15,14 @@ import torch
 
 from offbeat.engine.flat import view_in
 from offbeat.engine.share import Share
+from offbeat.engine.take_over import load
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, NumericsError
-from offbeat.fabric.server import cut, deal, describe, hyper
+from offbeat.fabric.server import About, cut, deal, describe, gather, hyper
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from offbeat.codec import Exchange, State
     from offbeat.engine.meter import Meter
@@ -42,6 +43,7 @@ class Served:
         server: this worker's connection to it.
         waiter: the one waiting primitive.
         meter: where measurements go.
+        in_place: whether what the server sends lands in the parameters themselves, if they are on the CPU.
         model: which of several prepared, from 0.
 
     Raises:
@@ -59,6 +61,7 @@ class Served:
         server: Server,
         waiter: Waiter,
         meter: Meter,
+        in_place: bool = True,
         model: int = 0,
     ) -> None:
         self.plan, self.layout = plan, layout
@@ -68,10 +71,10 @@ class Served:
         self.step = 0
         self.staleness = 0  # of the last contribution: updates between its parameters and its own
         self._optimizer, self._client, self._waiter, self._model = optimizer, server.client, waiter, model
-        self._parameters = dict(parameters)
+        self._parameters, self._in_place = dict(parameters), in_place
         self._codec = plan.codec
-        self._values = [_memory(bucket) for bucket in layout.buckets]
-        self._grads = [_memory(bucket) for bucket in layout.buckets]
+        self.values = [_memory(bucket) for bucket in layout.buckets]  # as the server sent them last
+        self.grads = [_memory(bucket) for bucket in layout.buckets]  # what is brought
         self._slots = list(self._lay_out())
         self._states: list[State] = [plan.codec.init(bucket) for bucket in layout.buckets]
         self._set_aside: dict[str, torch.Tensor] = {}
@@ -83,10 +86,11 @@ class Served:
             layout=layout.digest,
             blocks=self._blocks,
             shards=deal(self._blocks, server.shards),
-            values=[self._values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
+            values=[self.values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
             optimizer=describe(optimizer, names),
         )
         waiter.wait(opening, Awaited("the parameters of the server", outlives=True))
+        self.begins_at = opening.step  # the number of its first contribution
         self._take_values()
 
     # -- called by the front end ---------------------------------------------------------------------------------
@@ -107,23 +111,48 @@ class Served:
             WorkerLostError, NetworkError: if the server is gone.
         """
         self.meter.fence_begins(self.step)
-        weight = float(self.meter.samples) if self.meter.loader_counts else self.share.weight
+        weight = float(self.share.samples) if self.meter.loader_counts else self.share.weight
         unused = self._pack()
         if self._nonfinite():
             weight = 0.0
+        span = self.exchange(About(weight, hyper(self._optimizer)), unused)
+        self.meter.fence_ends(self.step, [span], weight, self.staleness)
+        self.step += 1
+        self._waiter.witness.exchanged(self.share.stamp)
+        self.share.exchanged()
+
+    def exchange(self, about: About, unused: Sequence[str] = ()) -> tuple[float, float]:
+        """Bring what is in `grads`, and wait for the next parameters.
+
+        Args:
+            about: what it is; `unused` is filled in.
+            unused: names of parameters that have no gradient.
+
+        Returns:
+            When it was issued and done, in clock seconds.
+
+        Raises:
+            WorkerLostError, NetworkError: if the server is gone.
+        """
         issued_s = self.meter.now_s()
-        exchange = self._client.exchange(
-            self._model, list(self._encode()), weight=weight, hyper=hyper(self._optimizer), unused=tuple(unused)
-        )
+        exchange = self._client.exchange(self._model, list(self._encode()), about=about, unused=tuple(unused))
         self._waiter.wait(
             exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)
         )
         self._take_values()
         self.meter.sent_bytes += exchange.sent_bytes
-        self.meter.fence_ends(self.step, [(issued_s, self.meter.now_s())], weight, exchange.staleness)
-        self.step, self.staleness = self.step + 1, exchange.staleness
-        self._waiter.witness.exchanged(self.share.stamp)
-        self.share.exchanged()
+        self.staleness = exchange.staleness
+        return issued_s, self.meter.now_s()
+
+    def take_over_optimizer(self) -> None:
+        """Give the optimizer here the state that the server's copy has gathered; the server's stays as it is.
+
+        Raises:
+            WorkerLostError, NetworkError: if the server is gone.
+        """
+        recalled = self._client.recall(self._model)
+        self._waiter.wait(recalled, Awaited("the optimizer's state at the server", self.step, outlives=True))
+        load(self._optimizer, self._parameters, gather(self._blocks, recalled.kept))
 
     def after_step(self) -> None:
         """The optimizer has stepped, and found nothing to do: gradients may be looked at again."""
@@ -132,6 +161,9 @@ class Served:
         self._set_aside.clear()
 
     def settle(self) -> None:
+        """Nothing to do: every step brings what it has."""
+
+    def refreshed(self) -> None:
         """The newest parameters are here: bring them to the model's device."""
         self._take_values()
 
@@ -150,20 +182,23 @@ class Served:
 
     def _lay_out(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
         """Move each parameter into its bucket, if that is on its device; (name, it, its place, its gradient's)."""
-        for bucket, values, grads in zip(self.layout.buckets, self._values, self._grads, strict=True):
+        for bucket, values, grads in zip(self.layout.buckets, self.values, self.grads, strict=True):
             for slot in bucket.slots:
                 parameter = self._parameters[slot.name]
                 value, grad = view_in(values, slot.offset, parameter), view_in(grads, slot.offset, parameter)
                 value.copy_(parameter.data)
-                if parameter.device.type == "cpu":
+                if self._lands_in(parameter):
                     parameter.data = value
                 yield slot.name, parameter, value, grad
 
     def _take_values(self) -> None:
         """Bring what arrived to the model's device."""
         for _, parameter, value, _ in self._slots:
-            if parameter.device.type != "cpu":
+            if not self._lands_in(parameter):
                 parameter.data.copy_(value, non_blocking=True)
+
+    def _lands_in(self, parameter: torch.nn.Parameter) -> bool:
+        return self._in_place and parameter.device.type == "cpu"
 
     def _pack(self) -> list[str]:
         """Copy every gradient into its bucket and set it aside; the names of those that are missing."""
@@ -180,7 +215,7 @@ class Served:
         return unused
 
     def _nonfinite(self) -> bool:
-        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(grad).all()) for grad in self._grads):
+        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(grad).all()) for grad in self.grads):
             return False
         bad = [name for name, _, _, place in self._slots if not bool(torch.isfinite(place).all())]
         if self.plan.nonfinite == "raise":
@@ -193,7 +228,7 @@ class Served:
     def _encode(self) -> Iterator[torch.Tensor]:
         """Each block of what the codec makes of the gradient."""
         wires = []
-        for grad, state in zip(self._grads, self._states, strict=True):
+        for grad, state in zip(self.grads, self._states, strict=True):
             exchange = self._codec.exchange(grad, state)
             payload = next(exchange)
             if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:

@@ -15,21 +15,24 @@ class Share:
         self._drawn = self._with_data = 0  # since the last exchange
         self._weighed = 0.0  # sum of the weights of those drawn since then
         self._scale = 1.0
+        self._samples = self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
 
-    def draw(self, *, real: bool, source: int, weight: float = 1.0) -> None:
+    def draw(self, *, real: bool, source: int, weight: float = 1.0, samples: int = 0) -> None:
         """The prepared loader gave out a batch.
 
         Args:
             real: False if it is a repetition that only keeps the loop going; it must not count.
             source: lowest rank that has data, whose buffers count.
             weight: of the batch, relative to the other workers' batches of this step; 1 if all are equal.
+            samples: in the batch, if it is real.
         """
         self.stamp += 1
         self._drawn += 1
         self._ahead += 1
         self._with_data += real
         self._weighed += weight if real else 0.0
+        self._samples += samples if real else 0
         self.padding = not real
         self.source = source
 
@@ -62,6 +65,11 @@ class Share:
         return 0.0 if self.padding else self._scale
 
     @property
+    def samples(self) -> int:
+        """In the batches since the last exchange; a second exchange with the same batch counts as the first did."""
+        return self._samples if self._drawn or self.padding else self._last_samples
+
+    @property
     def drawn(self) -> int:
         """Batches since the last exchange."""
         return self._drawn
@@ -73,6 +81,7 @@ class Share:
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""
-        self._scale = self.scale
+        self._scale, self._last_samples = self.scale, self.samples
+        self._samples = 0
         self._drawn = self._with_data = 0
         self._weighed = 0.0

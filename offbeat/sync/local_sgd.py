@@ -16,6 +16,8 @@ from offbeat.sync.bsp import BSP
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from offbeat.sync.actions import Action
     from offbeat.sync.policy import Contributes
     from offbeat.sync.state import State
@@ -57,13 +59,35 @@ class OuterSGD:
             )
 
 
+def apply_change_(
+    anchor: torch.Tensor, mean: torch.Tensor, *, outer: OuterSGD | None, momentum: torch.Tensor, rate: float = 1.0
+) -> None:
+    """Move `anchor` by the mean change of the workers.
+
+    Args:
+        anchor: [D] the parameters after the last average; updated in place.
+        mean: [D] anchor - parameters, on average; not changed.
+        outer: how it is applied; None for a plain average.
+        momentum: [D] of the outer steps, zeros at the beginning; updated in place, and not used by a plain average.
+        rate: the step is multiplied by it.
+    """
+    if outer is None:
+        anchor.sub_(mean, alpha=rate)
+        return
+    momentum.mul_(outer.momentum).add_(mean)
+    step = mean.add(momentum, alpha=outer.momentum) if outer.nesterov else momentum
+    anchor.sub_(step, alpha=outer.lr * rate)
+
+
 @dataclass(frozen=True)
 class LocalSGD:
     """Each worker steps by itself; after each `every` steps all average how far they came.
 
     Communication falls to 1/every. Who steps by itself drifts: short runs, few samples per worker and unlike data ask
     for small `every`; begin with ordinary steps (`after`), while the learning rate is high. Momentum stays with each
-    worker's own optimizer. What is contributed is waited for as in BSP; contributions, not steps, are counted.
+    worker's own optimizer; after ordinary steps on a server it begins with the momentum that the server's copy of the
+    optimizer has gathered, so that the result is the same with and without a server. What is contributed is waited for
+    as in BSP; contributions, not steps, are counted.
 
     Args:
         every: steps between two averages.
@@ -118,6 +142,14 @@ class LocalSGD:
         if step < self.after:
             return "gradient"
         return "change" if (step - self.after + 1) % self.every == 0 else None
+
+    def step_of(self, number: int) -> int:
+        """The worker's own step in which its contribution `number`, from 0, begins.
+
+        >>> [LocalSGD(every=2, after=1).step_of(number) for number in range(4)]
+        [0, 1, 3, 5]
+        """
+        return number if number <= self.after else self.after + (number - self.after) * self.every
 
     def decide(self, state: State) -> Sequence[Action]:
         """As `BSP`: the update waits for all, and all wait for it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from offbeat.fabric.server import cut, deal, describe, hyper
+from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, KSync, Policy
 from tests.fabric.links import Together
@@ -51,7 +51,7 @@ class Worker:
 
     def step(self, gradient: torch.Tensor, weight: float = 1.0) -> int:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
-        exchange = self.client.exchange(0, parts, weight=weight, hyper=hyper(self.optimizer))
+        exchange = self.client.exchange(0, parts, about=About(weight, hyper(self.optimizer)))
         assert exchange.wait(SOON)
         return exchange.staleness
 

@@ -3,6 +3,7 @@
 * `spec` - `ParameterServer`, the description in a plan
 * `blocks` - the parameters cut into blocks, and dealt out to shards
 * `optimizers` - the user's optimizer as data
+* `kept` - what that keeps, such as momentum, on its way to a worker
 * `messages` - what workers and shards say
 * `ledger` - what has arrived, what waits for it, who waits for that; per block, without I/O
 * `store` - parameters and optimizer state of a shard
@@ -15,8 +16,21 @@
 
 from offbeat.fabric.server.blocks import cut, deal
 from offbeat.fabric.server.client import Client
-from offbeat.fabric.server.optimizers import describe, hyper
+from offbeat.fabric.server.kept import gather
+from offbeat.fabric.server.messages import About
+from offbeat.fabric.server.optimizers import describe, hyper, outer_hyper
 from offbeat.fabric.server.shard import Shard
 from offbeat.fabric.server.spec import ParameterServer
 
-__all__ = ["Client", "ParameterServer", "Shard", "cut", "deal", "describe", "hyper"]
+__all__ = [
+    "About",
+    "Client",
+    "ParameterServer",
+    "Shard",
+    "cut",
+    "deal",
+    "describe",
+    "gather",
+    "hyper",
+    "outer_hyper",
+]

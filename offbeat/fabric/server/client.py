@@ -19,7 +19,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
+import torch
+
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.kept import MOST_KEYS
 from offbeat.fabric.server.messages import (
     About,
     Announce,
@@ -33,12 +37,14 @@ from offbeat.fabric.server.messages import (
     Fill,
     Go,
     Granted,
+    Kept,
     Look,
     Open,
     Opened,
     Part,
     PieceOf,
     Pulled,
+    Recall,
     Refused,
     Safe,
     Sight,
@@ -53,11 +59,10 @@ from offbeat.fabric.server.shard import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    import torch
-
     from offbeat.fabric.server.blocks import Block
+    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.messages import Scene, ToWorker
-    from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
+    from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.payload import Reply
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
@@ -90,6 +95,7 @@ class Exchange:
         self.workers = 0
         self.scenes: tuple[Scene, ...] = ()
         self.is_used = True  # False if it was dropped because this worker had been left behind
+        self.kept: list[tuple[int, Entry]] = []
         self._done = threading.Event()
 
     def finish(self, error: OffbeatError | None = None) -> None:
@@ -151,6 +157,8 @@ class Place:
     is_outdated: bool = False  # it is to come again when it has its next contribution
     unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
     done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))
+    recalled: Exchange | None = None
+    to_recall: int = 0  # shards that have not said all that their optimizer keeps
 
     @property
     def waits(self) -> bool:
@@ -241,20 +249,24 @@ class Client:
         model: int,
         parts: Sequence[torch.Tensor],
         *,
-        weight: float,
-        hyper: tuple[Hyper, ...],
+        about: About,
         unused: tuple[str, ...] = (),
     ) -> Exchange:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
             parts: [D] gradient of each block, contiguous, on the CPU; it may not change until the exchange is done.
-            weight: samples it was computed from.
-            hyper: the optimizer's hyper-parameters, by group.
+            about: what it is; its `unused` is filled in.
             unused: names of parameters without a gradient.
         """
         exchange = Exchange(sum(part.numel() * part.element_size() for part in parts))
-        self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), weight, hyper, unused)
+        self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
+        return exchange
+
+    def recall(self, model: int) -> Exchange:
+        """Ask what the server's optimizer keeps; in `Exchange.kept`, by block. After an exchange, before the next."""
+        exchange = Exchange()
+        self._loop.call(self._recall, model, exchange)
         return exchange
 
     def look(self) -> Exchange:
@@ -343,13 +355,12 @@ class Client:
         model: int,
         exchange: Exchange,
         parts: Mapping[int, torch.Tensor],
-        weight: float,
-        hyper: tuple[Hyper, ...],
+        about: About,
         unused: tuple[str, ...],
     ) -> None:
         place = self._places[model]
         place.exchange, place.parts = exchange, parts
-        place.about = About(weight, hyper, tuple(place.names[name] for name in unused))
+        place.about = msgspec.structs.replace(about, unused=tuple(place.names[name] for name in unused))
         if self._failed(exchange):
             return
         if place.is_in:
@@ -360,6 +371,12 @@ class Client:
     def _come_again(self, place: Place) -> None:
         place.is_outdated = False
         self._open_at(place, 0)
+
+    def _recall(self, model: int, exchange: Exchange) -> None:
+        place = self._places[model]
+        place.recalled, place.to_recall = exchange, len(self._links)
+        for link in self._links if not self._failed(exchange) else ():
+            link.send(pack(Recall(model)))
 
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1
@@ -453,7 +470,9 @@ class Client:
         """Nothing can be exchanged any more."""
         self._error = self._error or error
         exchanges = [place.exchange for place in self._places.values()]
-        for exchange in [*exchanges, *(asked for _, asked in self._questions.values()), *self._looks.values()]:
+        recalled = [place.recalled for place in self._places.values() if place.recalled is not None]
+        questions = [asked for _, asked in self._questions.values()]
+        for exchange in [*exchanges, *recalled, *questions, *self._looks.values()]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -545,6 +564,24 @@ class Client:
             look.scenes = scenes
             look.finish()
 
+    def keep(self, message: Kept, values: torch.Tensor | None) -> None:
+        """An entry of the optimizer's state is here.
+
+        Raises:
+            PeerError: if it was not asked for, or there are too many.
+        """
+        place = self.place(message.model)
+        recalled = place.recalled
+        if recalled is None or len(recalled.kept) > MOST_KEYS * len(place.blocks):
+            raise PeerError(f"The server sends {message.key!r} of its optimizer's state, which was not expected.")
+        if message.key:
+            recalled.kept.append((message.block, (message.key, message.numbers, values)))
+            return
+        place.to_recall -= 1
+        if not place.to_recall:
+            place.recalled = None
+            recalled.finish()
+
     def _fill(self, place: Place, shard: int) -> None:
         for block, holder in enumerate(place.shards):
             if holder == shard:
@@ -587,6 +624,7 @@ class ShardSide:
 
     def __init__(self, client: Client, shard: int, entry: int) -> None:
         self._client, self._shard, self._entry = client, shard, entry
+        self._landing: torch.Tensor | None = None
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Where a block's values go: straight into the parameters.
@@ -597,6 +635,8 @@ class ShardSide:
         message = to_worker(metadata)
         if isinstance(message, Sight):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
+        if isinstance(message, Kept):
+            return self._landing_place(message, size_bytes)
         if not isinstance(message, Values):
             raise PeerError(f"{type(message).__name__} has no body.")
         place = self._client.place(message.model)
@@ -612,12 +652,25 @@ class ShardSide:
         message = to_worker(metadata)
         if isinstance(message, Sight):
             self._client.see(message.number, scenes_of(body))
+        elif isinstance(message, Kept):
+            landing, self._landing = self._landing, None
+            self._client.keep(message, landing)
         else:
             self._client.hear(self._shard, message)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The shard is gone for good."""
         self._client.lose(error or NetworkError("The parameter server has ended."), self._entry)
+
+    def _landing_place(self, message: Kept, size_bytes: int) -> memoryview:
+        values = self._client.place(message.model).values
+        if not message.block < len(values):
+            raise PeerError(f"The server sends {message.key!r} of block {message.block}, which there is not.")
+        self._landing = torch.empty_like(values[message.block])
+        view = bytes_of(self._landing)
+        if view.nbytes != size_bytes:
+            raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
+        return view
 
 
 def _apart(questions: str) -> DisagreementError:

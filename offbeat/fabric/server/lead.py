@@ -23,7 +23,7 @@ from offbeat.fabric.server.messages import (
     Released,
     Told,
 )
-from offbeat.fabric.server.optimizers import check_hyper
+from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.fabric.server.snapshot import Progress
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, State, Wake
@@ -164,7 +164,11 @@ class Lead:
                 f"Cannot take contribution {message.clock} of rank {worker}: it is {member.phase}, and number "
                 f"{member.step} is next."
             )
-        check_hyper(one.optimizer, message.about.hyper)
+        _check_kind(one.coordinator.policy, worker, message)
+        if message.about.change:
+            outer_of(message.about.hyper)
+        else:
+            check_hyper(one.optimizer, message.about.hyper)
         one.announced[(worker, message.clock)] = message.about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, one.coordinator.now_s(), message.about.weight)
@@ -456,3 +460,13 @@ class Lead:
         if one is None or (worker is not None and worker not in one.coordinator.state.members):
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
+
+
+def _check_kind(policy: Policy, worker: int, message: Announce) -> None:
+    wanted, brought = policy.contributes(message.clock) != "gradient", message.about.change
+    if brought != wanted:
+        kinds = {False: "a gradient", True: "a change of the parameters"}
+        raise PeerError(
+            f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
+            f"that is {kinds[wanted]}."
+        )

@@ -10,6 +10,8 @@ worker                                       shard (the coordinator is the first
   | <----- Go(step, version, staleness) ------- |   released for the next step
   | <----- Values(step, block) + values ------- |   from each block's shard, as each is updated
   | -- Pulled(step) --------------------------> |   all blocks are here
+  | -- Recall(model) -------------------------> |   to every shard: the optimizer steps here from now on
+  | <----- Kept(block, key) + entries --------- |   what it keeps, block by block
   | -- Ask(number, question, ...) ------------> |   a collective question beside the data
   | <----- Answer(number, ...) ---------------- |
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in a snapshot
@@ -149,11 +151,14 @@ class About(msgspec.Struct, frozen=True):
         weight: samples it was computed from.
         hyper: the optimizer's hyper-parameters, by group.
         unused: parameters without a gradient, as indices into `Details.names`.
+        change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
+            optimizer, which is empty for a plain average.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
     hyper: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
     unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    change: bool = False
 
 
 class Announce(msgspec.Struct, tag=True, frozen=True):
@@ -216,6 +221,27 @@ class Evicted(msgspec.Struct, tag=True, frozen=True):
 
     model: _Model
     reason: _Text
+
+
+class Recall(msgspec.Struct, tag=True, frozen=True):
+    """What does the optimizer keep of this shard's blocks?"""
+
+    model: _Model
+
+
+class Kept(msgspec.Struct, tag=True, frozen=True):
+    """One entry of the optimizer's state, such as momentum, in one block; the last of a shard has no key.
+
+    The body is the pieces' entries one behind the other, in the block's type, if they are no numbers.
+
+    Args:
+        numbers: of each piece of the block, the entry if it is a number; 0 if it is in the body. None: it has none.
+    """
+
+    model: _Model
+    block: _Count = 0
+    key: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    numbers: Annotated[tuple[float | None, ...], msgspec.Meta(max_length=1 << 20)] = ()
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):
@@ -438,11 +464,11 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     worker: _Count
 
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask
+FromWorker = Open | Fill | Announce | Part | Pulled | Recall | Look | Ask
 FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
-ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told
+ToWorker = Opened | Granted | Go | Values | Kept | Evicted | Answer | Sight | Refused | Safe | Told
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 _encode = msgspec.msgpack.Encoder().encode

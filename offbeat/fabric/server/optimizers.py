@@ -6,6 +6,7 @@ sending code. Hyper-parameters travel with each contribution, so a learning-rate
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import torch
 
-from offbeat.errors import ModelError, PeerError
+from offbeat.errors import ModelError, PeerError, PlanError
+from offbeat.sync import OuterSGD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,6 +87,26 @@ def hyper(optimizer: torch.optim.Optimizer) -> tuple[Hyper, ...]:
         {key: _plain(key, value) for key, value in group.items() if key not in _MEANS}
         for group in optimizer.param_groups
     )
+
+
+def outer_hyper(outer: OuterSGD | None) -> tuple[Hyper, ...]:
+    """How mean changes are applied, as what is said of an optimizer with one group; empty for a plain average."""
+    return ({} if outer is None else dict(dataclasses.asdict(outer)),)
+
+
+def outer_of(groups: Sequence[Hyper]) -> OuterSGD | None:
+    """What `outer_hyper` put into words.
+
+    Raises:
+        PeerError: if it is not that.
+    """
+    if len(groups) != 1:
+        raise PeerError(f"Cannot apply a change with hyper-parameters of {len(groups)} groups: it has one.")
+    values: Any = groups[0]
+    try:
+        return OuterSGD(**values) if values else None
+    except (TypeError, PlanError) as error:
+        raise PeerError(f"Cannot apply a change with {values!r}: {error}") from error
 
 
 def _plain(key: str, value: Any) -> Value:

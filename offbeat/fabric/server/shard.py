@@ -31,12 +31,14 @@ from offbeat.fabric.server.messages import (
     Enlist,
     Fill,
     Filled,
+    Kept,
     Look,
     Mark,
     Open,
     Opened,
     Part,
     Pulled,
+    Recall,
     Refused,
     Safe,
     Save,
@@ -330,6 +332,13 @@ class Shard:
             elif self._chief is not None:
                 self._chief.send(pack(Whole(model, *push)))
 
+    def recall(self, guest: Guest, model: int) -> None:
+        """A worker wants what the optimizer keeps."""
+        for block, (key, numbers, values) in self.table(model).kept():
+            body = b"" if values is None else bytes_of(values)
+            guest.say(Kept(model, block, key, numbers), body)
+        guest.say(Kept(model))
+
     def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromShard) -> None:
         """Something for the coordinator.
 
@@ -581,6 +590,10 @@ class Guest:
                 if landing is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
                 shard.arrive(model, (self.rank, clock), block, landing)
+            case Recall(model=model):
+                if model not in self.models:
+                    raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+                shard.recall(self, model)
             case _:
                 shard.hear(self, message)
 

@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PeerError
+from offbeat.fabric.server.kept import entries
 from offbeat.fabric.server.optimizers import Held, hold
+from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Iterator, Sequence, Set
 
     from offbeat.fabric.server.blocks import Block
+    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
+    from offbeat.sync import OuterSGD
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
+
+
+_OUTER = "outer momentum"  # no optimizer of torch has such a key
 
 
 class Store:
@@ -36,6 +43,7 @@ class Store:
         self._held: dict[int, Held | None] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
+        self._outer_momentum: dict[int, torch.Tensor] = {}  # of changes; of the blocks that have any
         for block in blocks:
             if block.dtype not in DTYPES:
                 raise PeerError(f"Cannot hold parameters of type {block.dtype!r} at a server.")
@@ -64,11 +72,9 @@ class Store:
             unused: names of parameters that no contribution has a gradient for; they stay as they are.
         """
         self.versions[block] += 1
-        held = self._held[block]
-        total = sum(weight for _, weight in parts)
-        if held is None or total == 0:
+        held, mean = self._held[block], _mean(parts, self.values[block].dtype)
+        if held is None or mean is None:
             return
-        mean = _mean(parts, total, self.values[block].dtype)
         pieces = self._pieces[block]
         grads = mean.split([piece.numel() for piece in pieces.values()])
         for (name, piece), grad in zip(pieces.items(), grads, strict=True):
@@ -78,17 +84,44 @@ class Store:
         for piece in pieces.values():
             piece.grad = None
 
+    def move(
+        self, block: int, parts: Sequence[tuple[torch.Tensor, float]], *, outer: OuterSGD | None, rate: float
+    ) -> None:
+        """Move one block by the mean change of workers that step by themselves.
+
+        Args:
+            parts: changes [D] with their weights; consumed.
+            outer: how the mean is applied; None for a plain average.
+            rate: the step is multiplied by it.
+        """
+        self.versions[block] += 1
+        value = self.values[block]
+        mean = _mean(parts, value.dtype)
+        if mean is not None:
+            momentum = self._outer_momentum.get(block)
+            if momentum is None:
+                momentum = self._outer_momentum[block] = torch.zeros_like(value if outer is not None else value[:0])
+            apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
+
+    def kept(self, block: int) -> Iterator[Entry]:
+        """What the optimizer keeps of one block; copies."""
+        held = self._held[block]
+        return iter(()) if held is None else entries(held.optimizer, list(self._pieces[block].values()))
+
     def state_of(self, block: int) -> list[tuple[str, str, torch.Tensor]]:
         """The optimizer's state in one block: (parameter, key, tensor), each tensor [D] of its piece or a scalar."""
-        held = self._held[block]
-        if held is None:
-            return []
-        return [
-            (name, key, value if isinstance(value, torch.Tensor) else torch.tensor(value))
-            for name, piece in self._pieces[block].items()
-            for key, value in held.optimizer.state.get(piece, {}).items()
-            if value is not None
-        ]
+        held, state = self._held[block], []
+        pieces = self._pieces[block]
+        for name, piece in pieces.items() if held is not None else ():
+            assert held is not None
+            for key, value in held.optimizer.state.get(piece, {}).items():
+                if value is not None:
+                    state.append((name, key, value if isinstance(value, torch.Tensor) else torch.tensor(value)))
+        momentum = self._outer_momentum.get(block)
+        if momentum is not None and momentum.numel():
+            views = momentum.split([piece.numel() for piece in pieces.values()])
+            state += [(name, _OUTER, view) for name, view in zip(pieces, views, strict=True)]
+        return state
 
     def set_state(self, block: int, name: str, key: str, value: torch.Tensor) -> None:
         """Take over one tensor that `state_of` returned.
@@ -96,14 +129,28 @@ class Store:
         Raises:
             PeerError: if there is no such parameter in the block, or the tensor has another shape.
         """
-        held, piece = self._held.get(block), self._pieces.get(block, {}).get(name)
-        if held is None or piece is None or value.numel() not in (1, piece.numel()):
+        held, pieces = self._held.get(block), self._pieces.get(block, {})
+        piece = pieces.get(name)
+        if piece is None or value.numel() not in (1, piece.numel()) or (held is None and key != _OUTER):
             raise PeerError(f"Cannot take over {key} of {name} in block {block}: there is no such piece here.")
+        if key == _OUTER:
+            momentum = self._outer_momentum.setdefault(block, torch.zeros_like(self.values[block]))
+            views = momentum.split([piece.numel() for piece in pieces.values()])
+            dict(zip(pieces, views, strict=True))[name].copy_(value)
+            return
+        assert held is not None
         held.optimizer.state[piece][key] = value
 
 
-def _mean(parts: Sequence[tuple[torch.Tensor, float]], total: float, dtype: torch.dtype) -> torch.Tensor:
-    """The weighted mean of `parts`, summed in their order; overwrites the first."""
+def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> torch.Tensor | None:
+    """The weighted mean of `parts`, summed in their order; overwrites the first. None if nothing weighs anything.
+
+    What weighs nothing may hold NaN, and is left out.
+    """
+    parts = [(part, weight) for part, weight in parts if weight > 0]
+    if not parts:
+        return None
+    total = sum(weight for _, weight in parts)
     (first, weight), *others = parts
     mean = first.to(dtype)
     if not others:

@@ -9,16 +9,17 @@ from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.ledger import Keep, Ledger, Loss, Make
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
-from offbeat.fabric.server.optimizers import check_spec
+from offbeat.fabric.server.optimizers import check_spec, outer_of
 from offbeat.fabric.server.store import DTYPES, Store
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from offbeat.fabric.server.keeping import Keeping
+    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.messages import About, Decision, Details
     from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
@@ -105,6 +106,12 @@ class Table:
         """Number of the worker's contribution that is next or on its way; None if it does not take part."""
         return self._ledger.next(worker)
 
+    def kept(self) -> Iterator[tuple[int, Entry]]:
+        """What the optimizer keeps, by block; copies."""
+        for block in self.sizes:
+            for entry in self._store.kept(block):
+                yield block, entry
+
     def expects(self, push: Push, block: int) -> bool:
         """Whether this block of a contribution is still to come."""
         return self._ledger.expects(push, block)
@@ -151,6 +158,9 @@ class Table:
     def _update(self, make: Make) -> None:
         about: list[About] = [about for about, _ in make.parts if about.weight > 0]
         parts = [(part, about.weight) for about, part in make.parts]
+        if about and about[0].change:
+            self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
+            return
         names = self.details.names
         unused = frozenset.intersection(*(frozenset(one.unused) for one in about)) if about else frozenset()
         self._store.update(

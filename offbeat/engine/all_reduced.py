@@ -1,0 +1,169 @@
+"""Averages of local steps without a server: the mean change is summed over the fabric, and applied by every worker.
+
+Buffers travel with each average.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.engine.anchor import Anchor
+from offbeat.engine.channel import Channel
+from offbeat.layout import arrange
+from offbeat.payload import Sum, Total
+from offbeat.sync.local_sgd import apply_change_
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.codec import Exchange, State
+    from offbeat.engine.buffers import Buffers
+    from offbeat.engine.reducer import Reducer
+    from offbeat.engine.waiting import Waiter
+    from offbeat.fabric import Fabric, Pending
+    from offbeat.layout import Bucket
+    from offbeat.plan import Plan
+    from offbeat.sync import OuterSGD
+
+
+class AllReduced:
+    """One model's averages. An `Averaging`.
+
+    Args:
+        reducer: of the same model; share and meter are its.
+        parameters: trainable parameters by name, in order of registration.
+        fabric: this worker's end of the fabric; the reducer's.
+        buffers: the model's, or None if they are not to be synchronised.
+        waiter: the one waiting primitive.
+        outer: how the mean change is applied; None for a plain average.
+        model: which of several prepared, from 0, for reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        reducer: Reducer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        fabric: Fabric,
+        buffers: Buffers | None,
+        waiter: Waiter,
+        outer: OuterSGD | None,
+        model: int = 0,
+    ) -> None:
+        self._plan, self._share, self._meter = reducer.plan, reducer.share, reducer.meter
+        self._outer, self._buffers = outer, buffers
+        self._channel = Channel(fabric, waiter, reducer.meter, model)
+        buckets = arrange(parameters, bucket_bytes=self._plan.bucket_bytes).buckets
+        self._channel.buckets = len(buckets)
+        self._changes = [Change(bucket, parameters, self._plan.codec.init(bucket)) for bucket in buckets]
+
+    def begin(self) -> None:
+        """Anchor here."""
+        for change in self._changes:
+            change.anchor.here()
+
+    def average(self, steps: int) -> list[tuple[float, float]]:
+        """Exchange the changes, and apply their mean; when each bucket was issued and done. Collective."""
+        channel, share = self._channel, self._share
+        weight = share.weight if steps else 0.0
+        issued_s = []
+        for change in self._changes:
+            issued_s.append(self._meter.now_s())
+            change.start(self._plan, channel, weight)
+        source = share.source
+        broadcasts = [] if self._buffers is None else self._buffers.start(source)
+        done_s = []
+        for change in self._changes:
+            change.finish(channel, self._outer)
+            done_s.append(self._meter.now_s())
+        if self._buffers is not None:
+            for pending in broadcasts:
+                channel.wait(pending, "broadcast of the buffers")
+            self._buffers.finish(source)
+        channel.step += 1
+        return list(zip(issued_s, done_s, strict=True))
+
+    def refreshed(self, steps: int) -> None:
+        """Nothing to do: there is no server."""
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Anchors, outer momentum and codec state, by parameter name."""
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for change in self._changes:
+            own.update(change.state_dict())
+        return own
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over what `state_dict` returned."""
+        for change in self._changes:
+            change.load_state_dict(state)
+
+
+class Change:
+    """One bucket: anchor, change, outer momentum.
+
+    Args:
+        bucket: what lies in it.
+        parameters: by name.
+        state: the codec's.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter], state: State) -> None:
+        self._bucket, self._state = bucket, state
+        self.anchor = Anchor(bucket, parameters)
+        memory = torch.zeros(bucket.numel + 1, dtype=bucket.dtype, device=bucket.device)
+        self._change, self._tail = memory[:-1], memory[-1:]  # the tail is the worker's weight
+        self._momentum = torch.zeros_like(self._change)
+        self._exchange: Exchange
+        self._pending: Pending
+
+    def start(self, plan: Plan, channel: Channel, weight: float) -> None:
+        """Send how far this worker came, weighed."""
+        if weight:
+            self.anchor.change(self._change)
+            self._change.mul_(weight / channel.world)
+        else:
+            self._change.zero_()
+        self._exchange = plan.codec.exchange(self._change, self._state)
+        payload = next(self._exchange)
+        self._tail.fill_(weight)
+        assert isinstance(payload, Sum)
+        self._pending = channel.start(Sum(payload.tensor, self._tail.to(payload.tensor.dtype)))
+
+    def finish(self, channel: Channel, outer: OuterSGD | None) -> None:
+        """Receive the mean change and apply it; the parameters are the new anchor."""
+        reply = channel.wait_for_bucket(self._pending, self._bucket)
+        assert isinstance(reply, Total)
+        assert reply.tail is not None
+        weight = float(reply.tail[0]) / channel.world
+        while True:
+            try:
+                payload = self._exchange.send(Total(reply.tensor, weight or 1.0))
+            except StopIteration as stop:
+                mean = stop.value.update
+                break
+            answer = channel.wait_for_bucket(channel.start(payload), self._bucket)
+            assert isinstance(answer, Total)
+            reply = answer
+        if weight:  # else nobody has moved, and the outer momentum must not move them
+            apply_change_(self.anchor.values, mean, outer=outer, momentum=self._momentum)
+        self.anchor.return_()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By parameter name."""
+        momentum = self.anchor.views_in(self._momentum)
+        return {
+            name: {"anchor": anchor.clone(), "momentum": momentum[name].clone(), **self._state.get(name, {})}
+            for name, _, anchor in self.anchor.slots
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over what `state_dict` returned."""
+        momentum = self.anchor.views_in(self._momentum)
+        for name, _, anchor in self.anchor.slots:
+            anchor.copy_(state[name]["anchor"])
+            momentum[name].copy_(state[name]["momentum"])
+            for key, tensor in self._state.get(name, {}).items():
+                tensor.copy_(state[name][key])

@@ -1,0 +1,69 @@
+"""Where the parameters of one bucket were after the last average (see `local`), and how far they have come since."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.engine.flat import view_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.layout import Bucket
+
+
+class Anchor:
+    """One bucket's.
+
+    Args:
+        bucket: what lies in it.
+        parameters: by name.
+
+    Attributes:
+        values: [D] the parameters after the last average.
+        slots: of each parameter its name, itself, and its place in `values`.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._bucket = bucket
+        self.values = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.slots = [
+            (slot.name, parameters[slot.name], view_in(self.values, slot.offset, parameters[slot.name]))
+            for slot in bucket.slots
+        ]
+
+    def here(self) -> None:
+        """The parameters are the same on all workers now."""
+        for _, parameter, anchor in self.slots:
+            anchor.copy_(parameter.detach())
+
+    def change(self, out: torch.Tensor) -> None:
+        """How far this worker came, with the sign of a gradient.
+
+        Args:
+            out: [D] where to.
+        """
+        for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
+            torch.sub(anchor, parameter.detach(), out=view_in(out, slot.offset, parameter))
+
+    def return_(self) -> None:
+        """The parameters go back to where the anchor is."""
+        for _, parameter, anchor in self.slots:
+            parameter.data.copy_(anchor)
+
+    def move_(self, values: torch.Tensor) -> None:
+        """The anchor is at `values` [D] now; what this worker's own steps added up to since is kept."""
+        for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
+            moved = view_in(values, slot.offset, parameter).to(parameter.device)
+            if not torch.equal(moved, anchor):
+                parameter.data.add_(moved - anchor)
+                anchor.copy_(moved)
+
+    def views_in(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter's stretch of another memory [D] of this bucket, by name."""
+        return {
+            slot.name: view_in(flat, slot.offset, parameter)
+            for slot, (_, parameter, _) in zip(self._bucket.slots, self.slots, strict=True)
+        }
