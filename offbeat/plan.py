@@ -95,6 +95,12 @@ class Plan:
                 "at the same parameters, while this fabric's server holds one set. Use LocalSGD(...) for all workers, "
                 "or a policy in which every step contributes its gradient, such as KSync(k) - at `plan.sync`."
             )
+        if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and _takes_single_turns(self.sync):
+            raise PlanError(
+                f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
+                "of the shards beside them, would be idle. Use slots=, as many as there are workers or a little less, "
+                "BSP(), or shards of their own - at `plan.sync.slots`."
+            )
         missing = self.codec.needs - self.fabric.offers.carries
         if missing:
             needs, carries = _kinds(missing), _kinds(self.fabric.offers.carries)
@@ -153,6 +159,11 @@ class Plan:
                 raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
             values[key] = _value(value, cls, key, "plan", "plan")
         return cls(**values)
+
+
+def _takes_single_turns(policy: Policy) -> bool:
+    """Whether only one worker at a time, or the workers of one group, may use the server's links."""
+    return _takes_single_turns(policy.outer) if isinstance(policy, Hybrid) else getattr(policy, "slots", 0) == 1
 
 
 def _kinds(kinds: frozenset[type]) -> str:

@@ -41,6 +41,7 @@ PLANS = [
     Plan(sync=LocalSGD(every=8, after=100, outer=OuterSGD(lr=1.0, momentum=0.0, nesterov=False))),
     *(Plan(sync=policy, fabric=ParameterServer()) for policy in SERVED),
     Plan(sync=LocalSGD(every=8, outer=OuterSGD()), fabric=ParameterServer()),
+    Plan(sync=SSP(bound=4), fabric=ParameterServer(block_bytes=4096, collocated=True)),
 ]
 
 
@@ -122,6 +123,22 @@ def test_a_policy_that_needs_a_server_is_refused_elsewhere(policy: Policy) -> No
     assert "Use fabric=ParameterServer()" in str(caught.value)
     assert str(caught.value).endswith("at `plan.sync`.")
     Plan(sync=policy, fabric=ParameterServer())
+
+
+def test_turns_of_one_worker_on_collocated_shards_are_refused() -> None:
+    beside = ParameterServer(collocated=True)
+    for policy in (RoundRobin(), Hybrid(BSP(), RoundRobin(strict=True), groups=2)):
+        with pytest.raises(PlanError, match=r"would be idle\. Use slots=.*at `plan\.sync\.slots`"):
+            Plan(sync=policy, fabric=beside)
+        Plan(sync=policy, fabric=ParameterServer())
+    others: list[Policy] = [RoundRobin(slots=3), Hybrid(RoundRobin(), BSP(), groups=2), SSP(bound=1)]
+    for other in others:
+        Plan(sync=other, fabric=beside)
+
+
+def test_collocated_shards_and_addresses_exclude_each_other() -> None:
+    with pytest.raises(PlanError, match=r"one or the other.*at `plan\.fabric\.collocated`"):
+        ParameterServer(("10.0.0.1:7070",), collocated=True)
 
 
 def test_diff_names_what_changed() -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.server import Client, ParameterServer
 
 if TYPE_CHECKING:
@@ -80,13 +80,14 @@ def connect(
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Server:
-    """Connect with the plan's server; rank 0 starts one if there is none. Collective.
+    """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
     Args:
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
 
     Raises:
+        PlanError: if there is a server, and the plan wants shards beside the workers.
         NetworkError: on all ranks if it cannot be started; on one that cannot reach it.
         PeerError: if it refuses this worker.
     """
@@ -97,9 +98,13 @@ def connect(
 
     addresses = spec.addresses or tuple(filter(None, os.environ.get("OFFBEAT_SERVERS", "").split(",")))
     settings = from_environment("default", timeout)
+    if addresses and spec.collocated:
+        raise PlanError(
+            f"Cannot start shards beside the workers: this job has a server, at {', '.join(addresses)}. Leave out "
+            "--servers and OFFBEAT_SERVERS, or collocated - at `plan.fabric.collocated`."
+        )
     if not addresses:
-        address, settings = _beside_rank_0(control, settings, run_dir)
-        addresses = (address,)
+        addresses, settings = _beside_workers(control, settings, run_dir, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
     if run_dir is not None and control.rank == 0:
@@ -148,22 +153,51 @@ def _leave_address(path: Path, address: str, settings: Settings) -> None:
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
 
 
-def _beside_rank_0(control: Control, settings: Settings, run_dir: Path | None) -> tuple[str, Settings]:
-    """Have rank 0 start a shard with a job and a token of its own; where it is. Collective."""
-    from offbeat.serve import RESTARTS, start_shard
+def _beside_workers(
+    control: Control, settings: Settings, run_dir: Path | None, *, everywhere: bool
+) -> tuple[tuple[str, ...], Settings]:
+    """Have rank 0 start a shard with a job and a token of its own; where it is. Collective.
+
+    Args:
+        run_dir: where snapshots are kept; None for none.
+        everywhere: the other ranks start one each, which follows rank 0's.
+    """
+    from offbeat.serve import start_shard
 
     bind, said = meeting_address(control), ""
     if control.rank == 0:
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         fresh = msgspec.structs.replace(settings, job=job, token=token, bind=bind)
-        if run_dir is not None:
-            fresh = msgspec.structs.replace(fresh, snapshots=str(run_dir / "server"), is_fresh=True, restarts=RESTARTS)
         try:
-            said = f"{start_shard(fresh)[1]} {fresh.job} {fresh.token}"
+            said = f"{start_shard(_with_snapshots(fresh, run_dir, 0))[1]} {fresh.job} {fresh.token}"
         except NetworkError as error:
             said = f"! {error}"
     said = control.texts("the parameter server's address", said)[0]
     if said.startswith("!"):
         raise NetworkError(said[2:])
     address, job, token = said.split()
-    return address, msgspec.structs.replace(settings, job=job, token=token)
+    settings = msgspec.structs.replace(settings, job=job, token=token)
+    if not everywhere:
+        return (address,), settings
+    said = address
+    if control.rank > 0:
+        try:
+            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
+            said = start_shard(_with_snapshots(fresh, run_dir, control.rank))[1]
+        except NetworkError as error:
+            said = f"! {error}"
+    addresses = control.texts("the addresses of the shards", said)
+    for one in addresses:
+        if one.startswith("!"):
+            raise NetworkError(one[2:])
+    return tuple(addresses), settings
+
+
+def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:
+    """The same, with a folder for snapshots, so that the shard can be started again if it dies."""
+    from offbeat.serve import RESTARTS
+
+    if run_dir is None:
+        return settings
+    folder = run_dir / "server" / f"shard-{shard}"
+    return msgspec.structs.replace(settings, snapshots=str(folder), is_fresh=True, restarts=RESTARTS)

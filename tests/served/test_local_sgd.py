@@ -45,7 +45,8 @@ def heavy(net: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
     first, *others = net.parameters()
-    return torch.optim.AdamW([{"params": [first], "lr": 0.003}, {"params": others}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.003}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def plain(net: nn.Module) -> torch.optim.Optimizer:

@@ -326,14 +326,15 @@ class Client:
         )
         assert place.optimizer is not None
         details = Details(
-            self.world,
-            len(self._links),
-            place.plan,
-            place.layout,
-            tuple(index),
-            held,
-            place.optimizer,
-            self._back(place),
+            world=self.world,
+            shards=len(self._links),
+            holders=len(set(place.shards)),
+            plan=place.plan,
+            layout=place.layout,
+            names=tuple(index),
+            blocks=held,
+            optimizer=place.optimizer,
+            back=self._back(place),
         )
         self._links[shard].send(pack(Open(place.model, self._entry)), pack(details))
 

@@ -47,7 +47,7 @@ class Model:
     coordinator: Coordinator
     optimizer: OptimizerSpec
     to_fill: int  # shards that have not got their first values
-    shards: int
+    holders: int  # shards that hold blocks of it
     announced: dict[Push, About] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
@@ -108,7 +108,7 @@ class Lead:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         coordinator = Coordinator(policy, details.world, asyncio.get_running_loop().time)
         to_fill = details.shards - self._filled_early.pop(model, 0)
-        self.models[model] = Model(coordinator, details.optimizer, to_fill, details.shards)
+        self.models[model] = Model(coordinator, details.optimizer, to_fill, details.holders)
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
@@ -180,7 +180,7 @@ class Lead:
         if push[0] not in one.coordinator.state.members:
             return
         one.whole[push] = one.whole.get(push, 0) + 1
-        if one.whole[push] == one.shards:
+        if one.whole[push] == one.holders:
             del one.whole[push]
             self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
 
@@ -249,7 +249,9 @@ class Lead:
         losses = Losses(version)
         for worker, _, samples in progress.orphans:
             losses.add(worker, [samples])
-        self.models[model] = Model(coordinator, details.optimizer, 0, details.shards, losses=losses, note=progress.note)
+        self.models[model] = Model(
+            coordinator, details.optimizer, 0, details.holders, losses=losses, note=progress.note
+        )
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""

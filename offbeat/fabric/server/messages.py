@@ -104,7 +104,8 @@ class Details(msgspec.Struct, frozen=True):
 
     Args:
         world: how many workers the job begins with.
-        shards: over how many the model is dealt.
+        shards: how many there are.
+        holders: over how many of them the model is dealt; a small one has fewer blocks than there are shards.
         plan: as TOML.
         layout: digest of the model's parameters and of how they are cut.
         names: of all its parameters.
@@ -114,6 +115,7 @@ class Details(msgspec.Struct, frozen=True):
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     shards: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    holders: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     plan: _Text
     layout: _Digest
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1 << 20)]

@@ -288,6 +288,7 @@ class Shard:
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
+        is_first = table is None
         if table is None:
             table = Table(model, details, self._give, keeping=self._keeping)
             if self._lead is not None:
@@ -303,7 +304,7 @@ class Shard:
         if table.unfilled and not filler:
             guest.filling.add(model)
         guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None))
-        if not details.blocks and not filler and details.back is None:  # more shards than blocks
+        if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._on_filled(model)
         if self._lead is not None:
             self._lead.join(model, guest.rank, details, entry)

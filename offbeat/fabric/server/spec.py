@@ -23,17 +23,20 @@ class ParameterServer:
             in the environment variable OFFBEAT_SERVERS, or, if there are none, one shard beside rank 0.
         block_bytes: the parameters travel in blocks of at most this size.
         patience_s: for how long a worker dials a server that is gone, or that went on without it; 0 gives up at once.
+        collocated: start a shard beside every worker, that of rank 0 coordinates; with N workers each link carries
+            about 2(N-1)/N copies of the parameters per round, in each direction, instead of one link N.
 
     Raises:
         PlanError: if a value cannot be.
 
     >>> ParameterServer()
-    ParameterServer(addresses=(), block_bytes=1048576, patience_s=60.0)
+    ParameterServer(addresses=(), block_bytes=1048576, patience_s=60.0, collocated=False)
     """
 
     addresses: tuple[str, ...] = ()
     block_bytes: int = 1 << 20
     patience_s: float = 60.0
+    collocated: bool = False
 
     def __post_init__(self) -> None:
         for address in self.addresses:
@@ -52,6 +55,11 @@ class ParameterServer:
             raise PlanError(
                 f"Cannot wait {self.patience_s} s for a server that is gone: choose a number of seconds from 0 "
                 "- at `plan.fabric.patience_s`."
+            )
+        if self.collocated and self.addresses:
+            raise PlanError(
+                f"Cannot start shards beside the workers and use those at {', '.join(self.addresses)}: it is one or "
+                "the other. Leave out addresses, or collocated - at `plan.fabric.collocated`."
             )
 
     @property
