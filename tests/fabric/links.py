@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.fabric.server import Client, Shard
@@ -45,6 +48,7 @@ class End:
         self.other: End
         self.open = True
         self.frames = 0
+        self.took: Counter[str] = Counter()  # messages, by kind
 
     def send(self, metadata: bytes, body: Any = b"", sent: Callable[[], None] = lambda: None) -> None:
         self._loop.loop.call_soon(self.other.take, metadata, bytes(body), sent)
@@ -54,6 +58,7 @@ class End:
             return
         self.frames += 1
         sent()
+        self.took[kind_of(metadata)] += 1
         try:
             landing = memoryview(b"")
             if body:
@@ -71,6 +76,11 @@ class End:
             if end.open:
                 end.open = False
                 self._loop.loop.call_soon(end.receiver.lost, error)
+
+
+def kind_of(metadata: bytes) -> str:
+    kind: str = msgspec.msgpack.decode(metadata)["type"]
+    return kind
 
 
 class Together:

@@ -30,6 +30,18 @@ def made(one: Ledger) -> list[tuple[int, int, list[Push]]]:
     return [(a.block, a.version, [push for push, _ in a.parts]) for a in one.due() if isinstance(a, Make)]
 
 
+def test_what_was_pushed_before_anybody_heard_of_it_dies_with_its_worker() -> None:
+    one = ledger()
+    assert [one.arrive((0, 0), block, "old") for block in (0, 1)] == [False, True]
+    assert one.lose(0) is None, "nobody was told of it"
+    one.admit(0, 0)
+    assert one.expects((0, 0), 0)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    assert list(one.due()) == [], "the old one is not used"
+    one.arrive((0, 0), 0, "new")
+    assert list(one.due(0)) == [Make(0, 1, (((0, 0), "new"),), 1.0)]
+
+
 def test_a_block_travels_back_while_the_next_still_comes() -> None:
     one = ledger()
     one.apply(Apply(((0, 0),)), ABOUT)

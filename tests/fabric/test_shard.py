@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from offbeat.errors import PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.layout import arrange
-from offbeat.sync import ASP, BSP, KSync, Policy
+from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from tests.fabric.links import Together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from offbeat.fabric.server import Client
 
@@ -123,3 +125,52 @@ def test_who_comes_late_is_dropped_and_goes_on(together: Callable[[Policy, int],
     slow.step(torch.ones(100))
     moved = before - slow.values
     assert torch.allclose(moved, torch.full((100,), 0.5 * (1 + 1.5)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "grants"), [(BSP(), 0), (ASP(), 0), (SSP(1), 0), (KSync(2), 5), (RoundRobin(), 5)], ids=str
+)
+def test_who_need_not_wait_is_not_granted(
+    together: Callable[[Policy, int], Together], policy: Policy, grants: int
+) -> None:
+    """One round trip less in each step: announced and pushed together."""
+    job = together(policy, 2)
+    team = workers(job)
+    for _ in range(5):
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
+    for end in job.ends:
+        assert end.took["Announce"] == 5
+        assert end.other.took["Granted"] == grants
+        assert end.took["Part"] == 5 * len(team[0].blocks)
+
+
+@dataclass(frozen=True)
+class DropsOdd(ASP):
+    """Drops every second contribution, when it may already be on its way."""
+
+    @property
+    def drops(self) -> bool:
+        return True
+
+    def decide(self, state: State) -> Sequence[Action]:
+        odd = tuple(push for push in state.pending if push[1] % 2)
+        return [Drop(odd), *map(Release, state.held)] if odd else super().decide(state)
+
+
+def test_what_was_pushed_at_once_may_still_be_dropped(together: Callable[[Policy, int], Together]) -> None:
+    job = together(DropsOdd(), 1)
+    (worker,) = workers(job)
+    before = worker.values.clone()
+    for step in range(6):
+        worker.step(torch.full((100,), 1000.0 if step % 2 else 1.0))
+    assert job.ends[0].took["Part"] == 6 * len(worker.blocks), "all were pushed"
+    assert torch.allclose(before - worker.values, torch.full((100,), 0.5 * (1 + 1.5 + 1.75)))
+
+
+def test_contributions_of_the_wrong_kind_are_refused(together: Callable[[Policy, int], Together]) -> None:
+    job = together(LocalSGD(every=2, after=1), 1)
+    (worker,) = workers(job)
+    worker.step(torch.ones(100))
+    with pytest.raises(PeerError, match=r"it is a gradient, and with LocalSGD.* that is a change"):
+        worker.step(torch.ones(100))  # it should be a change

@@ -145,6 +145,7 @@ class Place:
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)
     going: Go | None = None  # the release whose parameters are still coming
+    is_gated: bool = True  # whether it waits for its grant before it pushes
     names: dict[str, int] = field(default_factory=dict)
     plan: str = ""
     layout: str = ""
@@ -366,6 +367,8 @@ class Client:
             return
         if place.is_in:
             self._say(Announce(model, place.clock, place.about))
+            if not place.is_gated:
+                self._push(place, place.clock)
         elif place.is_outdated:
             self._come_again(place)
 
@@ -534,7 +537,7 @@ class Client:
         place.new_life = message.life
 
     def _go(self, place: Place, go: Go) -> None:
-        was_in, place.is_in = place.is_in, True
+        was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
         if not was_in:
             if place.life != place.new_life:
                 place.done.clear()  # what was lost is counted

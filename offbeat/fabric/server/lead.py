@@ -53,6 +53,7 @@ class Model:
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
+    at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
     left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
     timer: asyncio.TimerHandle | None = None
@@ -60,6 +61,14 @@ class Model:
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
     losses: Losses | None = None  # if it goes on from a snapshot
     note: str = ""  # what happened to the server
+
+    def must_wait(self, worker: int, clock: int) -> bool:
+        """Whether the worker is to wait for its grant with contribution `clock`; noted down."""
+        if self.coordinator.policy.gated:
+            self.at_once.pop(worker, None)
+            return True
+        self.at_once[worker] = clock
+        return False
 
 
 class Lead:
@@ -169,6 +178,9 @@ class Lead:
             outer_of(message.about.hyper)
         else:
             check_hyper(one.optimizer, message.about.hyper)
+        if one.at_once.get(worker) == message.clock:
+            one.granted.add((worker, message.clock))
+            one.latest[worker] = message.clock
         one.announced[(worker, message.clock)] = message.about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, one.coordinator.now_s(), message.about.weight)
@@ -330,7 +342,9 @@ class Lead:
         """Tell a worker that has just joined where it is, and give it the parameters."""
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
-        self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values, again=again))
+        # Who gets no values has heard from no other shard, which may not know yet that it takes part.
+        waits = not values or one.must_wait(worker, clock)
+        self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values, again=again, waits=waits))
         if values:
             one.joining.add(worker)
             self._decide(Released(model, worker, clock))
@@ -342,7 +356,8 @@ class Lead:
                 case Grant(worker=worker):
                     one.granted.add((worker, one.clocks[worker]))
                     one.latest[worker] = one.clocks[worker]
-                    self._say(worker, Granted(model, one.clocks[worker]))
+                    if one.at_once.get(worker) != one.clocks[worker]:
+                        self._say(worker, Granted(model, one.clocks[worker]))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
                     about = tuple(one.announced.pop(push) for push in pushes)
                     one.granted.difference_update(pushes)
@@ -358,7 +373,8 @@ class Lead:
                     step = one.clocks[worker] + 1
                     stale = one.coordinator.last_staleness.get(worker, 0)
                     counted = one.applied.get(worker) == one.clocks[worker]
-                    self._say(worker, Go(model, step, one.coordinator.state.version, stale, counted=counted))
+                    version, waits = one.coordinator.state.version, one.must_wait(worker, step)
+                    self._say(worker, Go(model, step, version, stale, counted=counted, waits=waits))
                     self._decide(Released(model, worker, step))
                 case Evict(worker=worker):
                     self._remove(model, worker)
@@ -373,10 +389,10 @@ class Lead:
             one.lost[worker] = loss.push[1]
             one.coordinator.records.setdefault(worker, Record()).lost += 1
         one.granted = {push for push in one.granted if push[0] != worker}
+        one.at_once.pop(worker, None)
         one.joining.discard(worker)
         one.left_at.pop(worker, None)
-        for push in [push for push in one.announced if push[0] == worker and push in one.whole]:
-            del one.whole[push]
+        one.whole = {push: count for push, count in one.whole.items() if push[0] != worker}
 
     def _wake(self, model: int, at_s: float) -> None:
         one = self.models[model]

@@ -117,6 +117,9 @@ class Ledger:
 
     def admit(self, worker: int, clock: int) -> None:
         """The worker takes part; its next contribution has the number `clock`."""
+        # What it began to push in an earlier life, and nobody had heard of when it was lost.
+        for push in [push for push in self._arrivals if push[0] == worker and push[1] >= clock]:
+            del self._arrivals[push]
         self._next[worker] = clock
 
     def next(self, worker: int) -> int | None:

@@ -5,7 +5,7 @@ worker                                       shard (the coordinator is the first
   | <----- Opened(wants_values) --------------- |
   | -- Fill(block) + values ------------------> |   the first worker, where the shard has none
   | -- Announce(clock, weight, hyper) --------> |   to the coordinator: it has computed a contribution
-  | <----- Granted(clock) --------------------- |   it may push
+  | <----- Granted(clock) --------------------- |   it may push; not if it was told not to wait for that
   | -- Part(clock, block) + gradient ---------> |   to each block's shard
   | <----- Go(step, version, staleness) ------- |   released for the next step
   | <----- Values(step, block) + values ------- |   from each block's shard, as each is updated
@@ -193,6 +193,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
         values: whether the parameters follow.
         counted: whether the contribution is in an update; False if it was dropped, or there was none.
         again: announce the contribution that you hold once more, under the number `step`.
+        waits: whether the worker waits until it is granted to push what it computes; else it pushes at once.
     """
 
     model: _Model
@@ -202,6 +203,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     values: bool = True
     counted: bool = False
     again: bool = False
+    waits: bool = True
 
 
 class Values(msgspec.Struct, tag=True, frozen=True):
