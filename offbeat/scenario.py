@@ -42,7 +42,7 @@ Profile = Literal["resnet50", "vgg16", "transformer-small"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_LATER = [("straggle", None), ("servers", 0), ("role", "worker")]
+_LATER = [("straggle", None), ("servers", 0), ("role", "worker"), ("jitter", 0.0), ("better", "higher")]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +55,8 @@ class About(_Table, frozen=True, kw_only=True):
     name: Annotated[
         str,
         msgspec.Meta(
-            pattern="^[a-z0-9][a-z0-9-]{0,63}$", description="of 1 to 64 of a-z, 0-9 and '-', not starting with '-'"
+            pattern="^[a-z0-9][a-z0-9_-]{0,63}$",
+            description="of 1 to 64 of a-z, 0-9, '-' and '_', starting with a letter or digit",
         ),
     ]
     description: str = ""
@@ -112,8 +113,10 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     """Real gradients of a profile's true sizes times `scale`, with the computation slept away.
 
     `forward_s` and `backward_s` are one step's computation on the reference host, divided among the layers by their
-    work; for a table of layers each layer has its own times. `batch` is the samples a step stands for, per worker.
-    `bucket_bytes` is the bucket size of every row; None is each system's default.
+    work; for a table of layers each layer has its own times. `jitter` varies them from step to step, by a log-normal
+    factor of mean 1 whose logarithm has that deviation; each worker and step has its own, the same for every row.
+    `batch` is the samples a step stands for, per worker. `bucket_bytes` is the bucket size of every row; None is each
+    system's default.
     """
 
     profile: Profile | None = None
@@ -121,6 +124,7 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     scale: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     forward_s: Seconds = 0.1
     backward_s: Seconds = 0.2
+    jitter: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     batch: Positive = 32
     bucket_bytes: Size | None = None
 
@@ -128,7 +132,8 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
 class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
     """A training script, run by every worker. `path` and `data` are relative to the scenario's folder or to ours.
 
-    With a `target` the time until `metric` first reaches it is measured.
+    With a `target` the time until `metric` first reaches it is measured: until it is at least that, or, where `better`
+    is "lower", at most.
     """
 
     path: str
@@ -136,7 +141,14 @@ class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
     data: str | None = None
     metric: str = "accuracy"
     target: float | None = None
+    better: Literal["higher", "lower"] = "higher"
     bucket_bytes: Size | None = None
+
+    def reached(self, value: float) -> bool:
+        """Whether the metric has reached the target; never, if there is none."""
+        if self.target is None:
+            return False
+        return value >= self.target if self.better == "higher" else value <= self.target
 
 
 class Row(_Table, frozen=True, kw_only=True):

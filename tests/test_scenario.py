@@ -86,6 +86,22 @@ def test_the_digest_is_of_the_meaning() -> None:
     assert digest != Scenario.from_toml(changed('kind = "Cast"', 'kind = "Dense"')).digest
 
 
+def test_what_is_reached_depends_on_what_is_better() -> None:
+    text = changed(
+        'kind = "replay"\nprofile = "resnet50"\nscale = 0.01', 'kind = "script"\npath = "a.py"\ntarget = 2.0'
+    )
+    higher = Scenario.from_toml(text).workload
+    lower = Scenario.from_toml(text.replace("target = 2.0", 'target = 2.0\nbetter = "lower"')).workload
+    none = Scenario.from_toml(text.replace("target = 2.0", "")).workload
+    for workload, wanted in ((higher, [False, True, True]), (lower, [True, True, False]), (none, [False] * 3)):
+        assert isinstance(workload, Script)
+        assert [workload.reached(value) for value in (1.9, 2.0, 2.1)] == wanted
+
+
+def test_names_may_have_underscores() -> None:
+    assert Scenario.from_toml(changed('"two"', '"two_hosts"')).scenario.name == "two_hosts"
+
+
 TWICE = '[[host]]\nname = "a"\nrate_mbps = 1\n[[host]]\nname = "a"\nrate_mbps = 1'
 HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
 
@@ -162,6 +178,7 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             'name = "../up"',
             "Cannot set name to '../up': it takes a text of 1 to 64 of a-z.* (scenario.name).",
         ),
+        ("scale = 0.01", "jitter = 2", "Cannot set jitter to 2: it takes a number from 0 to 1.* (workload.jitter)."),
         ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
     ],
 )

@@ -41,6 +41,7 @@ class Job:
     toml: str
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
+    together: bool = True  # whether one update takes the contributions of all workers
 
     @property
     def command(self) -> list[str]:
@@ -126,7 +127,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
     tolerance = tolerances.get(type(made.codec))
-    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerance, served)
+    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerance, served, made.sync.replicated)
 
 
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:

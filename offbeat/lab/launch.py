@@ -35,19 +35,30 @@ LAST_LINES = 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker runs. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast."""
+    """Where a worker runs. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
+
+    `port` is the switch's end of its link: namespace and interface; None if it has no link.
+    """
 
     host: str
     namespace: str | None
     address: str
     interface: str
     compute_factor: float = 1.0
+    port: tuple[str, str] | None = None
 
 
 def places(network: Network) -> list[Place]:
     """One place per host of a network."""
     return [
-        Place(host.name, network.namespace(host.name), network.address(host.name), INTERFACE, host.compute_factor)
+        Place(
+            host.name,
+            network.namespace(host.name),
+            network.address(host.name),
+            INTERFACE,
+            host.compute_factor,
+            network.port(host.name),
+        )
         for host in network.topology.hosts
     ]
 

@@ -93,6 +93,10 @@ class Network:
         """IPv4 address of this host within the lab."""
         return f"10.77.0.{self._index[host] + 1}"
 
+    def port(self, host: str) -> tuple[str, str]:
+        """Namespace and name of the interface that is the switch's end of this host's link."""
+        return self._switch, f"port{self._index[host]}"
+
     def mark(self) -> dict[str, str]:
         """Environment for a process of this lab, by which `offbeat lab clean` knows it."""
         return {**programs.environment(), state.MARK: self.lab}
@@ -134,10 +138,11 @@ class Network:
             kernel.link("add", ifname="br0", kind="bridge", br_stp_state=0, br_forward_delay=0, br_mcast_snooping=0)
             bridge = kernel.link_lookup(ifname="br0")[0]
             kernel.link("set", index=bridge, state="up")
-            for host, index in self._index.items():
+            for host in self._index:
                 peer = {"ifname": INTERFACE, "net_ns_fd": self.namespace(host)}
-                kernel.link("add", ifname=f"port{index}", kind="veth", peer=peer)
-                port = kernel.link_lookup(ifname=f"port{index}")[0]
+                _, name = self.port(host)
+                kernel.link("add", ifname=name, kind="veth", peer=peer)
+                port = kernel.link_lookup(ifname=name)[0]
                 _shape(kernel, port, self._rates_mbps[host])
                 kernel.link("set", index=port, master=bridge, state="up")
 

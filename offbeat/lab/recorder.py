@@ -70,7 +70,10 @@ class Metric(msgspec.Struct, frozen=True, tag="metric"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """The worker's totals over the measured steps; `digest` is that of the last gradient, equal on all replicas."""
+    """The worker's totals over the measured steps; `digest` is that of the last gradient, equal on all replicas.
+
+    `span_s` is when those steps began and ended, by the clock that all processes of a machine share.
+    """
 
     bytes_sent: int
     samples: int
@@ -78,6 +81,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     compute_s: float
     digest: str
     gradient_error: float | None = None
+    span_s: tuple[float, float] = (0.0, 0.0)
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
@@ -103,6 +107,7 @@ class Recorder:
         self._samples = 0
         self._sent_bytes = 0
         self._paused_s = 0.0
+        self._span_s = [0.0, 0.0]
         self._start_s = self._mark_s = time.perf_counter()
 
     def step(self, samples: int) -> None:
@@ -116,8 +121,10 @@ class Recorder:
             self._samples += samples
         if index + 1 == 0:
             self._sent_bytes = -sent_bytes()
+            self._span_s[0] = now_s
         elif index + 1 == self.work.steps:
             self._sent_bytes += sent_bytes()
+            self._span_s[1] = now_s
         # What this method itself did belongs to no step.
         self._resume(now_s)
 
@@ -143,7 +150,9 @@ class Recorder:
 
     def finish(self, *, digest: str, gradient_error: float | None = None) -> None:
         """All steps are done: write the totals."""
-        self._write(End(self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s, digest, gradient_error))
+        begin_s, end_s = self._span_s
+        totals = self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s
+        self._write(End(*totals, digest, gradient_error, (begin_s, end_s)))
         if self._file is not None:
             self._file.close()
 

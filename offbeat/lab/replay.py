@@ -23,7 +23,7 @@ from offbeat.errors import NumericsError, ScenarioError
 from offbeat.lab import profiles
 from offbeat.lab.peers import Bound, bind
 from offbeat.lab.recorder import Recorder, Work
-from offbeat.lab.straggler import Straggler
+from offbeat.lab.straggler import Straggler, jitter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,10 +39,11 @@ class Pace:
     def __init__(self, compute_factor: float) -> None:
         self._compute_factor = compute_factor
         self._owed_s = 0.0
+        self.jitter = 1.0
 
     def layer(self, seconds: float, since_s: float) -> None:
         """Return when `seconds` (on the reference host) have passed since `since_s`, but for what is owed."""
-        self._owed_s += seconds * self._compute_factor
+        self._owed_s += seconds * self._compute_factor * self.jitter
         time.sleep(max(0.0, since_s + self._owed_s - time.perf_counter()))
         self._owed_s -= time.perf_counter() - since_s
 
@@ -85,14 +86,18 @@ class _Replayed(torch.autograd.Function):
 class ReplayModel(torch.nn.Sequential):
     """A profile's layers, one after the other."""
 
-    def __init__(self, layers: Sequence[profiles.TimedLayer], *, rank: int, compute_factor: float) -> None:
+    def __init__(
+        self, layers: Sequence[profiles.TimedLayer], *, rank: int, compute_factor: float, sigma: float = 0.0
+    ) -> None:
         pace, generator = Pace(compute_factor), _generator(rank)
         super().__init__()
+        self._pace, self._sigma, self._rank = pace, sigma, rank
         for layer in layers:
             self.add_module(layer.name, ReplayLayer(layer, pace, generator))
 
     def set_step(self, step: int) -> None:
-        """Choose the gradients of a step."""
+        """Choose the gradients of a step, and how long it takes."""
+        self._pace.jitter = jitter(self._sigma, self._rank, step)
         for layer in self:
             assert isinstance(layer, ReplayLayer)
             layer.factor = _FACTORS[step % len(_FACTORS)]
@@ -165,7 +170,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     layers = profiles.timed(work.replay)
-    model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor)
+    model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor, sigma=work.replay.jitter)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
     bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
     compute_s = (work.replay.forward_s + work.replay.backward_s) * work.compute_factor

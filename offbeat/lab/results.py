@@ -5,8 +5,8 @@ types when it is written, so what is on disk can be read back.
 
 * `seconds_per_step` - a repeat's value is the mean over its measured steps and workers (throughput, so that no pause
   hides); of the repeats: median, least and most.
-* `bound_s` - the physical limit for the uncompressed exchange under perfect overlap: the larger of computation and
-  `Topology.allreduce_bound_s`. `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
+* `bound_s` - the physical limit for the uncompressed exchange; which one is said in `Report.bounds`, by row.
+  `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
 * `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
   target if the workload has one, else of seconds per step.
 * `bytes_sent_per_worker`, `wait_s_per_worker` - per rank, over the measured steps of one repeat; medians. Waiting is
@@ -81,7 +81,10 @@ class Record(_Strict, frozen=True, kw_only=True):
 
 
 class Raw(_Strict, frozen=True, kw_only=True):
-    """What one worker measured in one repeat of one row. `metrics` are (training seconds, value)."""
+    """What one worker measured in one repeat of one row.
+
+    `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then.
+    """
 
     row: str
     repeat: Count
@@ -97,6 +100,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
     gradient_error: Amount | None
     metrics: list[tuple[Amount, float]]
     notes: list[str]
+    metric_steps: list[Count] = []
 
     @classmethod
     def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> Raw:
@@ -127,7 +131,28 @@ class Raw(_Strict, frozen=True, kw_only=True):
             gradient_error=end.gradient_error,
             metrics=[(line.time_s, line.value) for line in lines if isinstance(line, Metric)],
             notes=[line.text for line in lines if isinstance(line, Note)],
+            metric_steps=[line.step for line in lines if isinstance(line, Metric)],
         )
+
+
+class LinkUse(_Strict, frozen=True, kw_only=True):
+    """What one row made of one link: the server's, or that of rank 0's host where the row has no server.
+
+    `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of the measured steps of one `repeat`.
+    `share` of the link's rate is that of the busier direction; `variation` and `idle_share` (see `offbeat.lab.sampler`)
+    are means of both directions. These three are medians over all repeats.
+    """
+
+    row: str
+    host: str
+    rate_mbps: Amount
+    repeat: Count
+    interval_s: Amount
+    received_bytes: list[Count]
+    sent_bytes: list[Count]
+    share: Amount
+    variation: Amount
+    idle_share: Amount
 
 
 class Report(_Strict, frozen=True, kw_only=True):
@@ -135,7 +160,8 @@ class Report(_Strict, frozen=True, kw_only=True):
 
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
-    buckets, in microseconds.
+    buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
+    where the scenario has a server.
     """
 
     format: int = FORMAT
@@ -151,6 +177,8 @@ class Report(_Strict, frozen=True, kw_only=True):
     overhead_us_per_bucket: dict[str, float]
     rows: list[Record]
     raw: list[Raw]
+    bounds: dict[str, str] = {}
+    links: list[LinkUse] = []
 
 
 def table(report: Report) -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import DisagreementError, WorkerLostError
-from offbeat.lab import goodput, launch, machine, recorder
+from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
-from offbeat.lab.results import Raw, Record, Report, Spread, Staleness
+from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
 from offbeat.scenario import Script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat.lab.jobs import Job
-    from offbeat.scenario import Scenario
+    from offbeat.lab.sampler import Traffic
+    from offbeat.scenario import Replay, Scenario
 
 _MAX_EVENTS = 20
 _SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
@@ -40,17 +41,18 @@ class Repeat:
     events: list[str] = field(default_factory=list)
     buckets: int = 0
     staleness: list[int] = field(default_factory=list)
+    link: Traffic | None = None
 
     @property
     def seconds_per_step(self) -> float:
         """Mean over the measured steps and workers."""
         return statistics.fmean(step for worker in self.workers for step in worker.step_s)
 
-    def time_to(self, target: float | None) -> float | None:
-        """Training seconds until rank 0 first measured `target`, or None."""
-        if target is None:
+    def time_to(self, workload: Replay | Script) -> float | None:
+        """Training seconds until rank 0 first measured the workload's target, or None."""
+        if not isinstance(workload, Script):
             return None
-        return next((time_s for time_s, value in self.workers[0].metrics if value >= target), None)
+        return next((time_s for time_s, value in self.workers[0].metrics if workload.reached(value)), None)
 
 
 class _Told(msgspec.Struct):
@@ -122,14 +124,16 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
                 job.command, places=places, folder=folder, environment=environment, each=job.each(places), lab=lab
             )
         )
+        watched = (servers if job.served else places)[0] if servers else None
+        watch = None if watched is None or watched.port is None else sampler.Sampler(watched.host, *watched.port)
         try:
-            workers.wait(job.scenario.run.timeout_s)
+            with watch or nullcontext():
+                workers.wait(job.scenario.run.timeout_s)
         except WorkerLostError as error:
             raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
+        lines = [recorder.read(workers.result(rank)) for rank in range(len(places))]
         measured = [
-            Raw.from_lines(
-                recorder.read(workers.result(rank)), row=job.row.name, repeat=index, rank=rank, host=place.host
-            )
+            Raw.from_lines(lines[rank], row=job.row.name, repeat=index, rank=rank, host=place.host)
             for rank, place in enumerate(places)
         ]
     digests = {worker.digest: worker.rank for worker in measured}
@@ -143,7 +147,10 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     events += [f"rank {record.rank}: {record.what}: {record.text}" for record in told if record.kind == "event"]
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
-    return Repeat(measured, events, buckets, staleness)
+    spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
+    begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
+    link = None if watch is None else watch.between(begin_s, end_s)
+    return Repeat(measured, events, buckets, staleness, link)
 
 
 def _told(path: Path) -> list[_Told]:
@@ -189,26 +196,17 @@ def _report(
         overhead_us_per_bucket=overhead,
         rows=[_record(job, repeats[job.row.name], baseline, everything) for job in rows],
         raw=everything,
+        bounds={job.row.name: _limit(job, everything)[1] for job in rows},
+        links=[use for job in rows if (use := _link_use(job, repeats[job.row.name])) is not None],
     )
 
 
 def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everything: Sequence[Raw]) -> Record:
     scenario = job.scenario
-    target = scenario.workload.target if isinstance(scenario.workload, Script) else None
     step = Spread.of([one.seconds_per_step for one in runs])
     samples = [sum(worker.samples for worker in one.workers) / len(one.workers[0].step_s) for one in runs]
-    # The same for every row: what the work costs without any communication, and what its links must carry.
-    compute_s = max(
-        statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
-        for rank in {worker.rank for worker in everything}
-    )
-    size_bytes = max(worker.gradient_bytes for worker in everything)
-    if job.served and scenario.servers:
-        workers = len(runs[0].workers)
-        bound_s = max(compute_s, scenario.topology.server_bound_s(size_bytes, scenario.servers, workers))
-    else:
-        bound_s = max(compute_s, scenario.workers.allreduce_bound_s(size_bytes))
-    times = [one.time_to(target) for one in runs]
+    bound_s, _ = _limit(job, everything)
+    times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
     metrics = [one.workers[0].metrics[-1][1] for one in runs if one.workers[0].metrics]
     ranks = range(len(runs[0].workers))
@@ -228,14 +226,50 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         staleness=Staleness(mean=statistics.fmean(stale), max=max(stale)),
         bound_s=bound_s,
         percent_of_bound=100 * bound_s / step.median,
-        ratio_to_baseline=_ratio(runs, baseline, target),
+        ratio_to_baseline=_ratio(runs, baseline, scenario.workload),
         baseline=scenario.run.baseline,
         events=list(dict.fromkeys(event for one in runs for event in one.events))[:_MAX_EVENTS],
     )
 
 
-def _ratio(runs: Sequence[Repeat], baseline: Sequence[Repeat], target: float | None) -> float:
-    pairs = [(one.time_to(target), base.time_to(target)) for one, base in zip(runs, baseline, strict=True)]
+def _limit(job: Job, everything: Sequence[Raw]) -> tuple[float, str]:
+    """Least seconds per step of a row, and the formula."""
+    # The same for every row: what the work costs without any communication, and what its links must carry.
+    compute_s = max(
+        statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
+        for rank in {worker.rank for worker in everything}
+    )
+    size_bytes = max(worker.gradient_bytes for worker in everything)
+    if job.served and job.scenario.servers:
+        return limits.served(job.scenario, compute_s=compute_s, size_bytes=size_bytes, together=job.together)
+    return limits.allreduce(job.scenario, compute_s=compute_s, size_bytes=size_bytes)
+
+
+def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
+    """How evenly a row used its link; None if nobody looked, or it was over before anything could be seen."""
+    traffic = [(one.link, one.seconds_per_step) for one in runs if one.link is not None and one.link.received_bytes]
+    if not traffic:
+        return None
+    first = traffic[0][0]
+    rate_mbps = job.scenario.topology.uplink(first.host).rate_mbps or 0.0
+    figures = [sampler.figures(link, rate_mbps=rate_mbps, round_s=round_s) for link, round_s in traffic]
+    share, variation, idle_share = (statistics.median(column) for column in zip(*figures, strict=True))
+    return LinkUse(
+        row=job.row.name,
+        host=first.host,
+        rate_mbps=rate_mbps,
+        repeat=next(index for index, one in enumerate(runs) if one.link is first),
+        interval_s=first.interval_s,
+        received_bytes=first.received_bytes,
+        sent_bytes=first.sent_bytes,
+        share=share,
+        variation=variation,
+        idle_share=idle_share,
+    )
+
+
+def _ratio(runs: Sequence[Repeat], baseline: Sequence[Repeat], workload: Replay | Script) -> float:
+    pairs = [(one.time_to(workload), base.time_to(workload)) for one, base in zip(runs, baseline, strict=True)]
     ratios = [mine / base for mine, base in pairs if mine is not None and base]
     if len(ratios) < len(pairs):
         # No target, or not reached every time: the time per step is what can be compared.

@@ -1,7 +1,8 @@
-"""Steps that take longer now and then, as on machines that are shared with others."""
+"""Steps that do not take the same time: a little jitter always, much longer now and then, as on shared machines."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import TYPE_CHECKING
@@ -31,3 +32,12 @@ class Straggler:
         law = self._straggle
         if law is not None and self._chance.random() < law.probability:
             time.sleep(compute_s * self._chance.uniform(law.low, law.high))
+
+
+def jitter(sigma: float, rank: int, step: int) -> float:
+    """By which factor the computation of a worker's step takes longer or shorter: log-normal, of mean 1.
+
+    Args:
+        sigma: deviation of its logarithm; 0 for no jitter.
+    """
+    return math.exp(random.Random(f"jitter {rank} {step}").gauss(-sigma * sigma / 2, sigma))

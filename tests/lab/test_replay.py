@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from offbeat.errors import NumericsError
 from offbeat.lab.profiles import TimedLayer
 from offbeat.lab.replay import Pace, ReplayModel, check
+from offbeat.lab.straggler import jitter
 
 LAYERS = [
     TimedLayer("first", ((4, 3), (4,)), 0.01, 0.03),
@@ -147,3 +150,25 @@ def test_lossy_systems_must_still_be_finite() -> None:
     parameter.grad[0, 0] = float("nan")
     with pytest.raises(NumericsError, match="is wrong by nan"):
         check(model, world=2, tolerance=None)
+
+
+def test_jitter_is_each_steps_own_and_the_same_for_every_row() -> None:
+    drawn = [jitter(0.3, rank, step) for rank in range(4) for step in range(2000)]
+    assert drawn == [jitter(0.3, rank, step) for rank in range(4) for step in range(2000)]
+    assert len(set(drawn)) == len(drawn)
+    assert statistics.fmean(drawn) == pytest.approx(1.0, abs=0.02)
+    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.3, rel=0.05)
+    assert jitter(0.0, 1, 2) == 1.0
+
+
+def test_a_replay_takes_as_long_as_its_jitter_says() -> None:
+    # Which steps are among the longest and the shortest is known beforehand.
+    factors = [jitter(0.5, 3, step) for step in range(40)]
+    order = sorted(range(40), key=factors.__getitem__)
+    model = ReplayModel(LAYERS, rank=3, compute_factor=1.0, sigma=0.5)
+    for step in (order[0], order[-1]):
+        start_s = time.perf_counter()
+        run(model, step)
+        wanted_s = (FORWARD_S + BACKWARD_S) * factors[step]
+        assert wanted_s * 0.97 <= time.perf_counter() - start_s <= wanted_s + 0.1
+    assert factors[order[-1]] > 2 * factors[order[0]]
