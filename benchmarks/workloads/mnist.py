@@ -6,25 +6,21 @@ where they are missing it takes the 8 x 8 digits that come with scikit-learn. Th
 
 from __future__ import annotations
 
-import argparse
-import copy
 import gzip
-import hashlib
-import os
 import struct
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.lab.peers import bind
-from offbeat.lab.recorder import Recorder, Work, alone_s
-from offbeat.lab.straggler import Straggler
+from benchmarks.workloads import race
+from offbeat.lab.recorder import Work
 
-BATCH = 32
-EVALUATE_EVERY = 20
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 HELD_OUT = {28: 2000, 8: 360}  # by the images' side
 _IDX_DTYPE = 0x08  # unsigned bytes, the only kind MNIST has
 
@@ -84,68 +80,37 @@ def _idx(folder: Path, pattern: str) -> torch.Tensor | None:
     return None
 
 
-def accuracy(model: nn.Module, test: Data) -> float:
-    """Share of right answers."""
-    images, labels = test
-    with torch.no_grad():
-        return float((model(images).argmax(1) == labels).float().mean())
+class Digits:
+    """Which digit an image shows."""
 
+    def __init__(self, folder: str | None) -> None:
+        (self._images, self._labels), (self._test, self._answers), self.note = load(folder)
+        self.samples = len(self._labels)
+        torch.manual_seed(0)
+        self.model: nn.Module = cnn(self._images.shape[-1])
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    def loss(self, model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        """Cross entropy."""
+        return F.cross_entropy(model(self._images[indices]), self._labels[indices])
+
+    def metric(self, model: nn.Module) -> float:
+        """Share of right answers on images that were held out."""
+        with torch.no_grad():
+            return float((model(self._test).argmax(1) == self._answers).float().mean())
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = race.options(__doc__, batch=32, every=20)
     options.add_argument("--lr", type=float, default=0.05)
     options.add_argument("--momentum", type=float, default=0.9)
-    options.add_argument("--compute-s", type=float, default=0.0, help="stretch each step's computation to so long")
     asked = options.parse_args()
-    work = Work.from_environment()
     torch.set_num_threads(1)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    (images, labels), test, note = load(work.data)
-    torch.manual_seed(0)
-    model = cnn(images.shape[-1])
-    twin = copy.deepcopy(model)
-    twins = torch.optim.SGD(twin.parameters(), lr=asked.lr, momentum=asked.momentum)
-    compute_s = alone_s(lambda: step(twin, twins, images[:BATCH], labels[:BATCH]))
-    compute_s = max(compute_s, asked.compute_s * work.compute_factor)
-    optimizer = torch.optim.SGD(model.parameters(), lr=asked.lr, momentum=asked.momentum)
-    bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
-    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
-    recorder.note(note)
-    straggler = Straggler(work.straggle, rank)
-    generator = torch.Generator().manual_seed(1)  # the same order of samples for every system
-    order = torch.empty(0, dtype=torch.int64)
-    snapshots = []
-    for index in range(work.warmup_steps + work.steps):
-        if len(order) < BATCH * world:
-            order = torch.randperm(len(labels), generator=generator)
-        mine, order = order[rank * BATCH : (rank + 1) * BATCH], order[BATCH * world :]
-        began_s = time.perf_counter()
-        F.cross_entropy(bound.model(images[mine]), labels[mine]).backward()
-        # Many workers on few cores: each computes for as long as a machine of its own would.
-        time.sleep(max(0.0, began_s + asked.compute_s * work.compute_factor - time.perf_counter()))
-        straggler.pause(compute_s)
-        bound.optimizer.step()
-        bound.optimizer.zero_grad()
-        recorder.step(BATCH)
-        # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
-        if rank == 0 and (index + 1) % EVALUATE_EVERY == 0:
-            snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
-    if bound.run is not None:
-        bound.run.settle()
-    snapshots.append((recorder.moment, model.state_dict()))
-    for moment, state in snapshots if rank == 0 else ():
-        twin.load_state_dict(state)
-        recorder.metric(accuracy(twin, test), moment)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    recorder.finish(digest=digest)
-    bound.close()
+    work = Work.from_environment()
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=asked.lr, momentum=asked.momentum)
+
+    race.run(Digits(work.data), sgd, asked, work)
 
 
 if __name__ == "__main__":

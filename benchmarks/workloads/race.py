@@ -1,0 +1,106 @@
+"""A race to a metric: every worker trains on its share of the samples, and rank 0's model is evaluated now and then.
+
+What a workload brings is a `Task`: model, data, loss and metric. What is raced with is the scenario's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from offbeat.lab.peers import bind
+from offbeat.lab.recorder import Recorder, Work, alone_s
+from offbeat.lab.straggler import Straggler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Task(Protocol):
+    """What is learnt. `samples` are there to train on; `note` says what they are."""
+
+    model: torch.nn.Module
+    samples: int
+    note: str
+
+    def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        """Of the samples of these indices, [B] int64."""
+        ...
+
+    def metric(self, model: torch.nn.Module) -> float:
+        """How well the model does on what it was not trained on."""
+        ...
+
+
+def options(description: str | None, *, batch: int, every: int) -> argparse.ArgumentParser:
+    """What every race can be told on its command line; a workload adds its own."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--batch", type=int, default=batch, help="samples of a worker's step")
+    parser.add_argument("--every", type=int, default=every, help="steps between two evaluations")
+    parser.add_argument("--compute-s", type=float, default=0.0, help="stretch each step's computation to so long")
+    return parser
+
+
+def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work) -> None:
+    """Train as the lab asks, and record it."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    model, twin = task.model, copy.deepcopy(task.model)
+    least_s = asked.compute_s * work.compute_factor
+    compute_s = max(least_s, _alone_s(task, twin, optimizer, asked.batch))
+    bound = bind(work.system, model, optimizer(model.parameters()), bucket_bytes=work.bucket_bytes)
+    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
+    recorder.note(task.note)
+    straggler = Straggler(work.straggle, rank)
+    share = shares(task.samples, batch=asked.batch, rank=rank, world=world)
+    snapshots = []
+    for index in range(work.warmup_steps + work.steps):
+        began_s = time.perf_counter()
+        task.loss(bound.model, next(share)).backward()  # type: ignore[no-untyped-call]
+        # Many workers on few cores: each computes for as long as a machine of its own would.
+        time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
+        straggler.pause(compute_s)
+        bound.optimizer.step()
+        bound.optimizer.zero_grad()
+        recorder.step(asked.batch)
+        # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
+        if rank == 0 and (index + 1) % asked.every == 0:
+            snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
+    if bound.run is not None:
+        bound.run.settle()
+    snapshots.append((recorder.moment, model.state_dict()))
+    for moment, state in snapshots if rank == 0 else ():
+        twin.load_state_dict(state)
+        recorder.metric(task.metric(twin), moment)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    recorder.finish(digest=digest)
+    bound.close()
+
+
+def shares(samples: int, *, batch: int, rank: int, world: int) -> Iterator[torch.Tensor]:
+    """This worker's indices [batch], step by step: the same order of samples for every system, each once an epoch."""
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        order = torch.randperm(samples, generator=generator)
+        for start in range(0, samples - batch * world + 1, batch * world):
+            yield order[start + rank * batch : start + (rank + 1) * batch]
+
+
+def _alone_s(task: Task, twin: torch.nn.Module, optimizer: Optimizer, batch: int) -> float:
+    """What a step takes without the others. The twin's parameters are overwritten before it is evaluated."""
+    alone = optimizer(twin.parameters())
+
+    def step() -> None:
+        task.loss(twin, torch.arange(batch)).backward()  # type: ignore[no-untyped-call]
+        alone.step()
+        alone.zero_grad()
+
+    return alone_s(step)
