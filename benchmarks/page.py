@@ -5,53 +5,55 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
+from offbeat.lab.repeat import reached
+from offbeat.lab.table import table
+from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat.lab.results import Report
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "README.md"
-# What each scenario is for: the row that is judged, its target against the baseline, and what is compared.
-TARGETS = {
-    "uniform": ("offbeat", 1.03, "time per step"),
-    "mnist": ("offbeat", 1.05, "time to 95 % test accuracy"),
-    "loopback": ("offbeat", 1.15, "time per step"),
-}
+_ALIKE = 0.02
+"""By less than this neither of two rows is said to be faster."""
 _HEAD = """# Results
 
 Written by `make results-page` from the files in this folder; each was written by one command, which stands in it with
 the scenario, the versions, the hardware and every step of every worker. Rows of one file ran interleaved on the same
 links. Compare ratios within a file, never seconds between files.
 
-The column "x ddp" is the median over the repeats of the ratio to ddp's run next to it, of times to target where there
-is one, else of seconds per step, so it is not the quotient of the medians beside it.
-
-The limit is the larger of computation and 2 (N-1)/N x S/B, the least time in which S bytes per host can be all-reduced
-over links of B; what sends fewer bytes may go below it.
+The column "x ddp" (or another row's name) is the median over the repeats of the ratio to that row's run next to it, of
+times to target where there is one, else of seconds per step, so it is not the quotient of the medians beside it. What
+[the other columns](../../docs/lab.md#what-is-measured) mean, and the limit of each row, stands with the lab.
 """
+
+
+def measured() -> list[str]:
+    """The scenarios that have a result file, in the order of the page."""
+    return [name for name in CLAIMS if (RESULTS / f"{name}.json").exists()]
 
 
 def page() -> str:
     """The page as Markdown."""
-    return _HEAD + "".join(_section(results.read(RESULTS / f"{name}.json")) for name in TARGETS)
+    missing = [name for name in CLAIMS if name not in measured()]
+    last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
+    return _HEAD + "".join(section(results.read(RESULTS / f"{name}.json")) for name in measured()) + last
 
 
-def _section(report: Report) -> str:
-    row_name, target, what = TARGETS[report.name]
-    row = next(row for row in report.rows if row.row == row_name)
-    met = "met" if row.ratio_to_baseline <= target else "missed"
+def section(report: Report) -> str:
+    """One scenario: what was claimed, what came of it, and the table."""
     hardware = f"{report.hardware['cores']} cores, {report.hardware['processor']}"
-    parts = [
-        f"\n## {report.name}\n\n{report.description}.\n\n",
-        f"Target: {what} at most {target:.2f} x {row.baseline}'s. "
-        f"Measured: **{row.ratio_to_baseline:.3f} x** ({met}).\n",
-    ]
+    parts = [f"\n## {report.name}\n\n{report.description}.\n\n", *map(_verdict(report), CLAIMS[report.name])]
     if report.name == "loopback":
-        overhead_us = report.overhead_us_per_bucket[row_name]
-        parts.append(f"offbeat costs {overhead_us:.0f} microseconds per bucket more than {row.baseline}.\n")
+        overhead_us = report.overhead_us_per_bucket["offbeat"]
+        parts.append(f"\noffbeat costs {overhead_us:.0f} microseconds per bucket more than ddp.\n")
+    parts.append(_beside_ring(report))
     notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:9]))
-    parts += [f"Data: {note}.\n" for note in notes]
+    parts += [f"\nData: {note}.\n" for note in notes]
     parts.append(f"\n![{report.name}]({report.name}.png)\n\n{_table(report)}\n")
     parts.append(
         f"`{report.command}`, {report.date}, {hardware}, torch {report.versions['torch']}. "
@@ -60,8 +62,50 @@ def _section(report: Report) -> str:
     return "".join(parts)
 
 
+def _verdict(report: Report) -> Callable[[Claim], str]:
+    def words(claim: Claim) -> str:
+        value = claim.measured(report)
+        unit = " x" if claim.against and claim.measure != POINTS else ""
+        digits = "+.4f" if claim.measure == POINTS else ".3f" if unit else "g"
+        told = "nothing" if value is None else f"{value:{digits}}{unit}"
+        return f"* {claim.words}. Measured: **{told}** ({'met' if claim.met(report) else 'missed'}).\n"
+
+    return words
+
+
+def _beside_ring(report: Report) -> str:
+    """Where a server stands beside ddp, which needs none: who wins, in plain words."""
+    rows = [row.row for row in report.rows if "ParameterServer(" in row.plan]
+    if not rows or all(row.row != "ddp" for row in report.rows):
+        return ""
+    what, ratios = _against_ddp(report, rows)
+    told = [
+        f"{verb} than ddp: " + ", ".join(f"{row} ({value:.2f} x)" for row, value in chosen.items())
+        for verb, chosen in (
+            ("faster", {row: value for row, value in ratios.items() if value < 1 - _ALIKE}),
+            ("slower", {row: value for row, value in ratios.items() if value > 1 + _ALIKE}),
+        )
+        if chosen
+    ]
+    alike = [row for row, value in ratios.items() if abs(value - 1) <= _ALIKE]
+    told += [f"as fast as ddp: {', '.join(alike)}"] if alike else []
+    return f"\nDoes the server pay? ddp needs none. By {what}, {'; '.join(told)}.\n"
+
+
+def _against_ddp(report: Report, rows: list[str]) -> tuple[str, dict[str, float]]:
+    """What is compared, and the ratio of each row to ddp: times to target where all have one, else times per step."""
+    workload = Scenario.from_toml(report.scenario).workload
+    if all(reached(report, row) is not None for row in (*rows, "ddp")):
+        found = {row: ratio(report, row, "ddp", lambda one: one.time_to(workload)) for row in rows}
+        what = "time to target"
+    else:
+        found = {row: ratio(report, row, "ddp", lambda one: one.seconds_per_step) for row in rows}
+        what = "time per step"
+    return what, {row: value for row, value in found.items() if value is not None}
+
+
 def _table(report: Report) -> str:
-    headings, rows = results.table(report)
+    headings, rows = table(report)
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

@@ -70,7 +70,9 @@ class Chars:
         train = codes[: round(len(codes) * (1 - HELD_OUT))]
         self._train, self._held_out = _windows(train), _windows(codes[len(train) :])[:EVALUATED]
         self.samples = len(self._train)
-        self.note = f"{FILE}: trained on {len(train):,} characters, bits per character of {EVALUATED * CONTEXT:,} others"
+        self.note = (
+            f"{FILE}: trained on {len(train):,} characters, bits per character of {EVALUATED * CONTEXT:,} others"
+        )
         torch.manual_seed(0)
         self.model: nn.Module = Transformer(len(vocabulary))
 

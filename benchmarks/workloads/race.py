@@ -64,7 +64,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     snapshots = []
     for index in range(work.warmup_steps + work.steps):
         began_s = time.perf_counter()
-        task.loss(bound.model, next(share)).backward()  # type: ignore[no-untyped-call]
+        task.loss(bound.model, next(share)).backward()
         # Many workers on few cores: each computes for as long as a machine of its own would.
         time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
         straggler.pause(compute_s)
@@ -99,7 +99,7 @@ def _alone_s(task: Task, twin: torch.nn.Module, optimizer: Optimizer, batch: int
     alone = optimizer(twin.parameters())
 
     def step() -> None:
-        task.loss(twin, torch.arange(batch)).backward()  # type: ignore[no-untyped-call]
+        task.loss(twin, torch.arange(batch)).backward()
         alone.step()
         alone.zero_grad()
 

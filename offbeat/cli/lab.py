@@ -157,9 +157,9 @@ def _check_writable(*paths: Path | None) -> None:
 
 
 def _show_table(report: Report) -> None:
-    from offbeat.lab import results
+    from offbeat.lab.table import table as cells_of
 
-    headings, rows = results.table(report)
+    headings, rows = cells_of(report)
     table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, (heading, *cells) in enumerate(zip(headings, *rows, strict=True)):
         # Long headings are broken, to fit 80 columns; a number cut short would be another number.

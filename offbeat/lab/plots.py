@@ -1,4 +1,6 @@
-"""The picture of a result file: seconds per step of every row beside the physical limit, and the way to the target."""
+"""The picture of a result file: seconds per step of every row beside the physical limit, and the way to the target, or,
+where there is none but a server, how its link was used over time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from offbeat.errors import ScenarioError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.results import Report
+    from offbeat.lab.results import LinkUse, Report
 
 # Okabe and Ito's palette: told apart by everyone.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -31,12 +33,19 @@ def draw(report: Report, path: Path) -> None:
             "or leave out --png."
         ) from error
     curves = any(raw.metrics for raw in report.raw)
-    figure = Figure(figsize=(11 if curves else 7, 0.55 * len(report.rows) + 2), dpi=150, layout="constrained")
+    # Where there is a way to the target, that is what people look for.
+    links = [] if curves else report.links
+    tall, low = 0.55 * len(report.rows) + 2, 0.8 * len(links) + (0.6 if links else 0)
+    figure = Figure(figsize=(11 if curves else 7, tall + low), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+    heights = [tall, low] if links else [tall]
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    axes = parts[0].subplots(1, 2 if curves else 1, squeeze=False)[0]
     _draw_steps(axes[0], report)
     if curves:
         _draw_curves(axes[1], report)
+    for part in parts[1:]:
+        _draw_links(part.subplots(len(links), 1, sharex=True, squeeze=False)[:, 0], report)
     figure.suptitle(f"{report.name}: {report.description}", fontsize=9)
     figure.savefig(path)
 
@@ -51,30 +60,67 @@ def _draw_steps(axes: Any, report: Report) -> None:
         # What sends less may end left of the limit: the line must not cross what is written there.
         end = (step.max * 1e3, place)
         axes.annotate(note, end, xytext=(4, 0), textcoords="offset points", va="center", fontsize=7, bbox=_PAPER)
-    bound_ms = report.rows[0].bound_s * 1e3
-    axes.axvline(bound_ms, color="black", linestyle="--", linewidth=1)
-    # Above the axes: the line ends where its label begins.
-    above = axes.get_xaxis_transform()
-    axes.text(bound_ms, 1.01, f"limit {bound_ms:.4g} ms", ha="center", va="bottom", fontsize=7, transform=above)
+    _draw_limits(axes, report)
+    furthest_ms = 1e3 * max(max(row.bound_s, row.seconds_per_step.max) for row in report.rows)
     axes.set_yticks(range(len(report.rows)), [row.row for row in report.rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_ylim(len(report.rows) - 0.5, -0.5)
-    axes.set_xlim(0, 1.45 * max(bound_ms, *(row.seconds_per_step.max * 1e3 for row in report.rows)))
+    axes.set_xlim(0, 1.45 * furthest_ms)
     axes.set_xlabel("milliseconds per step (median; least to most of the repeats)", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _draw_limits(axes: Any, report: Report) -> None:
+    """One line if the limit is the same for all rows, else one for each."""
+    bounds_ms = [row.bound_s * 1e3 for row in report.rows]
+    # Above the axes: the line ends where its label begins.
+    label = {"ha": "center", "va": "bottom", "fontsize": 7, "transform": axes.get_xaxis_transform()}
+    if len(set(bounds_ms)) == 1:
+        axes.axvline(bounds_ms[0], color="black", linestyle="--", linewidth=1)
+        axes.text(bounds_ms[0], 1.01, f"limit {bounds_ms[0]:.4g} ms", **label)
+        return
+    for place, bound_ms in enumerate(bounds_ms):
+        axes.plot([bound_ms] * 2, [place - 0.45, place + 0.45], color="black", linestyle="--", linewidth=1)
+    axes.text(max(bounds_ms), 1.01, "dashed: each row's limit", **label)
+
+
+def _draw_links(axes: Any, report: Report) -> None:
+    """One strip per row: what the host received upwards, what it sent downwards, as shares of the link's rate."""
+    colours = dict(zip((row.row for row in report.rows), COLOURS * 8, strict=False))
+    for strip, link in zip(axes, report.links, strict=True):
+        capacity_bytes = link.rate_mbps * 1e6 / 8 * link.interval_s
+        for series, sign in ((link.received_bytes, 1), (link.sent_bytes, -1)):
+            edges_s = [link.interval_s * index for index in range(len(series) + 1)]
+            heights = [sign * 100 * amount / capacity_bytes for amount in series]
+            strip.stairs(heights, edges_s, fill=True, color=colours[link.row], alpha=0.75)
+        strip.axhline(0, color="black", linewidth=0.5)
+        strip.set_ylim(-110, 110)
+        strip.set_yticks([-100, 0, 100], ["100 %", "0", "100 %"])
+        strip.set_title(_link_words(link), fontsize=7, loc="left", pad=2)
+        strip.tick_params(labelsize=6)
+        strip.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("seconds; received by the host upwards, sent by it downwards", fontsize=8)
+
+
+def _link_words(link: LinkUse) -> str:
+    return (
+        f"{link.row}, link of {link.host}: {100 * link.share:.0f} % used, variation within a round "
+        f"{link.variation:.2f}, idle {100 * link.idle_share:.0f} % of the time"
+    )
+
+
 def _draw_curves(axes: Any, report: Report) -> None:
     """The metric over training time, every repeat of every row."""
-    for row, colour in zip(report.rows, COLOURS * 8, strict=False):
+    for place, (row, colour) in enumerate(zip(report.rows, COLOURS * 8, strict=False)):
+        style = "-" if place < len(COLOURS) else "--"
         for raw in report.raw:
             if raw.row == row.row and raw.rank == 0 and raw.metrics:
                 times, values = zip(*raw.metrics, strict=True)
                 label = row.row if raw.repeat == 0 else None
-                axes.plot(times, values, color=colour, linewidth=1.2, alpha=0.8, label=label)
+                axes.plot(times, values, color=colour, linestyle=style, linewidth=1.2, alpha=0.8, label=label)
     axes.set_xlabel("seconds of training", fontsize=8)
     axes.set_ylabel("test metric", fontsize=8)
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.legend(fontsize=7, frameon=False)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -181,27 +181,6 @@ class Report(_Strict, frozen=True, kw_only=True):
     links: list[LinkUse] = []
 
 
-def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """The rows for people: headings, and one list of cells per row."""
-    timed = any(row.time_to_target_s is not None for row in report.rows)
-    headings = ["row", "ms per step", "min", "max", "limit", f"x {report.rows[0].baseline}", "MB sent"]
-    return headings + (["s to target", "final"] if timed else []), [_cells(row, timed) for row in report.rows]
-
-
-def _cells(row: Record, timed: bool) -> list[str]:
-    step_s = row.seconds_per_step
-    cells = [
-        row.row,
-        *(f"{seconds * 1e3:.4g}" for seconds in (step_s.median, step_s.min, step_s.max, row.bound_s)),
-        f"{row.ratio_to_baseline:.3f}",
-        f"{statistics.fmean(row.bytes_sent_per_worker) / 1e6:.2f}",
-    ]
-    if timed:
-        cells.append("never" if row.time_to_target_s is None else f"{row.time_to_target_s:.2f}")
-        cells.append("" if row.final_metric is None else f"{row.final_metric:.4f}")
-    return cells
-
-
 def write(report: Report, path: Path) -> None:
     """Write a report, if it is one: one line per row and per worker, so that two files can be compared by eye.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,40 +18,17 @@ from offbeat.errors import DisagreementError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
+from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
-from offbeat.scenario import Script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat.lab.jobs import Job
-    from offbeat.lab.sampler import Traffic
-    from offbeat.scenario import Replay, Scenario
+    from offbeat.scenario import Replay, Scenario, Script
 
 _MAX_EVENTS = 20
 _SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
-
-
-@dataclass
-class Repeat:
-    """One run of one row: what each worker measured, and what offbeat told (events, buckets)."""
-
-    workers: list[Raw]
-    events: list[str] = field(default_factory=list)
-    buckets: int = 0
-    staleness: list[int] = field(default_factory=list)
-    link: Traffic | None = None
-
-    @property
-    def seconds_per_step(self) -> float:
-        """Mean over the measured steps and workers."""
-        return statistics.fmean(step for worker in self.workers for step in worker.step_s)
-
-    def time_to(self, workload: Replay | Script) -> float | None:
-        """Training seconds until rank 0 first measured the workload's target, or None."""
-        if not isinstance(workload, Script):
-            return None
-        return next((time_s for time_s, value in self.workers[0].metrics if workload.reached(value)), None)
 
 
 class _Told(msgspec.Struct):
@@ -208,7 +184,7 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
     bound_s, _ = _limit(job, everything)
     times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
-    metrics = [one.workers[0].metrics[-1][1] for one in runs if one.workers[0].metrics]
+    metrics = [metric for one in runs if (metric := one.final_metric) is not None]
     ranks = range(len(runs[0].workers))
     stale = [value for one in runs for value in one.staleness] or [0]
     return Record(

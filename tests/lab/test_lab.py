@@ -22,6 +22,7 @@ from tests.cli.commands import alive, clean_environment, descendants, offbeat, s
 from tests.lab.rights import needs_root, soon
 
 if TYPE_CHECKING:
+    from offbeat.lab.repeat import Repeat
     from offbeat.lab.results import Report
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,7 +98,7 @@ def scenario(folder: Path, text: str = LOOPBACK, *, digest: str = "'same'", scri
     return path
 
 
-def run_first_row(folder: Path, path: Path) -> rounds.Repeat:
+def run_first_row(folder: Path, path: Path) -> Repeat:
     job = jobs(Scenario.from_toml(path.read_text()), folder)[0]
     runs = folder / "runs"
     runs.mkdir()

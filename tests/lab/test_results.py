@@ -10,6 +10,7 @@ import pytest
 from offbeat.errors import ScenarioError
 from offbeat.lab import plots, results, rounds
 from offbeat.lab.recorder import End, Line, Metric, Note, Step
+from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import Raw, Record, Report, Spread
 from offbeat.scenario import Scenario
 
@@ -96,12 +97,12 @@ def measure(
     """A report whose workers are made up: `metrics` is, per row, what rank 0 measured in each repeat."""
     order: list[tuple[str, int]] = []
 
-    def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> rounds.Repeat:
+    def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> Repeat:
         row = job.row.name
         order.append((row, index))
         own = {} if metrics is None else {"metrics": metrics[row][index]}
         workers = [raw(row, index, rank, STEPS[row][index], **own) for rank in range(2)]
-        return rounds.Repeat(workers, events=["a stall"] if row == "ours" else [], buckets=4 if row == "ours" else 0)
+        return Repeat(workers, events=["a stall"] if row == "ours" else [], buckets=4 if row == "ours" else 0)
 
     (folder / "work.py").write_text("")
     text = SCENARIO.format(network=network, path="work.py", target=target)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from offbeat.cli.lab import _show_table
 from offbeat.lab import plots, results
+from offbeat.lab.table import table
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks/results"
 
@@ -34,7 +35,7 @@ def test_no_number_is_cut_short(
     report = results.read(RESULTS / "mnist.json")
     _show_table(report)
     shown = capsys.readouterr().out
-    assert all(cell in shown for cells in results.table(report)[1] for cell in cells)
+    assert all(cell in shown for cells in table(report)[1] for cell in cells)
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 

@@ -1,0 +1,170 @@
+"""What is claimed of each scenario, and whether its result file bears it out.
+
+A claim compares a row with another one of the same file, repeat by repeat (they ran next to each other), and takes the
+median; a few stand by themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.lab.repeat import Repeat, reached, repeats
+from offbeat.scenario import Replay, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.lab.results import Record, Report
+
+    Measure = Callable[["Report", str, str], float | None]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`measure` of `row` against `against` is at least, or at most, so much.
+
+    Args:
+        measure: one of `MEASURES`.
+        row: of the result file; "" where a claim is about all of them.
+        against: another row; a number of workers for `IDEAL`; "" where the claim stands by itself.
+        at_least, at_most: the target; one of them.
+    """
+
+    measure: str
+    row: str
+    against: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.at_least is None) != (self.at_most is None)
+        assert self.measure in MEASURES
+
+    def measured(self, report: Report) -> float | None:
+        """What the file says; None if it cannot say: a row is missing, or did not reach the target."""
+        rows = {row.row for row in report.rows}
+        if (self.row and self.row not in rows) or (self.against and self.measure != IDEAL and self.against not in rows):
+            return None
+        return MEASURES[self.measure](report, self.row, self.against)
+
+    def met(self, report: Report) -> bool:
+        """Whether the file bears it out."""
+        value = self.measured(report)
+        if value is None:
+            return False
+        return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
+
+    @property
+    def words(self) -> str:
+        """The claim as people say it, such as "time per step of offbeat: at most 1.03 x ddp's"."""
+        side, number = ("at least", self.at_least) if self.at_least is not None else ("at most", self.at_most)
+        of = f"{self.measure} of {self.row}" if self.row else self.measure
+        if self.measure == POINTS:
+            return f"{of}: {side} {number:g} against {self.against}"
+        if self.measure == IDEAL:
+            return f"{of}: {side} {number:.2f} x that of {self.against} ideal workers"
+        return f"{of}: {side} {number:.2f} x {self.against}'s" if self.against else f"{of}: {side} {number:g}"
+
+
+THROUGHPUT = "throughput"
+TIME = "time per step"
+TO_TARGET = "time to target"
+BYTES = "bytes sent"
+POINTS = "final metric"
+STALEST = "largest staleness"
+UNEVEN = "variation of the server's link within a round"
+IDEAL = "throughput against ideal workers"
+NEVER = "rows that miss the target"
+
+
+def ratio(report: Report, row: str, against: str, of: Callable[[Repeat], float | None]) -> float | None:
+    """Median over the repeats of the row's value divided by the other's; None if one has none."""
+    pairs = zip(repeats(report, row), repeats(report, against), strict=True)
+    values = [(of(one), of(other)) for one, other in pairs]
+    ratios = [mine / base for mine, base in values if mine is not None and base]
+    return statistics.median(ratios) if len(ratios) == len(values) else None
+
+
+def _ratio_of(of: Callable[[Repeat], float | None]) -> Measure:
+    return lambda report, row, against: ratio(report, row, against, of)
+
+
+def _time_to_target(report: Report, row: str, against: str) -> float | None:
+    workload = Scenario.from_toml(report.scenario).workload
+    return ratio(report, row, against, lambda one: one.time_to(workload))
+
+
+def _points(report: Report, row: str, against: str) -> float | None:
+    mine, others = record(report, row).final_metric, record(report, against).final_metric
+    return None if mine is None or others is None else mine - others
+
+
+def _uneven(report: Report, row: str, against: str) -> float | None:
+    variation = {link.row: link.variation for link in report.links}
+    return variation[row] / variation[against] if row in variation and variation.get(against) else None
+
+
+def _ideal(report: Report, row: str, against: str) -> float | None:
+    """Against so many workers of the fastest one's speed that never wait for anything."""
+    workload = Scenario.from_toml(report.scenario).workload
+    if not isinstance(workload, Replay):
+        return None
+    one_per_s = workload.batch / min(raw.compute_s for raw in report.raw)
+    return statistics.median(one.samples_per_s for one in repeats(report, row)) / (float(against) * one_per_s)
+
+
+def _never(report: Report, row: str, against: str) -> float | None:
+    return float(sum(reached(report, one.row) is None for one in report.rows))
+
+
+MEASURES: dict[str, Measure] = {
+    THROUGHPUT: _ratio_of(lambda one: one.samples_per_s),
+    TIME: _ratio_of(lambda one: one.seconds_per_step),
+    TO_TARGET: _time_to_target,
+    BYTES: _ratio_of(lambda one: one.sent_bytes),
+    POINTS: _points,
+    STALEST: lambda report, row, against: float(record(report, row).staleness.max),
+    UNEVEN: _uneven,
+    IDEAL: _ideal,
+    NEVER: _never,
+}
+
+_TURNS = (
+    Claim(STALEST, "round-robin", at_most=8),
+    Claim(UNEVEN, "round-robin", "bsp", at_most=0.5),
+)
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "uniform": (Claim(TIME, "offbeat", "ddp", at_most=1.03),),
+    "mnist": (
+        Claim(TO_TARGET, "offbeat", "ddp", at_most=1.05),
+        Claim(BYTES, "offbeat, local sgd(8)", "ddp", at_most=0.2),
+        Claim(POINTS, "offbeat, local sgd(8)", "ddp", at_least=-0.005),
+    ),
+    "loopback": (Claim(TIME, "offbeat", "ddp", at_most=1.15),),
+    "ps_uniform": (
+        Claim(THROUGHPUT, "round-robin", "bsp", at_least=1.5),
+        Claim(THROUGHPUT, "round-robin", "asp", at_least=1.1),
+        Claim(THROUGHPUT, "round-robin", "ssp(5)", at_least=1.1),
+        *_TURNS,
+    ),
+    "ps_uniform_half": _TURNS,
+    "ps_uniform_double": _TURNS,
+    "stragglers": (
+        Claim(THROUGHPUT, "ssp(8)", "bsp", at_least=1.55),
+        Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.8),
+    ),
+    "stragglers_four": (
+        Claim(THROUGHPUT, "ssp(8)", "bsp", at_least=1.3),
+        Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.8),
+    ),
+    "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
+    "accuracy_chars": (Claim(NEVER, "", at_most=0),),
+}
+"""By scenario, in the order of the page."""
+
+
+def record(report: Report, row: str) -> Record:
+    """The record of a row."""
+    return next(one for one in report.rows if one.row == row)
