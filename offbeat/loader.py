@@ -220,16 +220,29 @@ class Loader:
 
 
 def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterable[Any]:
-    if world == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if world == 1 or (own := sampler_of(loader)) is None:
         return loader
-    own = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if hasattr(own, "num_replicas") or hasattr(loader.batch_sampler, "num_replicas"):
-        return loader
+    assert isinstance(loader, DataLoader)
     size = len(loader.dataset)  # type: ignore[arg-type]
     if size < world:
         raise ModelError(
             f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
         )
+    shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
+    return rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=shard)
+
+
+def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | None:
+    """How this loader draws samples, if it is for offbeat to deal them out; else it is left as it is.
+
+    Raises:
+        ModelError: if it should be dealt out, but nobody can know which samples it draws.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    own = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if hasattr(own, "num_replicas") or hasattr(loader.batch_sampler, "num_replicas"):
+        return None
     if type(own) not in (RandomSampler, SequentialSampler) or (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     ):
@@ -237,12 +250,18 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
             f"Cannot deal out a loader with {type(own).__name__}: offbeat cannot know which samples it draws. Give the "
             "loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), or none."
         )
-    shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
+    assert isinstance(own, RandomSampler | SequentialSampler)
+    return own
+
+
+def rebuilt(loader: DataLoader[Any], **draws: Any) -> DataLoader[Any]:
+    """The same loader, but for how it draws samples.
+
+    Args:
+        draws: `sampler` with `batch_size` and `drop_last`, or `batch_sampler`.
+    """
     # With workers forked per epoch torch draws a base seed from the generator; the loader's own is kept.
     options: Mapping[str, Any] = {
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "sampler": shard,
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
         "pin_memory": loader.pin_memory,
@@ -253,7 +272,7 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-    return DataLoader(loader.dataset, **options)
+    return DataLoader(loader.dataset, **draws, **options)
 
 
 def _describe(loader: Iterable[Any]) -> str:

@@ -38,6 +38,7 @@ import tomli_w
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.errors import PlanError
 from offbeat.fabric import FabricSpec, InMemory, ParameterServer, ProcessGroup
+from offbeat.pacing import BatchTuning
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
 Nonfinite = Literal["pass", "raise", "skip"]
@@ -56,6 +57,7 @@ class Plan:
         bucket_bytes: size at which a bucket of gradients is closed and sent.
         nonfinite: what to do when a gradient, a worker's own or the mean, holds NaN or Inf: "pass" it on as DDP does,
             "raise" `NumericsError` on every rank, or "skip" the optimizer step on every rank.
+        tuning: how batches follow the machines' speed; None for batches as large as the loader says.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -66,6 +68,7 @@ class Plan:
     fabric: FabricSpec = field(default_factory=ProcessGroup)
     bucket_bytes: int = 25 << 20
     nonfinite: Nonfinite = "pass"
+    tuning: BatchTuning | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -118,6 +121,8 @@ class Plan:
                 f"Cannot treat NaN and Inf with {self.nonfinite!r}: choose one of {', '.join(_NONFINITE)} "
                 "- at `plan.nonfinite`."
             )
+        if self.tuning is not None and not isinstance(self.tuning, BatchTuning):
+            raise PlanError(f"Cannot tune batches with {self.tuning!r}: use BatchTuning() or None - at `plan.tuning`.")
 
     @property
     def digest(self) -> str:
@@ -137,6 +142,7 @@ class Plan:
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back."""
         table = {f.name: _to_table(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        table = {name: value for name, value in table.items() if value is not None}
         scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
         return tomli_w.dumps({**scalars, **table})
 

@@ -23,23 +23,27 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler
 
 from offbeat.clock import WallClock
 from offbeat.engine import (
+    AgreedSource,
     AllReduced,
     AtServer,
     Awaited,
     Buffers,
     Control,
+    DealtSource,
     Local,
     Meter,
     MetricsFile,
     Reducer,
     Served,
+    Timing,
     Waiter,
     Watched,
     connect,
@@ -50,9 +54,11 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import ParameterServer
+from offbeat.fabric.server import Enrol, ParameterServer
 from offbeat.layout import arrange
-from offbeat.loader import Loader
+from offbeat.leased import LeasedLoader, ahead_of, batch_of, can_lease
+from offbeat.loader import Loader, sampler_of
+from offbeat.pacing import Leases
 from offbeat.plan import Plan
 from offbeat.rendezvous import join
 from offbeat.replica import Replica
@@ -63,7 +69,7 @@ from offbeat.wire.culprit import END_OF_RUN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat.engine import Exchanger
+    from offbeat.engine import Exchanger, Source
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
@@ -123,7 +129,7 @@ class Run:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | LeasedLoader] = []
         self._closed = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -194,7 +200,6 @@ class Run:
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
         self._claim(model, parameters)
-        prepared_loader = None if loader is None else self._prepare_loader(loader)
         device = next(iter(parameters.values())).device
         fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
         self._broadcast(model, fabric)
@@ -205,6 +210,7 @@ class Run:
             reducer = self._replicate(model, parameters, layout, fabric)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
+        prepared_loader = None if loader is None else self._prepare_loader(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
         after = optimizer.register_step_post_hook(lambda *_: reducer.after_step())
         self._resources.callback(before.remove)
@@ -299,17 +305,88 @@ class Run:
                         "before prepare."
                     )
 
-    def _prepare_loader(self, loader: Iterable[Any]) -> Loader:
-        if isinstance(loader, Loader):
+    def _prepare_loader(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
+        if isinstance(loader, Loader | LeasedLoader):
             if loader not in self._loaders:
                 raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
             return loader
-        prepared = Loader(
-            loader, control=self._control, drawn=self._on_batch, seed=self._seed, together=self._server is None
-        )
+        prepared: Loader | LeasedLoader
+        if self._leases(loader):
+            prepared = self._lease(loader)
+        else:
+            prepared = Loader(
+                loader, control=self._control, drawn=self._on_batch, seed=self._seed, together=self._server is None
+            )
         self._loaders.append(prepared)
         self._meter.loader_counts = True
         return prepared
+
+    def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+        tuned = self.plan.tuning is not None and self.world > 1
+        if not tuned and self._server is None:
+            return False
+        can = can_lease(loader)
+        if tuned and not can:
+            raise ModelError(
+                "Cannot tune the batches of this loader: offbeat has to choose their samples. Prepare a DataLoader "
+                "over a dataset with a length, without a sampler of your own, or use tuning=None."
+            )
+        return can
+
+    def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
+        """A loader whose samples are dealt out one by one. Collective."""
+        about = Enrol(
+            loader=len(self._loaders),
+            plan=self.plan.to_toml(),
+            world=self.world,
+            samples=len(loader.dataset),  # type: ignore[arg-type]
+            seed=self._seed % (1 << 62),
+            shuffle=isinstance(sampler_of(loader), RandomSampler),
+            drop_last=loader.drop_last,
+            batch=batch_of(loader),
+            ahead=ahead_of(loader),
+        )
+        told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
+        told += f"\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
+        self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
+        source: Source
+        if self._server is not None:
+            source = DealtSource(self._server, self._waiter, about)
+        else:
+            assert self.plan.tuning is not None
+            source = AgreedSource(
+                Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
+                self.plan.tuning,
+                batch=about.batch,
+                control=self._control,
+                take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+            )
+        return LeasedLoader(loader, source=source, drawn=self._on_batch, world=self.world)
+
+    def out_of_memory(self) -> None:
+        """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
+
+            try:
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            except torch.OutOfMemoryError:
+                optimizer.zero_grad()
+                run.out_of_memory()
+                continue
+
+        Its samples are computed by others. Batches shrink only with `Plan(tuning=BatchTuning())`.
+
+        Raises:
+            ModelError: where all workers compute each step together, and one cannot be left out.
+        """
+        leased = [loader for loader in self._loaders if isinstance(loader, LeasedLoader)]
+        if not leased:
+            raise ModelError(
+                "Cannot leave out a batch that others cannot be given. Use a smaller one, or fabric=ParameterServer() "
+                "and a prepared DataLoader over a dataset with a length."
+            )
+        for loader in leased:
+            loader.crowded()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> None:
         self.has_data = real

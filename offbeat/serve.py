@@ -186,7 +186,7 @@ async def _live(
 
     loop, ended, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     shard = Shard(
-        None if settings.coordinator else lambda plan: Plan.from_toml(plan).sync,
+        None if settings.coordinator else Plan.from_toml,
         ended.set,
         archive=archive,
         job=settings.job,

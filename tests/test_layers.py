@@ -27,6 +27,7 @@ TIERS = {
     "serve": 3.5,
     "course": 4.5,
     "loader": 6,
+    "leased": 6.1,
     "replica": 6,
     "rendezvous": 6,
     "trainable": 6.2,

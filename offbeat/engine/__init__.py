@@ -19,13 +19,16 @@
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
 * `witness` - ties the waiting primitive to the sentinel beside each worker
 * `control` - collective questions beside the data's path: are we the same, who has data
+* `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all
 * `meter` - one record per step, written by a background thread
 """
 
+from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
 from offbeat.engine.at_server import AtServer
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
+from offbeat.engine.dealt import DealtSource
 from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
@@ -33,15 +36,19 @@ from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.served import Served
 from offbeat.engine.server import connect
+from offbeat.engine.source import Batch, Source
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
 __all__ = [
+    "AgreedSource",
     "AllReduced",
     "AtServer",
     "Awaited",
+    "Batch",
     "Buffers",
     "Control",
+    "DealtSource",
     "Exchanger",
     "Local",
     "Meter",
@@ -49,6 +56,8 @@ __all__ = [
     "Nobody",
     "Reducer",
     "Served",
+    "Source",
+    "Timing",
     "Waiter",
     "Watched",
     "connect",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
+_MOST_RECENT = 64  # steps whose times are kept for those who want them
 
 
 class MetricsFile:
@@ -102,7 +103,8 @@ class Meter:
         self._offset_s = clock.unix_s() - clock.now_s()
         self._step_began_s = clock.now_s()
         self._fence_began_s = self._step_began_s
-        self._waited_before_s = 0.0
+        self._waited_before_s = self._waited_at_step_s = 0.0
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_MOST_RECENT)
 
     def now_s(self) -> float:
         return self._clock.now_s()
@@ -145,8 +147,16 @@ class Meter:
                 "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
             }
         )
+        own_s = self._fence_began_s - began_s - (self._waited_before_s - self._waited_at_step_s)
+        self._remember(self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self.sent_bytes = self.samples = 0
-        self._step_began_s = now_s
+        self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
+
+    def take_recent(self) -> list[tuple[int, float, float]]:
+        """The steps since the last call, at most 64: samples, seconds computed, seconds waited in the fence."""
+        taken = list(self._recent)
+        self._recent.clear()
+        return taken
 
     def event(self, what: str, text: str, step: int = -1) -> None:
         """Something worth telling people about."""
@@ -163,6 +173,12 @@ class Meter:
     def end(self, step: int, error: str | None) -> None:
         """The last record."""
         self._file.append({"kind": "end", **self._stamp(step), "steps": step, "error": error})
+
+    def _remember(self, samples: int, compute_s: float, wait_s: float) -> None:
+        if not samples and self._recent:  # a second model's part of the same step
+            before = self._recent.pop()
+            samples, compute_s, wait_s = before[0], before[1] + compute_s, before[2] + wait_s
+        self._recent.append((samples, max(0.0, compute_s), max(0.0, wait_s)))
 
     def _stamp(self, step: int) -> dict[str, Any]:
         return {"rank": self._rank, "step": step, "time_s": self._clock.unix_s()}

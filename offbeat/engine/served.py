@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from offbeat.engine.flat import view_in
@@ -70,7 +71,8 @@ class Served:
         self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
         self.step = 0
         self.staleness = 0  # of the last contribution: updates between its parameters and its own
-        self._optimizer, self._client, self._waiter, self._model = optimizer, server.client, waiter, model
+        self._optimizer, self._server, self._client = optimizer, server, server.client
+        self._waiter, self._model = waiter, model
         self._parameters, self._in_place = dict(parameters), in_place
         self._codec = plan.codec
         self.values = [_memory(bucket) for bucket in layout.buckets]  # as the server sent them last
@@ -111,7 +113,8 @@ class Served:
             WorkerLostError, NetworkError: if the server is gone.
         """
         self.meter.fence_begins(self.step)
-        weight = float(self.share.samples) if self.meter.loader_counts else self.share.weight
+        # A loader whose batches hold no tensors counts no samples.
+        weight = float(self.share.samples) if self.meter.loader_counts and self.share.samples else self.share.weight
         unused = self._pack()
         if self._nonfinite():
             weight = 0.0
@@ -125,7 +128,7 @@ class Served:
         """Bring what is in `grads`, and wait for the next parameters.
 
         Args:
-            about: what it is; `unused` is filled in.
+            about: what it is; `unused` and `used` are filled in.
             unused: names of parameters that have no gradient.
 
         Returns:
@@ -135,6 +138,8 @@ class Served:
             WorkerLostError, NetworkError: if the server is gone.
         """
         issued_s = self.meter.now_s()
+        about = msgspec.structs.replace(about, used=tuple(self._server.used))
+        self._server.used = []
         exchange = self._client.exchange(self._model, list(self._encode()), about=about, unused=tuple(unused))
         self._waiter.wait(
             exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)

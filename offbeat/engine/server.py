@@ -45,6 +45,7 @@ class Server:
         self.client = client
         self.block_bytes = spec.block_bytes
         self.shards = shards
+        self.used: list[tuple[int, int]] = []  # leases of data since the last contribution, by loader and number
         self._loop = loop
 
     def sum(self, question: str, numbers: Sequence[float], waiter: Waiter) -> tuple[float, ...]:

@@ -106,15 +106,23 @@ class Leases:
         """Nothing is leased, and nobody takes part."""
         return Pool()
 
-    def join(self, pool: Pool, worker: int) -> Pool:
-        """`worker` takes part from now on, in the newest epoch: `pool.at[worker]`. What it held before is lost."""
-        pool = self.lose(pool, worker)
-        return dataclasses.replace(pool, at={**pool.at, worker: pool.epoch})
+    def join(self, pool: Pool, worker: int, *, epoch: int | None = None, holds: Iterable[int] = ()) -> Pool:
+        """`worker` takes part from now on.
+
+        Args:
+            epoch: it was in before, if it comes back; the newest if None.
+            holds: leases that it still has from before; what it had beside them is leased again.
+        """
+        kept = set(holds)
+        pool = give_back(pool, [number for number in pool.leased_to(worker) if number not in kept])
+        return dataclasses.replace(
+            pool, at={**pool.at, worker: pool.epoch if epoch is None else min(epoch, pool.epoch)}
+        )
 
     def take(self, pool: Pool, worker: int, count: int, now_s: float) -> tuple[Pool, Lease | Over | Wait]:
         """The answer to `worker`, which takes part and asks for `count` samples.
 
-        A lease has fewer only where an epoch ends, and never with `drop_last`.
+        A lease has fewer only where an epoch ends, and never with `drop_last`; or if it would be in a thousand pieces.
 
         Args:
             now_s: monotonic; a time before the last one counts as that.
@@ -173,6 +181,14 @@ class Leases:
             tally = Tally(dropped=piece.size) if dropped else Tally(used=piece.size)
             pool = settle(pool, piece.epoch, tally, samples=self.samples)
         return pool, True
+
+    def retract(self, pool: Pool, worker: int, numbers: Iterable[int]) -> Pool:
+        """What `worker` had said to be delivered did not arrive: time and loss may take these leases back again."""
+        held = dict(pool.held)
+        for n in numbers:
+            if n in held and held[n].worker == worker:
+                held[n] = dataclasses.replace(held[n], delivered=False)
+        return dataclasses.replace(pool, held=held)
 
     def give_back(self, pool: Pool, worker: int, numbers: Iterable[int]) -> Pool:
         """`worker` will not use these leases, such as those it took ahead in another size."""

@@ -53,6 +53,7 @@ class Tuning:
         changed: whether workers or their bounds have changed since.
         probing: whether nobody is known, and batches are varied to learn what they cost.
         plans: how often batches have changed.
+        together: whether all wait for all in every round.
     """
 
     total: int
@@ -61,3 +62,4 @@ class Tuning:
     changed: bool = True
     probing: bool = False
     plans: int = 0
+    together: bool = False

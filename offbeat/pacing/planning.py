@@ -36,7 +36,7 @@ def next_batches(
         return _with_batches(state, dict(zip(state.machines, split(costs, state.total), strict=True)), {})
     unknown = _of_unknown(state, known, least)
     total = state.total - sum(unknown.values())
-    every = _every(known, total, least, gain)
+    every = {} if state.together else _every(known, total, least, gain)
     regular = {worker: machine for worker, machine in known.items() if worker not in every}
     best_s = max(cycle_s for cycle_s, _ in _cycles(regular, total, least))
     if not _pays(state, known, best_s, gain):

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 
+# So that a lease is never long to tell of.
+_MOST_PIECES = 1000
+
+
 class Piece(NamedTuple):
     """Positions `start` to below `stop` in the order of `epoch`."""
 
@@ -161,10 +165,15 @@ def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
 
 
 def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
-    """Take `count` samples that are there: first what was returned, oldest first, then fresh ones."""
+    """Take `count` samples that are there: first what was returned, oldest first, then fresh ones.
+
+    Fewer if they would be in too many pieces.
+    """
     drawn: list[Piece] = []
     kept: list[Piece] = []
     for piece in pool.returned:
+        if len(drawn) == _MOST_PIECES:
+            count = 0
         stop = min(piece.stop, piece.start + count)
         if stop > piece.start:
             drawn.append(piece._replace(stop=stop))

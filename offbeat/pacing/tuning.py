@@ -15,7 +15,7 @@ Rules:
   what a batch costs and what a sample costs. Who joins later begins with a quarter of an equal share, for as long.
 * Who runs out of memory gets at most half of that batch from then on.
 * Who is clearly too slow even with the smallest batch takes part in every m-th round only, with a batch that fills its
-  m rounds; in that round the others take less.
+  m rounds; in that round the others take less. Not where all wait for all: there it has the smallest batch.
 * The bounds of batches are kept before the sum is; if they leave no choice, `explain` says so.
 
 `BatchTuning` is the description, `Tuning` the state. Both are plain data; nothing here knows what time it is.
@@ -98,11 +98,12 @@ class BatchTuning:
                     f"- at `plan.tuning.{name}`."
                 )
 
-    def init(self, total: int) -> Tuning:
+    def init(self, total: int, *, together: bool = False) -> Tuning:
         """Nobody takes part yet.
 
         Args:
             total: the global batch, in samples.
+            together: whether all wait for all in every round, so that no batch may fill several.
 
         Raises:
             PlanError: if it is smaller than the smallest batch of one worker.
@@ -112,7 +113,7 @@ class BatchTuning:
                 f"Cannot deal out a global batch of {total} in batches of at least {self.smallest}: use a larger one, "
                 "or smaller batches - at `plan.tuning.smallest`."
             )
-        return Tuning(total)
+        return Tuning(total, together=together)
 
     def join(self, state: Tuning, worker: int, *, most: int | None = None) -> Tuning:
         """`worker` takes part, and nothing is known of it.

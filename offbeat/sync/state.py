@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _ALPHA = 0.1  # of the moving averages
 # The first steps of a worker, which pay for what later ones do not, count in no average.
-_UNCOUNTED_STEPS = 2
+UNCOUNTED_STEPS = 2
 
 T = TypeVar("T")
 
@@ -243,7 +243,7 @@ def _ready(state: State, event: Ready) -> State:
     assert (event.clock, member.phase) == (member.step, "computing"), f"{event} does not follow on {member}"
     interval_s = None if member.last_ready_s is None else event.at_s - member.last_ready_s
     computing_s = member.computing_s
-    if member.steps_here >= _UNCOUNTED_STEPS:
+    if member.steps_here >= UNCOUNTED_STEPS:
         computing_s = _moved(computing_s, event.at_s - member.since_s)
     state = _with(
         state, event.worker, weight=event.weight, ready_s=event.at_s, granted_s=None, arrived=False,
@@ -264,7 +264,7 @@ def _pushed(state: State, worker: int, clock: int) -> State:
 def _pulled(state: State, worker: int) -> State:
     member = state.members[worker]
     turn_s = member.turn_s
-    if member.granted_s is not None and member.released_s is not None and member.steps_here >= _UNCOUNTED_STEPS:
+    if member.granted_s is not None and member.released_s is not None and member.steps_here >= UNCOUNTED_STEPS:
         turn_s = _moved(turn_s, state.now_s - member.released_s)
     return _with(state, worker, released_s=None, granted_s=None, turn_s=turn_s, since_s=state.now_s)
 

@@ -36,6 +36,7 @@ from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.loop import Loop
 from offbeat.wire.tcp import connect, listen
 from tests.cli.commands import COMMAND, clean_environment, offbeat, script, start
+from tests.fabric.links import Parts
 from tests.fabric.test_shard import Worker
 from tests.report.scenes import a_scene
 
@@ -116,7 +117,7 @@ class Served:
     ) -> None:
         self.ended = threading.Event()
         self.loop = Loop()
-        self.shard = Shard((lambda plan: SSP(2)) if coordinates else None, self.ended.set)
+        self.shard = Shard((lambda plan: Parts(SSP(2))) if coordinates else None, self.ended.set)
         accept = accept or self.shard.accept
         self.listener = self.loop.run(listen("127.0.0.1", 0, accept=accept, job=JOB, credentials=credentials))
         self.address: str = self.listener.address

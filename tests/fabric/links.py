@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from offbeat.fabric.server import Client, Shard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.pacing import BatchTuning
     from offbeat.sync import Policy
 
 
@@ -83,13 +85,21 @@ def kind_of(metadata: bytes) -> str:
     return kind
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a coordinator wants to know of a plan."""
+
+    sync: Policy
+    tuning: BatchTuning | None = None
+
+
 class Together:
     """A shard and a client for each of `world` workers."""
 
-    def __init__(self, policy: Policy, world: int) -> None:
+    def __init__(self, policy: Policy, world: int, tuning: BatchTuning | None = None) -> None:
         self.loop = Loop()
         self.ended = threading.Event()
-        self.shard = Shard(lambda plan: policy, self.ended.set)
+        self.shard = Shard(lambda plan: Parts(policy, tuning), self.ended.set)
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
         self.ends = [self._link(client) for client in self.clients]
 

@@ -5,6 +5,9 @@
 * `optimizers` - the user's optimizer as data
 * `kept` - what that keeps, such as momentum, on its way to a worker
 * `messages` - what workers and shards say
+* `deals` - what they say about data
+* `hands` - a worker's leases of it
+* `dealer` - who computes which samples next, and how many
 * `ledger` - what has arrived, what waits for it, who waits for that; per block, without I/O
 * `store` - parameters and optimizer state of a shard
 * `table` - one model's blocks at one shard
@@ -16,6 +19,7 @@
 
 from offbeat.fabric.server.blocks import cut, deal
 from offbeat.fabric.server.client import Client
+from offbeat.fabric.server.deals import Enrol
 from offbeat.fabric.server.kept import gather
 from offbeat.fabric.server.messages import About
 from offbeat.fabric.server.optimizers import describe, hyper, outer_hyper
@@ -25,6 +29,7 @@ from offbeat.fabric.server.spec import ParameterServer
 __all__ = [
     "About",
     "Client",
+    "Enrol",
     "ParameterServer",
     "Shard",
     "cut",

@@ -23,6 +23,8 @@ import msgspec
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.deals import Dealt
+from offbeat.fabric.server.hands import Hands
 from offbeat.fabric.server.kept import MOST_KEYS
 from offbeat.fabric.server.messages import (
     About,
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from offbeat.fabric.server.blocks import Block
+    from offbeat.fabric.server.deals import Enrol, FromData
+    from offbeat.fabric.server.hands import Hand
     from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.messages import Scene, ToWorker
     from offbeat.fabric.server.optimizers import OptimizerSpec
@@ -201,6 +205,9 @@ class Client:
         self._places: dict[int, Place] = {}
         self._questions: dict[int, tuple[Ask, Exchange]] = {}
         self._looks: dict[int, Exchange] = {}
+        self._hands = Hands(self._say_if_up)
+        self._enrolled = 0  # the entry in which it has enrolled
+        self._draws: dict[int, Exchange] = {}  # by loader
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -269,6 +276,26 @@ class Client:
         exchange = Exchange()
         self._loop.call(self._recall, model, exchange)
         return exchange
+
+    def enrol(self, about: Enrol) -> Hand:
+        """Take part in a loader's data; where the leases come."""
+        hand = self._hands.hold(about)
+        self._loop.call(self._enrol)
+        return hand
+
+    def draw(self, hand: Hand) -> Exchange:
+        """Done when there is something in `hand.deals`, from which only the caller takes."""
+        exchange = Exchange()
+        self._loop.call(self._draw, hand, exchange)
+        return exchange
+
+    def give_back(self, hand: Hand, numbers: Sequence[int]) -> None:
+        """These leases will not be used."""
+        self._loop.call(self._hands.give_back, hand.about.loader, numbers)
+
+    def crowded(self, hand: Hand, count: int, numbers: Sequence[int]) -> None:
+        """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
+        self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
     def look(self) -> Exchange:
         """How it goes, as the coordinator sees it; in `Exchange.scenes`."""
@@ -388,6 +415,20 @@ class Client:
         if not self._failed(exchange) and self._is_up:
             self._say(Look(number))
 
+    def _enrol(self) -> None:
+        self._enrolled = self._entry
+        self._hands.enrol()
+
+    def _draw(self, hand: Hand, exchange: Exchange) -> None:
+        if not self._failed(exchange):
+            self._draws[hand.about.loader] = exchange
+            self._hands.want(hand, exchange.finish)
+
+    def _say_if_up(self, message: FromData) -> None:
+        """If the coordinator is away, all is said again when it is back."""
+        if self._is_up and self._enrolled == self._entry and self._links:
+            self._say(message)
+
     def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, exchange: Exchange) -> None:
         number, self._asked = self._asked, self._asked + 1
         ask = Ask(number, question, refresh, numbers)
@@ -400,7 +441,7 @@ class Client:
         if self._is_up and all(place.is_in for place in self._places.values()):
             self._say(ask)
 
-    def _say(self, message: Announce | Ask | Look | Pulled) -> None:
+    def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         with contextlib.suppress(NetworkError):
             self._links[0].send(pack(message))
@@ -476,7 +517,7 @@ class Client:
         exchanges = [place.exchange for place in self._places.values()]
         recalled = [place.recalled for place in self._places.values() if place.recalled is not None]
         questions = [asked for _, asked in self._questions.values()]
-        for exchange in [*exchanges, *recalled, *questions, *self._looks.values()]:
+        for exchange in [*exchanges, *recalled, *questions, *self._looks.values(), *self._draws.values()]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -505,6 +546,8 @@ class Client:
                     done.popleft()
             case Told(text=text):
                 self._tell(text)
+            case Dealt():
+                self._hands.deal(message)
             case Values(model=model, block=block):
                 place = self.place(model)
                 place.missing.discard(block)
@@ -542,6 +585,8 @@ class Client:
             if place.life != place.new_life:
                 place.done.clear()  # what was lost is counted
             place.life = place.new_life
+            if self._enrolled != self._entry:
+                self._enrol()
         if not was_in and place.parts is not None and not go.values:
             assert place.about is not None
             place.clock = go.step
@@ -610,6 +655,8 @@ class Client:
             place.done.append((place.clock, place.about.weight))
         place.going, place.clock = None, go.step
         if go.values:
+            if place.about is not None:
+                self._hands.brought(place.about.used)
             place.parts, place.version = None, go.version
             place.missing = set(range(len(place.blocks)))
             self._returns = 0

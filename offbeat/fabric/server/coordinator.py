@@ -7,7 +7,7 @@ of the beginning before it asks for the first time; from then on whoever is ther
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.fabric.server.messages import Scene, Seen
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, on
@@ -42,6 +42,13 @@ class Record:
     lead: int = 0
     waited_s: float = 0.0
     joined_s: float = 0.0
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A policy that can tell who paces the rounds."""
+
+    def explain(self, state: State) -> str: ...
 
 
 @dataclass
@@ -102,11 +109,12 @@ class Coordinator:
         self._count(observe(before, event), actions)
         return actions
 
-    def scene(self, model: int, note: str = "") -> Scene:
+    def scene(self, model: int, *, note: str = "", pace: str = "") -> Scene:
         """How it goes, for people.
 
         Args:
             note: what happened to the server.
+            pace: who paces the rounds and why, if it is not the policy that knows.
         """
         now_s = self.now_s()
         seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
@@ -118,7 +126,12 @@ class Coordinator:
             running_s=now_s - self.since_s,
             workers=seen,
             note=note,
+            pace=pace or self.explain(),
         )
+
+    def explain(self) -> str:
+        """Who paces the rounds and why, if the policy can tell."""
+        return self.policy.explain(self.state) if isinstance(self.policy, Explains) else ""
 
     def _seen(self, worker: int, record: Record, now_s: float) -> Seen:
         member = self.state.members.get(worker)

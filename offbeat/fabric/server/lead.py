@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.coordinator import Coordinator, Record
+from offbeat.fabric.server.dealer import Dealer
+from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
 from offbeat.fabric.server.messages import (
     Admit,
     Answer,
@@ -27,6 +31,7 @@ from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.fabric.server.snapshot import Progress
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +39,23 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.ledger import Loss
     from offbeat.fabric.server.messages import About, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.optimizers import OptimizerSpec
-    from offbeat.sync import Action, Policy, Push
+    from offbeat.pacing import BatchTuning, Lease, Over
+    from offbeat.sync import Action, Member, Policy, Push
+
+
+class Parts(Protocol):
+    """What is to be known of a plan.
+
+    Attributes:
+        sync: when workers may go on.
+        tuning: how large their batches are; None if that is not tuned.
+    """
+
+    @property
+    def sync(self) -> Policy: ...
+    @property
+    def tuning(self) -> BatchTuning | None: ...
+
 
 _log = logging.getLogger("offbeat")
 _REMEMBERED = 64  # answers
@@ -56,6 +77,7 @@ class Model:
     at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
     left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
+    arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
     timer: asyncio.TimerHandle | None = None
     applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
@@ -75,7 +97,7 @@ class Lead:
     """Coordinates all models of a job.
 
     Args:
-        policy_of: the policy in a plan's TOML.
+        read_plan: from TOML.
         decide: carries a decision to all shards; returns what this one lost by it.
         say: sends a message to a worker.
         life: of the server.
@@ -83,12 +105,13 @@ class Lead:
 
     def __init__(
         self,
-        policy_of: Callable[[str], Policy],
+        read_plan: Callable[[str], Parts],
         decide: Callable[[Decision], Loss | None],
         say: Callable[[int, ToWorker], None],
         life: int = 0,
     ) -> None:
-        self._policy_of, self._decide, self._say = policy_of, decide, say
+        self._read_plan, self._decide, self._say = read_plan, decide, say
+        self._dealer = Dealer(lambda plan: read_plan(plan).tuning, lambda: asyncio.get_running_loop().time())
         self.life = life
         self.models: dict[int, Model] = {}
         self._entries: dict[int, int] = {}  # by worker
@@ -112,7 +135,7 @@ class Lead:
                 "again, from a checkpoint if there is one."
             )
         try:
-            policy = self._policy_of(details.plan)
+            policy = self._read_plan(details.plan).sync
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         coordinator = Coordinator(policy, details.world, asyncio.get_running_loop().time)
@@ -181,10 +204,14 @@ class Lead:
         if one.at_once.get(worker) == message.clock:
             one.granted.add((worker, message.clock))
             one.latest[worker] = message.clock
-        one.announced[(worker, message.clock)] = message.about
+        push, about, now_s = (worker, message.clock), message.about, one.coordinator.now_s()
+        # The first steps of a worker pay for what later ones do not.
+        computing_s = now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
+        if not self._dealer.announce(message.model, push, about.used, computing_s):
+            about = msgspec.structs.replace(about, weight=0.0)
+        one.announced[push] = about
         one.clocks[worker] = message.clock
-        ready = Ready(worker, message.clock, one.coordinator.now_s(), message.about.weight)
-        self._carry_out(message.model, one.coordinator.tell(ready))
+        self._carry_out(message.model, one.coordinator.tell(Ready(worker, message.clock, now_s, about.weight)))
 
     def whole(self, model: int, push: Push) -> None:
         """All of a shard's blocks of a contribution have arrived."""
@@ -194,6 +221,8 @@ class Lead:
         one.whole[push] = one.whole.get(push, 0) + 1
         if one.whole[push] == one.holders:
             del one.whole[push]
+            one.arrived_s[push[0]] = one.coordinator.now_s()
+            self._dealer.whole(model, push)
             self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
 
     def pulled(self, model: int, worker: int, step: int) -> None:
@@ -210,6 +239,7 @@ class Lead:
         member = one.coordinator.state.members[worker]
         if member.released_s is None or step != member.step:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
+        self._dealer.stepped(worker, *_times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
 
     def has_granted(self, model: int, push: Push) -> bool:
@@ -218,7 +248,30 @@ class Lead:
 
     def look(self) -> tuple[Scene, ...]:
         """How it goes."""
-        return tuple(one.coordinator.scene(model, one.note) for model, one in self.models.items())
+        pace = self._dealer.explain()
+        return tuple(one.coordinator.scene(m, note=one.note, pace=pace) for m, one in self.models.items())
+
+    def data(self, worker: int, message: FromData) -> None:
+        """What a worker says about its data.
+
+        Raises:
+            DisagreementError: if its data is not the others'.
+            PeerError: if it cannot be.
+        """
+        match message:
+            case Enrol(loader=loader, plan=plan):
+                together = self._read_plan(plan).sync.bound == 0
+                world = min((one.coordinator.world for one in self.models.values()), default=message.world)
+                deals = self._dealer.enrol(worker, message, together=together, world=world)
+                if worker in deals:
+                    self._say(worker, Dealt(loader, ()))
+                self._deal_out(loader, deals)
+            case Take(loader=loader):
+                self._deal_out(loader, {worker: self._dealer.take(worker, loader)})
+            case Return(loader=loader, numbers=numbers):
+                self._dealer.give_back(worker, loader, numbers)
+            case Crowded(loader=loader, count=count):
+                self._dealer.crowded(worker, loader, count)
 
     def ask(self, worker: int, message: Ask) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.
@@ -237,6 +290,7 @@ class Lead:
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self._workers.discard(worker)
+        self._lose_data(worker)
         for model, one in self.models.items():
             if worker in one.coordinator.state.members or worker in one.coordinator.state.away:
                 self._remove(model, worker)
@@ -254,10 +308,12 @@ class Lead:
     def restore(self, model: int, details: Details, version: int, progress: Progress) -> None:
         """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`."""
         now_s = asyncio.get_running_loop().time
-        coordinator = Coordinator(self._policy_of(details.plan), len(progress.present), now_s)
+        coordinator = Coordinator(self._read_plan(details.plan).sync, len(progress.present), now_s)
         coordinator.state = State(past=dict(progress.next), version=version)
         for worker, (applied, dropped, lost, samples) in progress.records.items():
             coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
+        if progress.data:
+            self._dealer.restore(progress.data)
         losses = Losses(version)
         for worker, _, samples in progress.orphans:
             losses.add(worker, [samples])
@@ -271,6 +327,8 @@ class Lead:
             if not one.coordinator.started:
                 one.coordinator.world = max(1, len(one.coordinator.state.members))
                 self._start(model)
+        for worker in self._dealer.workers - self._workers:
+            self._lose_data(worker)
 
     def progress(self, model: int) -> Progress:
         """How far the workers are, for a snapshot of what was decided so far."""
@@ -286,6 +344,7 @@ class Lead:
             orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
             records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in one.coordinator.records.items()},
             note=one.note,
+            data=self._dealer.to_plain() if model == min(self.models) else {},
         )
 
     @property
@@ -351,6 +410,11 @@ class Lead:
 
     def _carry_out(self, model: int, actions: Iterable[Action]) -> None:
         one = self.models[model]
+        actions = tuple(actions)
+        # In order of rank, so that it does not depend on who was ready first.
+        for worker in sorted(action.worker for action in actions if isinstance(action, Release)):
+            for loader, deals in self._dealer.refill(worker).items():
+                self._deal_out(loader, {worker: deals})
         for action in actions:
             match action:
                 case Grant(worker=worker):
@@ -363,11 +427,14 @@ class Lead:
                     one.granted.difference_update(pushes)
                     one.applied.update(pushes)
                     self._decide(Applied(model, pushes, about, rate, in_order))
+                    for push in pushes:
+                        self._dealer.applied(model, push)
                 case Drop(pushes=pushes):
                     for worker, clock in pushes:
                         del one.announced[(worker, clock)]
                         coming = (worker, clock) in one.granted
                         one.granted.discard((worker, clock))
+                        self._dealer.dropped(model, (worker, clock))
                         self._decide(Dropped(model, worker, clock, coming))
                 case Release(worker=worker):
                     step = one.clocks[worker] + 1
@@ -377,6 +444,7 @@ class Lead:
                     self._say(worker, Go(model, step, version, stale, counted=counted, waits=waits))
                     self._decide(Released(model, worker, step))
                 case Evict(worker=worker):
+                    self._lose_data(worker)
                     self._remove(model, worker)
                     self._say(worker, Evicted(model, "it kept the others waiting for too long"))
                 case Wake(at_s=at_s):
@@ -393,6 +461,15 @@ class Lead:
         one.joining.discard(worker)
         one.left_at.pop(worker, None)
         one.whole = {push: count for push, count in one.whole.items() if push[0] != worker}
+
+    def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | Over]]) -> None:
+        for worker, of_worker in deals.items():
+            for deal in of_worker:
+                self._say(worker, dealt(loader, deal))
+
+    def _lose_data(self, worker: int) -> None:
+        for loader, deals in self._dealer.lose(worker).items():
+            self._deal_out(loader, deals)
 
     def _wake(self, model: int, at_s: float) -> None:
         one = self.models[model]
@@ -488,3 +565,13 @@ def _check_kind(policy: Policy, worker: int, message: Announce) -> None:
             f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
             f"that is {kinds[wanted]}."
         )
+
+
+def _times_s(member: Member, arrived_s: float | None, now_s: float) -> tuple[float, float]:
+    """How long a worker that has just pulled had pushed and pulled, and how long it had waited for others."""
+    ready_s = member.last_ready_s if member.last_ready_s is not None else now_s
+    released_s = member.released_s if member.released_s is not None else now_s
+    granted_s = member.granted_s if member.granted_s is not None else released_s
+    pushed_s = max(0.0, min(released_s, released_s if arrived_s is None else arrived_s) - granted_s)
+    transfer_s = pushed_s + now_s - released_s
+    return transfer_s, max(0.0, now_s - ready_s - transfer_s)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import msgspec
 
 from offbeat.errors import PeerError
+from offbeat.fabric.server.deals import Dealt, FromData, Used
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class About(msgspec.Struct, frozen=True):
     weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
     hyper: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
     unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    used: Used = ()
     change: bool = False
 
 
@@ -298,6 +300,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         started: whether all workers of the beginning have come.
         running_s: seconds since the model was opened.
         note: what happened to the server, in words; "" if nothing did.
+        pace: who paces the rounds and why, in a sentence; "" if that is not known here.
     """
 
     model: _Model
@@ -307,6 +310,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     running_s: float
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
     note: _Text = ""
+    pace: _Text = ""
 
 
 class Sight(msgspec.Struct, tag=True, frozen=True):
@@ -468,11 +472,11 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     worker: _Count
 
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Recall | Look | Ask
+FromWorker = Open | Fill | Announce | Part | Pulled | Recall | Look | Ask | FromData
 FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
-ToWorker = Opened | Granted | Go | Values | Kept | Evicted | Answer | Sight | Refused | Safe | Told
+ToWorker = Opened | Granted | Go | Values | Kept | Evicted | Answer | Sight | Refused | Safe | Told | Dealt
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 _encode = msgspec.msgpack.Encoder().encode

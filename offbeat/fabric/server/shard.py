@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.deals import Crowded, Enrol, Return, Take
 from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
 from offbeat.fabric.server.messages import (
@@ -59,10 +60,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.fabric.server.archive import Archive
+    from offbeat.fabric.server.deals import FromData
+    from offbeat.fabric.server.lead import Parts
     from offbeat.fabric.server.ledger import Loss
     from offbeat.fabric.server.messages import Decision, Details, FromChief, FromShard, FromWorker, Scene, ToWorker
     from offbeat.fabric.server.snapshot import Progress
-    from offbeat.sync import Policy, Push
+    from offbeat.sync import Push
     from offbeat.wire.link import Link
 
 _log = logging.getLogger("offbeat")
@@ -75,7 +78,7 @@ class Shard:
     """Serves the workers of one job.
 
     Args:
-        policy_of: the policy in a plan's TOML, if this is the first shard, which coordinates; None if another does.
+        read_plan: from TOML, if this is the first shard, which coordinates; None if another does.
         done: called when the last worker has gone.
         archive: where snapshots are kept; None for none.
         job: its name.
@@ -86,7 +89,7 @@ class Shard:
 
     def __init__(
         self,
-        policy_of: Callable[[str], Policy] | None,
+        read_plan: Callable[[str], Parts] | None,
         done: Callable[[], None] = lambda: None,
         *,
         archive: Archive | None = None,
@@ -105,8 +108,8 @@ class Shard:
         self._early: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
         self._waiting: list[tuple[Guest, int, Details, int]] = []  # that came before this life had begun
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
-        self.life = secrets.randbits(39) + 1 if policy_of is not None else 0
-        self._lead = None if policy_of is None else Lead(policy_of, self._decide, self._say, self.life)
+        self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
+        self._lead = None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life)
         self._keeping = None if archive is None else Keeping(archive, job, self._written)
         self._every, self._rhythm = every, Rhythm(every, least=0, life=self.life)
         self._marked: dict[int, Progress] = {}
@@ -340,7 +343,7 @@ class Shard:
             guest.say(Kept(model, block, key, numbers), body)
         guest.say(Kept(model))
 
-    def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromShard) -> None:
+    def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromData | FromShard) -> None:
         """Something for the coordinator.
 
         Raises:
@@ -362,6 +365,8 @@ class Shard:
                         f"Cannot ask all workers for rank {guest.rank}: it trains no model yet. Call run.prepare first."
                     )
                 lead.ask(guest.rank, message)
+            case Enrol() | Take() | Return() | Crowded():
+                lead.data(guest.rank, message)
             case Enlist():
                 self._enlist(guest, message)
             case Save():

@@ -53,6 +53,7 @@ class Progress(msgspec.Struct, frozen=True):
             number, samples.
         records: by worker: contributions applied, dropped and lost, and samples applied.
         note: what happened to the server before.
+        data: where the data is; see `offbeat.fabric.server.dealer`. With the first model only.
     """
 
     next: dict[int, _Count]
@@ -60,6 +61,7 @@ class Progress(msgspec.Struct, frozen=True):
     orphans: tuple[tuple[_Count, _Count, float], ...] = ()
     records: dict[int, tuple[_Count, _Count, _Count, float]] = {}
     note: str = ""
+    data: dict[str, Any] = {}
 
 
 class ModelOf(msgspec.Struct, frozen=True):

@@ -1,0 +1,175 @@
+"""Batches that all workers work out alike: each keeps the same books, so nobody has to deal them out.
+
+For fabrics on which every step is everybody's. Now and then the workers tell each other how long their steps took; from
+that each computes all batches of the next steps, and takes its own. The books are a function of what was told, so they
+are equal everywhere, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+
+from offbeat.engine.source import Batch
+from offbeat.errors import ModelError
+from offbeat.pacing import Lease, Pool, Tuning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat.engine.control import Control
+    from offbeat.pacing import BatchTuning, Leases
+
+# The first steps of a worker pay for what later ones do not.
+_UNTOLD = 2
+# Steps between two exchanges of times: each is a collective of its own, and plans need no more.
+_TOLD_EVERY = 5
+_MOST_TOLD = 256
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+
+class Timing(NamedTuple):
+    """One step of one worker."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    compute_s: _Seconds
+    wait_s: _Seconds
+
+
+_timings = msgspec.json.Decoder(Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]).decode
+
+
+@dataclass(frozen=True)
+class Books:
+    """What every worker knows; immutable.
+
+    Args:
+        over: ranks that have nothing more in this epoch, while others do.
+    """
+
+    pool: Pool
+    tuning: Tuning
+    round: int = 0
+    over: frozenset[int] = frozenset()
+
+
+class AgreedSource:
+    """One loader's.
+
+    Args:
+        leases: how the dataset is dealt out.
+        tune: how batches follow the machines.
+        batch: samples of a worker's batch on average.
+        control: how the workers tell each other.
+        take_timings: this worker's steps since the last call.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        tune: BatchTuning,
+        *,
+        batch: int,
+        control: Control,
+        take_timings: Callable[[], Sequence[Timing]],
+    ) -> None:
+        self.leases = leases
+        self._tune, self._control, self._take_timings = tune, control, take_timings
+        self._total = batch * control.world
+        pool, tuning = leases.init(), tune.init(self._total, together=True)
+        for rank in range(control.world):
+            pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
+        self._books = Books(pool, tuning)
+        self._at = self._books  # behind the last batch that the loop has
+        self._untold = _UNTOLD
+
+    def next(self) -> Batch | None:
+        """This worker's part of the next step. Collective."""
+        if self._books.round % _TOLD_EVERY == 0:
+            self._tell()
+        books, pool, parts = self._books, self._books.pool, dict[int, Lease]()
+        tuning, counts = self._tune.plan(books.tuning, books.round)
+        for rank in range(self._control.world):
+            if rank not in books.over:
+                pool, deal = self.leases.take(pool, rank, min(counts[rank], self.leases.samples), now_s=0.0)
+                if isinstance(deal, Lease):
+                    parts[rank] = deal
+        if not parts:
+            self._books = Books(pool, tuning, books.round)
+            return None
+        # All compute this step together, and nobody can be lost without the job.
+        pool, _ = self.leases.acknowledge(pool, tuple(pool.held))
+        over = frozenset(range(self._control.world)) - parts.keys()
+        self._books = Books(pool, tuning, books.round + 1, over)
+        mine = parts.get(self._control.rank)
+        mean = sum(lease.count for lease in parts.values()) / len(parts)
+        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), self._books)
+
+    def drawn(self, batch: Batch) -> None:
+        """The loop has it."""
+        self._at = batch.mark
+
+    def ended(self) -> None:
+        """The next epoch begins."""
+        self._at = self._books
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Go back to where the loop was left; all workers leave it at the same batch."""
+        if batches:
+            self._books = dataclasses.replace(self._at, tuning=self._books.tuning, round=self._books.round)
+
+    def crowded(self) -> None:
+        """Not here.
+
+        Raises:
+            ModelError: always; the others wait for this worker's part of the step.
+        """
+        raise ModelError(
+            "Cannot leave out a batch here: all workers compute each step together. Use a smaller batch, "
+            "BatchTuning(largest=...), or fabric=ParameterServer()."
+        )
+
+    def explain(self) -> str:
+        """Who paces the rounds and why."""
+        return self._tune.explain(self._books.tuning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the data, and what is known of the machines."""
+        at = self._at
+        return {
+            "leases": self.leases.to_plain(at.pool),
+            "tuning": self._tune.to_plain(at.tuning),
+            "round": at.round,
+            "over": sorted(at.over),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            ModelError: if it was taken with another dataset, seed or global batch.
+        """
+        pool = self.leases.from_plain(state["leases"])
+        tuning = self._tune.from_plain(state["tuning"], self._total)
+        self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))
+
+    def _tell(self) -> None:
+        """Exchange the times of the last steps. Collective."""
+        mine = tuple(self._take_timings())[-_MOST_TOLD:]
+        told = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
+        steps = list(zip(*map(_timings, told), strict=False))
+        skipped = min(self._untold, len(steps))
+        self._untold -= skipped
+        tuning = self._books.tuning
+        for step in steps[skipped:]:
+            # Who waits least waits for nobody: that is how long it takes to send.
+            transfer_s = min(timing.wait_s for timing in step)
+            for rank, timing in enumerate(step):
+                if timing.samples:
+                    blocked_s = timing.wait_s - transfer_s
+                    tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
+        self._books = dataclasses.replace(self._books, tuning=tuning)

@@ -1,0 +1,78 @@
+"""Batches that the parameter server's coordinator deals out: workers go through the data by themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat.engine.source import Batch
+from offbeat.engine.waiting import Awaited
+from offbeat.pacing import Lease, Leases, Over
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from offbeat.engine.server import Server
+    from offbeat.engine.waiting import Waiter
+    from offbeat.fabric.server import Enrol
+
+
+class DealtSource:
+    """One loader's.
+
+    Args:
+        server: this worker's connection to it.
+        waiter: the one waiting primitive.
+        about: the loader.
+    """
+
+    def __init__(self, server: Server, waiter: Waiter, about: Enrol) -> None:
+        self.leases = Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last)
+        self._server, self._waiter, self._loader = server, waiter, about.loader
+        self._count = about.batch  # of the batch at hand
+        self._hand = server.client.enrol(about)
+
+    def next(self) -> Batch | None:
+        """What the coordinator dealt out, or will.
+
+        Raises:
+            DisagreementError: if another worker has other data.
+            NetworkError: if the server is gone.
+        """
+        deal = self._deal()
+        return None if isinstance(deal, Over) else Batch(deal)
+
+    def drawn(self, batch: Batch) -> None:
+        """The next contribution is computed from it."""
+        assert batch.lease is not None
+        self._server.used.append((self._loader, batch.lease.number))
+        self._count = batch.lease.count
+
+    def ended(self) -> None:
+        """The coordinator knows."""
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Others may have them."""
+        self._server.client.give_back(self._hand, [b.lease.number for b in batches if b.lease is not None])
+
+    def crowded(self) -> None:
+        """Ask for less; what was computed from is given back, and so is what was dealt out beforehand."""
+        used = [number for loader, number in self._server.used if loader == self._loader]
+        self._server.used = [(loader, number) for loader, number in self._server.used if loader != self._loader]
+        self._server.client.crowded(self._hand, self._count, used)
+
+    def explain(self) -> str:
+        """The coordinator knows."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the place in the data is the server's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take over."""
+
+    def _deal(self) -> Lease | Over:
+        while not self._hand.deals:  # nobody else takes any
+            drawn = self._server.client.draw(self._hand)
+            self._waiter.wait(drawn, Awaited("the next samples from the server", outlives=True))
+        return self._hand.deals.popleft()

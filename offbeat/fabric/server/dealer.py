@@ -1,0 +1,381 @@
+"""Deals out the data of a job, and tunes its batches; the coordinator's part of `offbeat.pacing`, without I/O.
+
+A worker is dealt its next batch when it is released, not when it asks: that costs no round trip, and where the order of
+releases is fixed (strict `RoundRobin`), so is who computes what.
+
+Rules:
+
+* The first leases are dealt once all workers of the beginning have enrolled, in order of rank. From then on a worker
+  gets as many as its last contribution used, and more only if it asks.
+* From the moment in which a contribution is announced, time does not take back the leases it was computed from. They
+  are used up when it is applied and has arrived whole; until then they are dealt again if its worker is lost.
+* A contribution that was computed from a lease that others were given meanwhile weighs nothing.
+* A batch is what the user asked for, or what the tuning says: then its sum over the workers is constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.fabric.server.deals import Enrol
+from offbeat.pacing import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from offbeat.sync import Push
+
+_LIFE = 1 << 32  # numbers of leases that a server deals out in one life, at most
+_TERM = timedelta(minutes=10)  # see `Leases.term`
+
+
+@dataclass
+class Deck:
+    """One loader's data.
+
+    Args:
+        about: what the first worker said.
+        leases, pool: who has which samples.
+        tune, tuning: how large batches are, if they are tuned.
+        missing: how many workers of the beginning have not enrolled.
+        gone: those of them that are lost and had not.
+        ahead: workers that have, and how many leases they are to hold.
+        rounds: the round each worker's next lease is of.
+    """
+
+    about: Enrol
+    leases: Leases
+    pool: Pool
+    tune: BatchTuning | None
+    tuning: Tuning | None
+    missing: int
+    gone: set[int] = field(default_factory=set)
+    ahead: dict[int, int] = field(default_factory=dict)
+    rounds: dict[int, int] = field(default_factory=dict)
+
+    def holds(self, worker: int) -> int:
+        """How many leases the worker has and has not brought."""
+        return len(self.pool.leased_to(worker))
+
+    def draw(self, worker: int, now_s: float) -> list[Lease | Over]:
+        """The worker's next lease, behind the end of the epoch if there is nothing more in it."""
+        deals: list[Lease | Over] = []
+        while not deals or isinstance(deals[-1], Over):
+            count = min(self._count(worker), self.leases.samples)
+            self.pool, deal = self.leases.take(self.pool, worker, count, now_s)
+            assert not isinstance(deal, Wait), "there is always another epoch"
+            deals.append(deal)
+        self.rounds[worker] += 1
+        return deals
+
+    def _count(self, worker: int) -> int:
+        if self.tune is None or self.tuning is None:
+            return self.about.batch
+        while True:
+            self.tuning, batches = self.tune.plan(self.tuning, self.rounds[worker])
+            if worker in batches:
+                return batches[worker]
+            self.rounds[worker] += 1  # it takes part in some rounds only
+
+
+@dataclass
+class Brought:
+    """A contribution, and what it was computed from.
+
+    Args:
+        numbers: of leases, by loader; those that count.
+        used: how many leases, by loader.
+        samples: in them, by loader.
+        computing_s: how long its worker took for it.
+        applied, whole: whether it is in an update, and has arrived.
+    """
+
+    numbers: dict[int, tuple[int, ...]]
+    used: dict[int, int]
+    samples: dict[int, int]
+    computing_s: float | None
+    applied: bool = False
+    whole: bool = False
+
+
+class Dealer:
+    """Knows who has which samples.
+
+    Args:
+        tuning_of: how batches are tuned, in a plan's TOML; None if they are not.
+        now_s: monotonic seconds.
+    """
+
+    def __init__(self, tuning_of: Callable[[str], BatchTuning | None], now_s: Callable[[], float]) -> None:
+        self._tuning_of, self._now_s = tuning_of, now_s
+        self._decks: dict[int, Deck] = {}
+        self._brought: dict[tuple[int, Push], Brought] = {}
+        self._last: dict[int, Brought] = {}  # by worker: for its next leases, and to learn how fast it is
+
+    # -- workers come and go -------------------------------------------------------------------------------------
+
+    def enrol(self, worker: int, about: Enrol, *, together: bool, world: int) -> dict[int, list[Lease | Over]]:
+        """A worker takes part, or does again; what is dealt now, by worker.
+
+        Args:
+            together: whether all workers wait for each other in every round.
+            world: how many workers are to enrol before the first leases are dealt.
+
+        Raises:
+            DisagreementError: if its data is not the others'.
+            PeerError: if such data cannot be dealt out.
+        """
+        deck = self._decks.get(about.loader)
+        if deck is None:
+            deck = self._decks[about.loader] = self._open(about, together=together, world=world)
+        _compare(worker, about, deck.about)
+        begun = not deck.missing
+        deck.missing -= not begun and worker not in deck.gone
+        self._take_in(deck, worker, about)
+        if deck.missing:
+            return {}
+        new = (worker,) if begun else sorted(deck.ahead)
+        return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
+
+    def lose(self, worker: int) -> dict[int, dict[int, list[Lease | Over]]]:
+        """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker."""
+        for (model, push), brought in list(self._brought.items()):
+            if push[0] == worker and not brought.whole:
+                del self._brought[(model, push)]
+                for loader, numbers in brought.numbers.items():
+                    deck = self._decks[loader]
+                    deck.pool = deck.leases.retract(deck.pool, worker, numbers)
+        self._last.pop(worker, None)
+        for deck in self._decks.values():
+            deck.pool = deck.leases.lose(deck.pool, worker)
+            if deck.ahead.pop(worker, None) is not None and deck.tune is not None and deck.tuning is not None:
+                deck.tuning = deck.tune.leave(deck.tuning, worker)
+        return {loader: dealt for loader, deck in self._decks.items() if (dealt := self._begin_without(deck, worker))}
+
+    # -- contributions -------------------------------------------------------------------------------------------
+
+    def announce(
+        self, model: int, push: Push, used: Iterable[tuple[int, int]], computing_s: float | None = None
+    ) -> bool:
+        """A worker has computed a contribution from these leases; whether it may count.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        by_loader: dict[int, list[int]] = {}
+        for loader, number in used:
+            by_loader.setdefault(loader, []).append(number)
+        used_of = {loader: len(numbers) for loader, numbers in by_loader.items()}
+        brought = Brought({}, used_of, {}, computing_s)
+        valid = True
+        for loader, numbers in by_loader.items():
+            deck = self._deck(loader, push[0])
+            held = deck.pool.held
+            brought.samples[loader] = sum(held[n].lease.count for n in numbers if n in held)
+            deck.pool, fine = deck.leases.deliver(deck.pool, push[0], numbers)
+            valid &= fine
+            brought.numbers[loader] = tuple(numbers) if fine else ()
+        self._last[push[0]] = brought
+        if not valid:
+            for loader, kept in brought.numbers.items():
+                deck = self._decks[loader]
+                deck.pool = deck.leases.give_back(deck.leases.retract(deck.pool, push[0], kept), push[0], kept)
+        elif by_loader:
+            self._brought[(model, push)] = brought
+        return valid
+
+    def applied(self, model: int, push: Push) -> None:
+        """The contribution is in an update."""
+        brought = self._brought.get((model, push))
+        if brought is not None:
+            brought.applied = True
+            self._close_if_done(model, push, brought)
+
+    def whole(self, model: int, push: Push) -> None:
+        """The contribution has arrived."""
+        brought = self._brought.get((model, push))
+        if brought is not None:
+            brought.whole = True
+            self._close_if_done(model, push, brought)
+
+    def dropped(self, model: int, push: Push) -> None:
+        """The contribution is not used."""
+        brought = self._brought.pop((model, push), None)
+        if brought is not None:
+            self._acknowledge(brought, dropped=True)
+
+    def stepped(self, worker: int, transfer_s: float, blocked_s: float) -> None:
+        """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others."""
+        last = self._last.get(worker)
+        for loader, samples in last.samples.items() if last is not None else ():
+            deck = self._decks[loader]
+            if deck.tune is not None and deck.tuning is not None and last is not None and last.computing_s:
+                deck.tuning = deck.tune.observe(deck.tuning, worker, samples, last.computing_s, transfer_s, blocked_s)
+
+    # -- leases --------------------------------------------------------------------------------------------------
+
+    def refill(self, worker: int) -> dict[int, list[Lease | Over]]:
+        """As many leases as the worker's last contribution used, by loader."""
+        last = self._last.get(worker)
+        if last is None:
+            return {}
+        return {loader: self._draw(self._decks[loader], worker, count) for loader, count in last.used.items()}
+
+    def take(self, worker: int, loader: int) -> list[Lease | Over]:
+        """One more lease.
+
+        Raises:
+            PeerError: if the worker has nothing to do with such a loader.
+        """
+        deck = self._deck(loader, worker)
+        return [] if deck.missing else self._draw(deck, worker, 1)
+
+    def give_back(self, worker: int, loader: int, numbers: Iterable[int]) -> None:
+        """The worker will not use these leases.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        deck = self._deck(loader, worker)
+        deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
+
+    def crowded(self, worker: int, loader: int, count: int) -> None:
+        """The worker had no memory for so many samples.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        deck = self._deck(loader, worker)
+        if deck.tune is not None and deck.tuning is not None:
+            deck.tuning = deck.tune.out_of_memory(deck.tuning, worker, count)
+
+    # -- for people, and for checkpoints -------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """Who paces the rounds and why, where batches are tuned; else nothing."""
+        told = [deck.tune.explain(deck.tuning) for deck in self._decks.values() if deck.tune and deck.tuning]
+        return " ".join(told)
+
+    def epochs(self) -> dict[int, Pool]:
+        """Where the data is, by loader."""
+        return {loader: deck.pool for loader, deck in self._decks.items()}
+
+    @property
+    def workers(self) -> set[int]:
+        """Who has enrolled, or had before this server was started again."""
+        return {worker for deck in self._decks.values() for worker in deck.pool.at}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Where the data is and what is known of the machines, in dicts, lists and numbers.
+
+        As it is once all updates that were decided on have been made: what is in one is used up, and what is in none is
+        its worker's, which will announce it again.
+        """
+        return {str(loader): self._plain(loader, deck) for loader, deck in self._decks.items()}
+
+    def restore(self, plain: Any) -> None:
+        """Go on where `to_plain` was called; the workers enrol again.
+
+        Raises:
+            PeerError: if it is damaged.
+        """
+        try:
+            decks = {int(loader): self._deck_of(one) for loader, one in dict(plain).items()}
+        except (OffbeatError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
+            raise PeerError(f"Cannot go on in the data: {error}") from error
+        self._decks.update(decks)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _plain(self, loader: int, deck: Deck) -> dict[str, Any]:
+        pool = deck.pool
+        for (_, push), brought in self._brought.items():
+            numbers = brought.numbers.get(loader, ())
+            if brought.applied:
+                pool, _ = deck.leases.acknowledge(pool, numbers)
+            else:
+                pool = deck.leases.retract(pool, push[0], numbers)
+        return {
+            "about": msgspec.to_builtins(deck.about),
+            "leases": deck.leases.to_plain(pool),
+            "tuning": deck.tune.to_plain(deck.tuning) if deck.tune and deck.tuning else None,
+            "rounds": {str(worker): number for worker, number in deck.rounds.items()},
+        }
+
+    def _deck_of(self, plain: dict[str, Any]) -> Deck:
+        about = msgspec.convert(plain["about"], Enrol)
+        deck = self._open(about, together=False, world=0)
+        pool = deck.leases.from_plain(plain["leases"], now_s=self._now_s())
+        # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
+        deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
+        if deck.tune is not None and deck.tuning is not None:
+            deck.tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
+        deck.rounds = msgspec.convert(plain["rounds"], dict[int, int], strict=False)
+        return deck
+
+    def _open(self, about: Enrol, *, together: bool, world: int) -> Deck:
+        tune = self._tuning_of(about.plan)
+        total = about.batch * about.world
+        try:
+            leases = Leases(
+                about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last, term=_TERM
+            )
+            tuning = None if tune is None else tune.init(total, together=together)
+        except OffbeatError as error:
+            raise PeerError(str(error)) from error
+        return Deck(about, leases, leases.init(), tune, tuning, world)
+
+    def _begin_without(self, deck: Deck, worker: int) -> dict[int, list[Lease | Over]]:
+        """One that had not enrolled will not come; what is dealt now, by worker."""
+        if not deck.missing or worker in deck.gone or worker in deck.rounds:
+            return {}
+        deck.gone.add(worker)
+        deck.missing -= 1
+        there = () if deck.missing else sorted(deck.ahead)
+        return {one: self._draw(deck, one, deck.ahead[one]) for one in there}
+
+    def _take_in(self, deck: Deck, worker: int, about: Enrol) -> None:
+        comes_back = bool(about.epoch or about.holds)
+        epoch = about.epoch if comes_back else None
+        deck.pool = deck.leases.join(deck.pool, worker, epoch=epoch, holds=about.holds)
+        deck.ahead[worker] = about.ahead
+        deck.rounds[worker] = max(deck.rounds.values(), default=0)
+        if deck.tune is not None and deck.tuning is not None and worker not in deck.tuning.machines:
+            deck.tuning = deck.tune.join(deck.tuning, worker)
+
+    def _draw(self, deck: Deck, worker: int, count: int) -> list[Lease | Over]:
+        now_s = self._now_s()
+        return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
+
+    def _close_if_done(self, model: int, push: Push, brought: Brought) -> None:
+        if brought.applied and brought.whole:
+            del self._brought[(model, push)]
+            self._acknowledge(brought, dropped=False)
+
+    def _acknowledge(self, brought: Brought, *, dropped: bool) -> None:
+        for loader, numbers in brought.numbers.items():
+            deck = self._decks[loader]
+            deck.pool, fine = deck.leases.acknowledge(deck.pool, numbers, dropped=dropped)
+            assert fine, f"leases {numbers} were delivered, and are gone"
+
+    def _deck(self, loader: int, worker: int) -> Deck:
+        deck = self._decks.get(loader)
+        if deck is None or worker not in deck.ahead:
+            raise PeerError(f"Rank {worker} has not enrolled for loader {loader}.")
+        return deck
+
+
+def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
+    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "world"):
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            raise DisagreementError(
+                f"Cannot deal out data to rank {worker}: its loader has {name}={there!r}, that of the others {here!r}. "
+                "Give every worker the same dataset, batch size and seed."
+            )

@@ -1,0 +1,129 @@
+"""A loader whose batches are leased: nobody owns a part of the data, and each batch may have another size.
+
+Used where workers go through the data at their own speed (a parameter server), or where batches follow the machines
+(`Plan(tuning=BatchTuning())`). Every sample is computed exactly once in each epoch, whatever the sizes of batches and
+whoever comes and goes; see `offbeat.pacing.leases`.
+
+* A loop over it ends when the epoch has nothing more to give. Workers that are fast go through more batches than slow
+  ones; `len(loader)` is what a worker goes through on average, so that schedules can be made from it.
+* A loop that is left early goes on in the same epoch the next time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from offbeat.errors import ModelError
+from offbeat.loader import rebuilt, sampler_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from offbeat.engine import Batch, Source
+    from offbeat.loader import Drawn
+
+_STAND_IN = 2  # samples of a batch that only keeps up with the others; BatchNorm wants more than one
+
+
+class Batches(Sampler[list[int]]):
+    """The indices of each batch, as the source gives them.
+
+    Args:
+        source: decides.
+        length: batches of an epoch, on average over the workers.
+    """
+
+    def __init__(self, source: Source, length: int) -> None:
+        self._source, self._length = source, length
+        self.asked: deque[Batch] = deque()  # for, and not yet loaded
+        self._last = list(range(min(_STAND_IN, source.leases.samples)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (batch := self._source.next()) is not None:
+            self.asked.append(batch)
+            if batch.lease is not None:
+                self._last = self._source.leases.indices(batch.lease).tolist()
+            yield self._last
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class LeasedLoader:
+    """What `run.prepare` returns for a loader, where data is leased. Other attributes are the loader's own.
+
+    Args:
+        loader: a `DataLoader` over a dataset with a length.
+        source: decides who computes what.
+        drawn: called with each batch.
+        world: number of workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, world: int) -> None:
+        self._source, self._drawn = source, drawn
+        together = world * batch_of(loader)
+        samples, rest = divmod(source.leases.samples, together)
+        self._batches = Batches(source, max(1, samples + bool(rest and not loader.drop_last)))
+        self.loader = rebuilt(loader, batch_sampler=self._batches)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, on average over the workers."""
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        asked = self._batches.asked
+        try:
+            for data in self.loader:
+                batch = asked.popleft()
+                self._source.drawn(batch)
+                count = 0 if batch.lease is None else batch.lease.count
+                self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                yield data
+            self._source.ended()
+        finally:
+            self._source.give_back(tuple(asked))
+            asked.clear()
+
+    def crowded(self) -> None:
+        """There was no memory for the batch at hand."""
+        self._source.crowded()
+
+    def explain(self) -> str:
+        """Who paces the rounds and why; "" if somebody else knows."""
+        return self._source.explain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
+        """Go on where `state` was taken."""
+        if state:
+            self._source.load_state_dict(state)
+
+
+def can_lease(loader: Any) -> bool:
+    """Whether offbeat may deal out the samples of this loader one by one.
+
+    Raises:
+        ModelError: if it has to be dealt out, and cannot be.
+    """
+    return sampler_of(loader) is not None
+
+
+def batch_of(loader: DataLoader[Any]) -> int:
+    """Samples of a full batch."""
+    if loader.batch_size is None:
+        raise ModelError("Cannot lease batches of a loader without batches: give it a batch_size.")
+    return loader.batch_size
+
+
+def ahead_of(loader: DataLoader[Any]) -> int:
+    """How many batches the loader asks for before the loop has the first."""
+    return 1 + loader.num_workers * (loader.prefetch_factor or 0)

@@ -1,0 +1,290 @@
+"""Data that is leased, and batches that follow the machines, in real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import offbeat
+from offbeat.errors import DisagreementError, ModelError
+from offbeat.fabric import ParameterServer, ProcessGroup
+from offbeat.pacing import BatchTuning
+from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SERVER = ParameterServer(block_bytes=4096)
+SAMPLES = 101
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is i."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def prepared(run: offbeat.Run, *, batch: int = 4, size: int = SAMPLES, **options: Any) -> Any:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.5)
+    loader = DataLoader(Numbers(size), batch_size=batch, shuffle=True, **options)
+    return run.prepare(model, optimizer, loader)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- every sample once -------------------------------------------------------------------------------------------------
+
+
+def epochs(policy: Policy, count: int, num_workers: int) -> tuple[list[list[int]], int]:
+    """What this worker computed in each epoch, and what it takes for an epoch's length."""
+    rank = int(os.environ["RANK"])
+    seen: list[list[int]] = []
+    with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, num_workers=num_workers)
+        for _ in range(count):
+            seen.append([])
+            for x in loader:
+                seen[-1] += x.flatten().int().tolist()
+                time.sleep(0.004 * rank)
+                train(model, optimizer, x)
+        return seen, len(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_epoch_has_every_sample_once(num_workers: int) -> None:
+    results = run_workers(3, epochs, ASP(), 3, num_workers)
+    for epoch in range(3):
+        seen = Counter(itertools.chain.from_iterable(of_worker[epoch] for of_worker, _ in results))
+        assert seen == Counter(range(SAMPLES)), f"epoch {epoch}"
+    took = [sum(map(len, of_worker)) for of_worker, _ in results]
+    assert took[0] > took[2], "who is fast computes more"
+    assert {length for _, length in results} == {9}
+
+
+def with_a_victim(folder: str) -> None:
+    """Worker 1 is killed holding a batch."""
+    rank = int(os.environ["RANK"])
+    with offbeat.init(offbeat.Plan(sync=ASP(), fabric=SERVER)) as run, open(Path(folder) / str(rank), "w") as file:
+        model, optimizer, loader = prepared(run)
+        for epoch in range(4):
+            for number, x in enumerate(loader):
+                if rank == 1 and epoch == 1 and number == 2:
+                    file.write("killed\n")
+                    file.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                train(model, optimizer, x)
+                for index in x.flatten().int().tolist():
+                    file.write(f"{index}\n")
+                file.flush()
+                time.sleep(0.1)  # so that the loss is noticed while there is something left to compute
+
+
+def test_what_a_killed_worker_held_is_computed_by_others(tmp_path: Path) -> None:
+    run_workers(3, with_a_victim, str(tmp_path), faulty=1)
+    told = {rank: (tmp_path / str(rank)).read_text().split() for rank in range(3)}
+    assert told[1].pop() == "killed", "the fault fired"
+    seen = Counter(int(index) for lines in told.values() for index in lines)
+    assert set(seen) == set(range(SAMPLES))
+    assert set(seen.values()) == {4}, "each sample once in each of 4 epochs"
+
+
+def leaves_early(num_workers: int) -> list[int]:
+    seen = []
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, num_workers=num_workers)
+        for last in (2, 100):
+            for number, x in enumerate(loader):
+                train(model, optimizer, x)
+                seen += x.flatten().int().tolist()
+                if number == last:
+                    break
+        return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_that_is_left_goes_on_in_the_same_epoch(num_workers: int) -> None:
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, leaves_early, num_workers)))
+    assert seen == Counter(range(SAMPLES))
+
+
+# -- a fixed order is deterministic ------------------------------------------------------------------------------------
+
+
+def hashes(policy: Policy, seed: int) -> list[str]:
+    """The parameters after each own step; every run is jittered in its own way."""
+    chance = random.Random(f"{seed} {os.environ['RANK']}")
+    told = []
+    with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, batch=3)
+        for _ in range(2):
+            for x in loader:
+                time.sleep(chance.uniform(0, 0.02))
+                train(model, optimizer, x)
+                told.append(
+                    hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+                )
+    return told
+
+
+def test_strict_turns_are_bit_identical_from_run_to_run() -> None:
+    strict = RoundRobin(strict=True)
+    assert run_workers(3, hashes, strict, 1) == run_workers(3, hashes, strict, 2)
+
+
+def test_without_an_order_they_are_not() -> None:
+    assert run_workers(3, hashes, ASP(), 1) != run_workers(3, hashes, ASP(), 2)
+
+
+# -- batches follow the machines ---------------------------------------------------------------------------------------
+
+
+def tuned(plan: offbeat.Plan, samples: int) -> tuple[list[int], str]:
+    """Worker 1 takes three times as long for a sample; the sizes of this worker's batches."""
+    rank = int(os.environ["RANK"])
+    sizes = []
+    with offbeat.init(plan) as run:
+        model, optimizer, loader = prepared(run, batch=8, size=samples)
+        for x in loader:
+            sizes.append(len(x) if run.has_data else 0)
+            time.sleep(0.001 * len(x) * (3 if rank == 1 else 1))
+            train(model, optimizer, x)
+        told = run._loaders[0].explain() or str(run._server and look(run))
+        return sizes, told
+
+
+def look(run: offbeat.Run) -> str:
+    from datetime import timedelta
+
+    assert run._server is not None
+    answer = run._server.client.look()
+    answer.wait(timedelta(seconds=5))
+    return answer.scenes[0].pace
+
+
+PLANS: dict[str, Callable[[], offbeat.Plan]] = {
+    "all-reduce": lambda: offbeat.Plan(fabric=ProcessGroup(), tuning=BatchTuning()),
+    "bsp": lambda: offbeat.Plan(fabric=SERVER, tuning=BatchTuning()),
+    "round-robin": lambda: offbeat.Plan(sync=RoundRobin(), fabric=SERVER, tuning=BatchTuning()),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_batches_follow_the_machines(name: str) -> None:
+    (fast, told), (slow, _) = run_workers(2, tuned, PLANS[name](), 1000)
+    assert sum(fast) + sum(slow) == 1000, "every sample once"
+    usual = [Counter(sizes[len(sizes) // 2 : -1]).most_common(1)[0][0] for sizes in (fast, slow)]
+    assert usual[0] >= 2 * usual[1], f"{usual}: batches follow the speeds of 3 to 1"
+    if name != "round-robin":
+        rounds = [a + b for a, b in zip(fast, slow, strict=False)]
+        assert set(rounds[:-2]) == {16}, "the global batch stays what it was"
+    assert "Worker" in told
+    assert "paces the rounds" in told
+
+
+def resumed(folder: str, stop: int | None) -> list[int]:
+    """Batches with tuning on the process group; with `stop`, saved there, and loaded in a new run."""
+    rank, path, seen = int(os.environ["RANK"]), Path(folder) / os.environ["RANK"], list[int]()
+    plan = offbeat.Plan(tuning=BatchTuning())
+    for part in range(1 if stop is None else 2):
+        with offbeat.init(plan) as run:
+            model, optimizer, loader = prepared(run)
+            if part == 1:
+                state = torch.load(path, weights_only=True)
+                run.load_state_dict(state)
+            for number, x in enumerate(loader):
+                train(model, optimizer, x)
+                seen += x.flatten().int().tolist() if run.has_data else []
+                if part == 0 and number == stop:
+                    torch.save(run.state_dict(), path)
+                    break
+    assert rank in (0, 1)
+    return seen
+
+
+def test_a_checkpoint_knows_the_place_in_leased_data(tmp_path: Path) -> None:
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, resumed, str(tmp_path), 5)))
+    assert seen == Counter(range(SAMPLES))
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def other_data() -> None:
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        prepared(run, size=SAMPLES + run.rank)
+
+
+def test_other_data_is_refused() -> None:
+    from tests.workers import WorkerFailed
+
+    with pytest.raises(WorkerFailed, match=r"102 samples|101 samples") as caught:
+        run_workers(2, other_data)
+    assert DisagreementError.__name__ in str(caught.value)
+
+
+def untunable() -> list[str]:
+    told = []
+    with offbeat.init(offbeat.Plan(tuning=BatchTuning())) as run:
+        model = nn.Linear(1, 1)
+        with pytest.raises(ModelError) as caught:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.zeros(1, 1)])
+        told.append(str(caught.value))
+        with pytest.raises(ModelError) as caught:
+            run.out_of_memory()
+        told.append(str(caught.value))
+    return told
+
+
+def test_batches_that_cannot_be_tuned_are_refused() -> None:
+    for first, second in run_workers(2, untunable):
+        assert first.startswith("Cannot tune the batches of this loader")
+        assert second.startswith("Cannot leave out a batch that others cannot be given")
+
+
+def crowded() -> tuple[list[int], list[int]]:
+    """Batches above 5 do not fit into this worker's memory."""
+    seen, sizes = [], []
+    with offbeat.init(offbeat.Plan(sync=BSP(), fabric=SERVER, tuning=BatchTuning())) as run:
+        model, optimizer, loader = prepared(run, batch=8, size=200)
+        for x in loader:
+            sizes.append(len(x))
+            if run.rank == 0 and len(x) > 5:
+                run.out_of_memory()
+                continue
+            seen += x.flatten().int().tolist()
+            train(model, optimizer, x)
+    return seen, sizes
+
+
+def test_a_batch_that_does_not_fit_is_computed_by_others() -> None:
+    results = run_workers(2, crowded)
+    seen = Counter(itertools.chain.from_iterable(of_worker for of_worker, _ in results))
+    assert seen == Counter(range(200))
+    small = results[0][1]
+    assert max(small) > 5, "the fault fired"
+    assert max(small[3:]) <= 5
