@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offbeat.codec import Cast, Dense
     from offbeat.fabric import InMemory, ParameterServer, ProcessGroup
+    from offbeat.pacing import BatchTuning
     from offbeat.plan import Plan
     from offbeat.replica import Replica
     from offbeat.run import Run, init
@@ -21,6 +22,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "ASP": "offbeat.sync",
     "BSP": "offbeat.sync",
+    "BatchTuning": "offbeat.pacing",
     "Cast": "offbeat.codec",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
@@ -44,6 +46,7 @@ __all__ = [
     "BSP",
     "DSSP",
     "SSP",
+    "BatchTuning",
     "Cast",
     "Dense",
     "Hybrid",

@@ -554,8 +554,10 @@ class Run:
         if error is not None:
             self._say_last_words(error)
         elif self._server is not None:
+            self._tell_pace()
             self._server.close()
         elif self.world > 1:
+            self._tell_pace()
             error = self._leave_together()
         self._end_metrics(error)
         if self._watch is not None:
@@ -598,6 +600,16 @@ class Run:
             self._watch.last_words("lost", f"{type(error).__name__}: {str(error).splitlines()[0]}")
         else:
             self._watch.last_words("raised", "".join(traceback.format_exception(error)))
+
+    def _tell_pace(self) -> None:
+        """Leave a word about who paced the rounds, and why."""
+        if self.rank != 0:
+            return
+        told = [loader.explain() for loader in self._loaders if isinstance(loader, LeasedLoader)]
+        if self._server is not None:
+            told.append(self._server.pace(self._waiter))
+        if text := " ".join(filter(None, told)):
+            self._meter.event("pace", text, self.step)
 
     def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = {
     "ASP",
     "BSP",
+    "BatchTuning",
     "Cast",
     "DSSP",
     "Dense",
@@ -46,6 +47,7 @@ RUN = {
     "log",
     "mean",
     "no_sync",
+    "out_of_memory",
     "plan",
     "prepare",
     "rank",

@@ -15,7 +15,7 @@ import msgspec
 
 from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
-from offbeat.errors import NetworkError, PlanError
+from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric.server import Client, ParameterServer
 
 if TYPE_CHECKING:
@@ -67,6 +67,15 @@ class Server:
         """
         asked = self.client.ask("the newest parameters", refresh=True)
         waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+
+    def pace(self, waiter: Waiter) -> str:
+        """Who paces the rounds and why, as the coordinator sees it; "" if it cannot be asked any more."""
+        try:
+            look = self.client.look()
+            waiter.wait(look, Awaited("a last look at the server", outlives=True))
+        except OffbeatError:
+            return ""
+        return " ".join(scene.pace for scene in look.scenes if scene.pace)
 
     def close(self) -> None:
         """Say good-bye."""

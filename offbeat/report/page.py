@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from offbeat.report.ending import ending
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.records import End, Event, Start
-from offbeat.report.tally import pace, tally
+from offbeat.report.tally import pace, tally, told_pace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +66,7 @@ def page(
     parts = [_head(records, title, notes), _ending(ending(records, stalls)), _cards(records, workers)]
     if sentence := nonfinite(records):
         parts.append(f'<p class="bad">{html.escape(sentence)}</p>')
-    if sentence := pace(records):
-        parts.append(f"<p>{html.escape(sentence)}</p>")
+    parts += [f"<p>{html.escape(sentence)}</p>" for sentence in (pace(records), told_pace(records)) if sentence]
     parts += [_table(workers), _plots(records, workers), _events(records, damaged)]
     if plan:
         parts.append(f"<h2>Plan</h2><pre>{html.escape(plan)}</pre>")

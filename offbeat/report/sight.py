@@ -80,6 +80,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         version: updates so far.
         started: whether all workers of the beginning have come.
         running_s: seconds since the model was opened.
+        pace: who paces the rounds and why, if the server can tell.
     """
 
     model: _Count
@@ -88,6 +89,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
     started: bool
     running_s: _Seconds
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
+    pace: _Text = ""
 
     @cached_property
     def present(self) -> tuple[Seen, ...]:
@@ -160,7 +162,9 @@ def sight_of(metadata: bytes, body: Buffer = b"") -> Sight:
 
 
 def pacemaker(scene: Scene) -> str:
-    """Whose steps take longest, in one sentence; nothing if there is too little to compare."""
+    """Who paces the rounds, in one sentence; nothing if there is too little to compare."""
+    if scene.pace:
+        return scene.pace
     known = [seen for seen in scene.present if seen.step_s]
     if len(known) < 2:
         return ""

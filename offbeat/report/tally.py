@@ -137,6 +137,12 @@ def pace(records: Sequence[Record]) -> str:
     )
 
 
+def told_pace(records: Sequence[Record]) -> str:
+    """What the run itself said about its pace when it ended: a server, or the tuning of batches, knows more."""
+    told = [record.text for record in records if isinstance(record, Event) and record.what == "pace"]
+    return told[-1] if told else ""
+
+
 def _habits(workers: Sequence[Tally]) -> str:
     computing = span([worker.compute_per_step_s * 1e3 for worker in workers], ".1f", " ms")
     return f"compute {computing} per step and wait {span([worker.waiting_share for worker in workers], '.0%')}"

@@ -14,7 +14,7 @@ With C the time to compute, d that of a turn and N workers, a round takes max(C 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from offbeat.sync.actions import Apply, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.state import changed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.sync.actions import Action
     from offbeat.sync.policy import Contributes
@@ -46,6 +46,7 @@ class Rotation:
         free_since_s: since when a slot has been free; None while there is none.
         turns: so far.
         evicted_s: when a worker was evicted last; others may have waited for it.
+        weights: of what each worker in the order brought in its last turn, in samples; kept in strict order only.
     """
 
     order: tuple[int, ...] = ()
@@ -55,6 +56,7 @@ class Rotation:
     free_since_s: float | None = None
     turns: int = 0
     evicted_s: float = 0.0
+    weights: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class RoundRobin:
     soon as it is ready; so one straggler does not hold up all. No gradient gets older than N - 1 + `lead` updates by
     that.
     `strict` never lets anybody pass: the order of turns is then a fixed permutation (by rank, whatever the timing), and
-    with one slot the job is deterministic to the bit. One slow worker then holds up all.
+    with one slot the job is deterministic to the bit. One slow worker then holds up all. So that nothing depends on
+    when something happens between two turns, a worker that leaves counts until its turn has come, and contributions are
+    weighed against what the others brought in their last turns, not against what they have meanwhile.
 
     Who takes far longer than usual while others wait for it is evicted, also in strict order, so that a worker that
     hangs never hangs the job. It may join again, at the end of the rotation or as far from other newcomers as can be.
@@ -159,7 +163,8 @@ class RoundRobin:
         rotation = self._watched(self._manned(before or Rotation(), state), state)
         worker = self._next(rotation, state)
         if worker is not None:
-            return [Remember(self._turned(rotation, state, worker)), *_turn(state, worker)]
+            rate = self._rate(rotation, state, worker)
+            return [Remember(self._turned(rotation, state, worker)), *_turn(state, worker, rate)]
         leases_s = self._leases_s(rotation, state)
         if late := [(lease_s, worker) for worker, lease_s in leases_s.items() if state.now_s >= lease_s]:
             return [Remember(changed(rotation, evicted_s=state.now_s)), Evict(min(late)[1])]
@@ -217,7 +222,8 @@ class RoundRobin:
         """Whose turn it is, in order; in strict order nobody is in it who is ahead of another."""
         if self.strict:
             low = state.low
-            return tuple(worker for worker in rotation.order if state.members[worker].pace == low)
+            members = state.members
+            return tuple(worker for worker in rotation.order if worker in members and members[worker].pace == low)
         return tuple(worker for worker in rotation.order if worker not in rotation.owed)
 
     def _is_ready(self, state: State, worker: int) -> bool:
@@ -229,9 +235,11 @@ class RoundRobin:
 
     def _may_pass(self, rotation: Rotation, state: State, worker: int) -> bool:
         """Whether all who would be passed over still get their turn before their gradients are too old."""
+        if self.strict:
+            return True
         before = rotation.order[: rotation.order.index(worker)]
         passed = [state.members[other] for other in before if not state.members[other].held]
-        if self.strict or not passed:
+        if not passed:
             return True
         oldest = state.version + len(passed) - min(member.base for member in passed)
         return oldest <= len(rotation.order) - 1 + self.lead
@@ -258,11 +266,13 @@ class RoundRobin:
     # -- what is remembered --------------------------------------------------------------------------------------
 
     def _manned(self, rotation: Rotation, state: State) -> Rotation:
-        """Without those who left, and with those who joined."""
+        """Without those who left (in strict order, once their turn has come), and with those who joined."""
         members = state.members
         if rotation.order and not rotation.turns:
             rotation = changed(rotation, order=())  # the beginning: by rank, whoever came first
-        order = [worker for worker in rotation.order if worker in members]
+        order = [worker for worker in rotation.order if self.strict or worker in members]
+        while order and order[0] not in members:
+            del order[0]
         for worker in sorted(members.keys() - set(order)):
             order.insert(self._place(order, state) if rotation.order else len(order), worker)
         if tuple(order) == rotation.order:
@@ -275,7 +285,8 @@ class RoundRobin:
 
     def _place(self, order: list[int], state: State) -> int:
         """Where a newcomer is furthest from other newcomers, around the circle; at the end if there are none."""
-        new = [i for i, worker in enumerate(order) if state.members[worker].turn_s is None]
+        members = state.members
+        new = [i for i, worker in enumerate(order) if worker in members and members[worker].turn_s is None]
         if not new or len(new) == len(order):
             return len(order)
 
@@ -300,16 +311,29 @@ class RoundRobin:
     def _turned(self, rotation: Rotation, state: State, worker: int) -> Rotation:
         """After the turn of `worker` has begun."""
         index = rotation.order.index(worker)
-        passed = {other for other in rotation.order[:index] if not state.members[other].held}
         order = (*rotation.order[:index], *rotation.order[index + 1 :], worker)
-        owed = (rotation.owed | (frozenset() if self.strict else passed)) - {worker}
+        owed, weights = rotation.owed, rotation.weights
+        if self.strict:
+            weights = {other: weights[other] for other in order if other in weights}
+            weights[worker] = state.pending.get((worker, state.members[worker].step), weights.get(worker, 0.0))
+        else:
+            owed = (owed | {other for other in rotation.order[:index] if not state.members[other].held}) - {worker}
         turns, gap_s, next_open_s = rotation.turns + 1, rotation.gap_s, rotation.next_open_s
         if gap_s is not None:
             if turns % len(order) == 0 and (wanted_s := self._wanted_gap_s(state)) is not None:
                 gap_s = min(max(wanted_s, gap_s * (1 - _MOST_CHANGE)), gap_s * (1 + _MOST_CHANGE))
             late_s = state.now_s - next_open_s
             next_open_s = next_open_s + gap_s if late_s < gap_s else state.now_s + gap_s
-        return Rotation(order, owed, gap_s, next_open_s, None, turns, rotation.evicted_s)
+        return Rotation(order, owed, gap_s, next_open_s, None, turns, rotation.evicted_s, weights)
+
+    def _rate(self, rotation: Rotation, state: State, worker: int) -> float:
+        """Which part of a round's samples the worker's contribution is made from."""
+        push = (worker, state.members[worker].step)
+        if not self.strict or push not in state.pending:
+            return state.share(push) if push in state.pending else 1.0
+        own = state.pending[push]
+        others = [rotation.weights.get(other, own) for other in rotation.order if other != worker]
+        return own / (own + sum(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:
         cycles_s, turns_s = _cycles_s(state), _turns_s(state)
@@ -337,12 +361,12 @@ class RoundRobin:
         return leases_s
 
 
-def _turn(state: State, worker: int) -> list[Action]:
+def _turn(state: State, worker: int, rate: float) -> list[Action]:
     member = state.members[worker]
     push = (worker, member.step)
     actions: list[Action] = [] if member.granted_s is not None else [Grant(worker)]
     if push in state.pending:
-        actions.append(Apply((push,), rate=state.share(push)))
+        actions.append(Apply((push,), rate=rate))
     return [*actions, Release(worker)]
 
 

@@ -12,7 +12,9 @@ from offbeat.errors import PlanError
 from offbeat.sync import (
     ASP,
     BSP,
+    Apply,
     Deadline,
+    Event,
     Evict,
     Grant,
     Joined,
@@ -20,6 +22,7 @@ from offbeat.sync import (
     Member,
     Policy,
     Pulled,
+    Pushed,
     Ready,
     Release,
     Remember,
@@ -352,3 +355,44 @@ def test_released_workers_are_those_granted() -> None:
     server = Server(RoundRobin(warmup=2), jitter(sigma=1.0), 4, 0.1, 4).run(100)
     released = [a.worker for _, actions in server.log for a in actions if isinstance(a, Release)]
     assert released == server.grants
+
+
+def strict_rates(*, early: bool, samples: int) -> list[tuple[int, float]]:
+    """Whose contribution was applied at which rate; worker 1 leaves, and worker 2's second batch is another.
+
+    Args:
+        early: whether both happen before worker 0's second turn, or behind it.
+        samples: in that batch.
+    """
+    applied: list[tuple[int, float]] = []
+    state = State()
+
+    def tell(event: Event) -> None:
+        nonlocal state
+        state, actions = on(STRICT, state, event)
+        applied.extend((a.pushes[0][0], a.rate) for a in actions if isinstance(a, Apply))
+
+    def turn(worker: int) -> None:
+        tell(Pushed(worker, state.members[worker].clock, 1.0))
+        tell(Pulled(worker, 1.0))
+
+    for worker in range(3):
+        tell(Joined(worker, 0.0))
+    for worker in range(3):
+        tell(Ready(worker, 0, 1.0, weight=4))
+        turn(worker)
+    meanwhile = [Left(1, 1.0), Ready(2, 1, 1.0, weight=samples)]
+    for event in meanwhile if early else ():
+        tell(event)
+    tell(Ready(0, 1, 1.0, weight=4))
+    for event in () if early else meanwhile:
+        tell(event)
+    turn(0)
+    turn(2)
+    tell(Ready(0, 2, 1.0, weight=4))
+    return applied
+
+
+def test_in_strict_order_nothing_depends_on_when_it_happens_between_two_turns() -> None:
+    assert strict_rates(early=True, samples=2) == strict_rates(early=False, samples=2)
+    assert strict_rates(early=True, samples=2)[3:] == [(0, 4 / 12), (2, 2 / 6), (0, 4 / 6)]
