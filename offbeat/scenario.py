@@ -42,7 +42,7 @@ Profile = Literal["resnet50", "vgg16", "transformer-small"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_LATER = [("straggle", None), ("servers", 0), ("role", "worker"), ("jitter", 0.0), ("better", "higher")]
+_LATER = [("straggle", None), ("servers", 0), ("role", "worker"), ("jitter", 0.0), ("fixed", 0.0), ("better", "higher")]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,8 +115,9 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     `forward_s` and `backward_s` are one step's computation on the reference host, divided among the layers by their
     work; for a table of layers each layer has its own times. `jitter` varies them from step to step, by a log-normal
     factor of mean 1 whose logarithm has that deviation; each worker and step has its own, the same for every row.
-    `batch` is the samples a step stands for, per worker. `bucket_bytes` is the bucket size of every row; None is each
-    system's default.
+    `batch` is the samples a step stands for, per worker; where a plan tunes batches, a step of another size takes as
+    much longer or shorter, but for `fixed`, the part of its time that every step takes. `bucket_bytes` is the bucket
+    size of every row; None is each system's default.
     """
 
     profile: Profile | None = None
@@ -126,7 +127,12 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     backward_s: Seconds = 0.2
     jitter: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     batch: Positive = 32
+    fixed: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     bucket_bytes: Size | None = None
+
+    def work_of(self, count: int) -> float:
+        """How long a step of `count` samples computes, relative to one of `batch`."""
+        return self.fixed + (1 - self.fixed) * count / self.batch
 
 
 class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):

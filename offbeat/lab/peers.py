@@ -40,6 +40,7 @@ class Bound:
     optimizer: torch.optim.Optimizer
     run: Run | None
     _resources: ExitStack
+    loader: Any = None  # only where offbeat tunes batches
 
     def close(self) -> None:
         """Leave the other workers. Collective."""
@@ -52,12 +53,15 @@ def bind(
     optimizer: torch.optim.Optimizer,
     *,
     bucket_bytes: int | None = None,
+    loader: Any = None,
 ) -> Bound:
     """Hand `model` to a system. Collective: every worker calls it.
 
     Args:
         system: "offbeat" (with the plan in the environment), "ddp", "ddp+bf16" or "ddp+powersgd".
         bucket_bytes: DDP's bucket size; None is its default. offbeat's stands in its plan.
+
+        loader: a `DataLoader` that is prepared if the plan tunes batches.
 
     Raises:
         ScenarioError: if there is no such system.
@@ -66,6 +70,9 @@ def bind(
     if system == "offbeat":
         run = offbeat.init()
         resources.callback(run.close)
+        if run.plan.tuning is not None and loader is not None:
+            replica, optimizer, loader = run.prepare(model, optimizer, loader)
+            return Bound(replica, optimizer, run, resources, loader)
         replica, optimizer = run.prepare(model, optimizer)
         return Bound(replica, optimizer, run, resources)
     hooks = {"ddp": None, "ddp+bf16": _cast_to_bf16, "ddp+powersgd": _powersgd}

@@ -12,15 +12,15 @@ real backward, on two cores as on eight GPUs. Rules:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from offbeat.errors import NumericsError, ScenarioError
-from offbeat.lab import profiles
+from offbeat.errors import ScenarioError
+from offbeat.lab import profiles, proof
 from offbeat.lab.peers import Bound, bind
 from offbeat.lab.recorder import Recorder, Work
 from offbeat.lab.straggler import Straggler, jitter
@@ -39,11 +39,11 @@ class Pace:
     def __init__(self, compute_factor: float) -> None:
         self._compute_factor = compute_factor
         self._owed_s = 0.0
-        self.jitter = 1.0
+        self.scale = 1.0  # of the step at hand
 
     def layer(self, seconds: float, since_s: float) -> None:
         """Return when `seconds` (on the reference host) have passed since `since_s`, but for what is owed."""
-        self._owed_s += seconds * self._compute_factor * self.jitter
+        self._owed_s += seconds * self._compute_factor * self.scale
         time.sleep(max(0.0, since_s + self._owed_s - time.perf_counter()))
         self._owed_s -= time.perf_counter() - since_s
 
@@ -89,43 +89,30 @@ class ReplayModel(torch.nn.Sequential):
     def __init__(
         self, layers: Sequence[profiles.TimedLayer], *, rank: int, compute_factor: float, sigma: float = 0.0
     ) -> None:
-        pace, generator = Pace(compute_factor), _generator(rank)
+        pace, generator = Pace(compute_factor), proof.patterns(rank)
         super().__init__()
         self._pace, self._sigma, self._rank = pace, sigma, rank
         for layer in layers:
             self.add_module(layer.name, ReplayLayer(layer, pace, generator))
 
-    def set_step(self, step: int) -> None:
-        """Choose the gradients of a step, and how long it takes."""
-        self._pace.jitter = jitter(self._sigma, self._rank, step)
+    def set_step(self, step: int, work: float = 1.0) -> None:
+        """Choose the gradients of a step, and how long it takes.
+
+        Args:
+            work: how much it computes, relative to a usual step.
+        """
+        self._pace.scale = work * jitter(self._sigma, self._rank, step)
         for layer in self:
             assert isinstance(layer, ReplayLayer)
             layer.factor = _FACTORS[step % len(_FACTORS)]
 
 
-def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[float, str]:
-    """Compare every `.grad` with the mean of what all ranks emitted; return (largest error, digest of the gradients).
-
-    Raises:
-        NumericsError: if an element is off by more than `tolerance` (None: any error will do), or is not finite.
-    """
-    generators = [_generator(rank) for rank in range(world)]
-    digest = hashlib.sha256()
-    worst = 0.0
-    for name, parameter, factor in _parameters(model):
-        emitted = [torch.randn(parameter.shape, generator=g).double() * factor for g in generators]
-        if parameter.grad is None:
-            raise NumericsError(f"Cannot trust this run: {name} got no gradient. The system that carries it lost it.")
-        error = (parameter.grad.double() - torch.stack(emitted).mean(0)).abs().max().item()
-        allowed = float("inf") if tolerance is None else tolerance
-        if not error <= allowed or error == float("inf"):
-            raise NumericsError(
-                f"Cannot trust this run: the mean gradient of {name} is wrong by {error:.3g}, at most {allowed:g} can "
-                "be rounding or loss by design. The system that carries it sums wrongly."
-            )
-        worst = max(worst, error)
-        digest.update(parameter.grad.contiguous().numpy().tobytes())
-    return worst, digest.hexdigest()
+def emitting(model: ReplayModel) -> Iterator[tuple[str, torch.nn.Parameter, float]]:
+    """Every parameter with its name and the factor of its present gradient."""
+    for name, layer in model.named_children():
+        assert isinstance(layer, ReplayLayer)
+        for index, parameter in enumerate(layer.weights):
+            yield f"{name}.weights.{index}", parameter, layer.factor
 
 
 def averages_gradients(bound: Bound) -> bool:
@@ -134,32 +121,6 @@ def averages_gradients(bound: Bound) -> bool:
         return True
     plan = bound.run.plan
     return plan.fabric.offers.served is False and all(plan.sync.contributes(step) == "gradient" for step in range(1000))
-
-
-def check_sum(model: ReplayModel, *, steps: int, world: int, work: Work) -> tuple[float, str]:
-    """Compare the parameters with what plain SGD makes of all that was emitted: each gradient applied exactly once.
-
-    Plain SGD adds up, so the order in which a policy applies contributions does not matter.
-
-    Raises:
-        NumericsError: if a parameter is off, in units of one step, by more than the work's tolerance.
-    """
-    generators = [_generator(rank) for rank in range(world)]
-    factor = sum(_FACTORS[step % len(_FACTORS)] for step in range(steps))
-    digest, worst = hashlib.sha256(), 0.0
-    for name, parameter, _ in _parameters(model):
-        emitted = [torch.randn(parameter.shape, generator=g).double() for g in generators]
-        expected = -_LR * factor * torch.stack(emitted).mean(0)
-        error = (parameter.detach().double() - expected).abs().max().item() / _LR
-        # What is off by one lost or doubled contribution is off by some 1/world.
-        if work.tolerance is not None and not error <= steps * work.tolerance:
-            raise NumericsError(
-                f"Cannot trust this run: {name} is off by {error:.3g} steps after {steps}. A contribution was lost, "
-                "applied twice, or wrongly weighed."
-            )
-        worst = max(worst, error)
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    return worst, digest.hexdigest()
 
 
 def main() -> None:
@@ -172,7 +133,7 @@ def main() -> None:
     layers = profiles.timed(work.replay)
     model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor, sigma=work.replay.jitter)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
-    bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes)
+    bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes, loader=loader(work, world))
     compute_s = (work.replay.forward_s + work.replay.backward_s) * work.compute_factor
     if work.replay.profile is None:
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers) * work.compute_factor
@@ -180,37 +141,107 @@ def main() -> None:
     straggler = Straggler(work.straggle, rank)
     averages = averages_gradients(bound)
     error, digest = 0.0, ""
+    data = Data(work, bound)
     # One step more than is measured, for the second check.
-    for step in range(work.warmup_steps + work.steps + 1):
-        _step(model, bound, step)
+    steps = work.warmup_steps + work.steps + 1
+    for step in range(steps):
+        count = data.next()
+        _step(model, bound, step, work.replay.work_of(count))
         straggler.pause(compute_s)
-        if averages and step in (work.warmup_steps - 2, work.warmup_steps + work.steps):
-            error, digest = check(model, world=world, tolerance=work.tolerance)
+        if averages and step in (work.warmup_steps - 2, steps - 1):
+            shares = data.shares(world)
+            error, digest = proof.check(emitting(model), world=world, tolerance=work.tolerance, shares=shares)
         bound.optimizer.step()
         bound.optimizer.zero_grad()
-        recorder.step(work.replay.batch)
+        recorder.step(count)
     if not averages:
         assert bound.run is not None
         bound.run.settle()
-        error, digest = check_sum(model, steps=work.warmup_steps + work.steps + 1, world=world, work=work)
+        error, digest = proof.check_sum(
+            emitting(model), data.sums(world), lr=_LR, steps=steps, tolerance=data.tolerance(work.tolerance)
+        )
     recorder.finish(digest=digest, gradient_error=error)
+    data.close()
     bound.close()
 
 
-def _step(model: ReplayModel, bound: Bound, step: int) -> None:
-    model.set_step(step)
+class Data:
+    """How many samples each step stands for: what the scenario says, or, where batches are tuned, what offbeat says.
+
+    Args:
+        work: what is replayed.
+        bound: by whom it is carried.
+    """
+
+    def __init__(self, work: Work, bound: Bound) -> None:
+        assert work.replay is not None
+        self._batch, self._bound = work.replay.batch, bound
+        self._counts: list[int] = []
+        self._batches: Iterator[torch.Tensor] | None = None
+        if bound.loader is not None:
+            self._batches = iter(bound.loader)
+
+    def next(self) -> int:
+        """Samples of the next step."""
+        count = self._batch
+        if self._batches is not None:
+            count = len(next(self._batches))
+        self._counts.append(count)
+        return count
+
+    def shares(self, world: int) -> list[float] | None:
+        """Of each rank in this step; None if they are equal. Collective where they are not."""
+        if self._batches is None:
+            return None
+        counts = [told[-1] for told in self._everyones(world)]
+        return [count / sum(counts) for count in counts]
+
+    def sums(self, world: int) -> list[float]:
+        """For each rank, the sum of its steps' factors times its share in each. Collective where batches are tuned."""
+        everyones = [self._counts] * world if self._batches is None else self._everyones(world)
+        return [
+            sum(_FACTORS[step % len(_FACTORS)] * count for step, count in enumerate(counts)) / (world * self._batch)
+            for counts in everyones
+        ]
+
+    def tolerance(self, tolerance: float | None) -> float | None:
+        """What may be off per step."""
+        return tolerance if tolerance is None or self._batches is None else max(tolerance, proof.TUNED_TOLERANCE)
+
+    def close(self) -> None:
+        """Leave the loop over the data."""
+        self._batches = None
+
+    def _everyones(self, world: int) -> list[list[int]]:
+        mine = torch.tensor(self._counts)
+        told = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(told, mine)
+        return [counts.tolist() for counts in told]
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Nothing but a number of samples."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def loader(work: Work, world: int) -> torch.utils.data.DataLoader[torch.Tensor]:
+    """More samples than the steps need, so that no epoch ends."""
+    assert work.replay is not None
+    size = 2 * (work.warmup_steps + work.steps + 1) * work.replay.batch * world
+    return torch.utils.data.DataLoader(Samples(size), batch_size=work.replay.batch)
+
+
+def _step(model: ReplayModel, bound: Bound, step: int, work: float) -> None:
+    model.set_step(step, work)
     bound.model(torch.zeros(1, requires_grad=True)).sum().backward()
-
-
-def _generator(rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(20_000 + rank)
-
-
-def _parameters(model: ReplayModel) -> Iterator[tuple[str, torch.nn.Parameter, float]]:
-    for name, layer in model.named_children():
-        assert isinstance(layer, ReplayLayer)
-        for index, parameter in enumerate(layer.weights):
-            yield f"{name}.weights.{index}", parameter, layer.factor
 
 
 if __name__ == "__main__":

@@ -180,7 +180,6 @@ def _report(
 def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everything: Sequence[Raw]) -> Record:
     scenario = job.scenario
     step = Spread.of([one.seconds_per_step for one in runs])
-    samples = [sum(worker.samples for worker in one.workers) / len(one.workers[0].step_s) for one in runs]
     bound_s, _ = _limit(job, everything)
     times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
@@ -194,7 +193,7 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         plan=job.plan,
         repeats=len(runs),
         seconds_per_step=step,
-        samples_per_s=statistics.median(samples) / step.median,
+        samples_per_s=statistics.median(one.samples_per_s for one in runs),
         time_to_target_s=statistics.median(reached) if len(reached) == len(runs) else None,
         final_metric=statistics.median(metrics) if metrics else None,
         bytes_sent_per_worker=[int(statistics.median(one.workers[rank].bytes_sent for one in runs)) for rank in ranks],
@@ -248,6 +247,6 @@ def _ratio(runs: Sequence[Repeat], baseline: Sequence[Repeat], workload: Replay 
     pairs = [(one.time_to(workload), base.time_to(workload)) for one, base in zip(runs, baseline, strict=True)]
     ratios = [mine / base for mine, base in pairs if mine is not None and base]
     if len(ratios) < len(pairs):
-        # No target, or not reached every time: the time per step is what can be compared.
-        ratios = [one.seconds_per_step / base.seconds_per_step for one, base in zip(runs, baseline, strict=True)]
+        # No target, or not reached every time: the time per sample is what can be compared.
+        ratios = [base.samples_per_s / one.samples_per_s for one, base in zip(runs, baseline, strict=True)]
     return statistics.median(ratios)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from offbeat.errors import NumericsError
+from offbeat.lab import proof
 from offbeat.lab.profiles import TimedLayer
-from offbeat.lab.replay import Pace, ReplayModel, check
+from offbeat.lab.replay import Pace, ReplayModel, emitting
 from offbeat.lab.straggler import jitter
+from offbeat.scenario import Replay
 
 LAYERS = [
     TimedLayer("first", ((4, 3), (4,)), 0.01, 0.03),
@@ -29,6 +31,10 @@ def models(world: int = 1, compute_factor: float = 1.0) -> list[ReplayModel]:
 def run(model: ReplayModel, step: int) -> None:
     model.set_step(step)
     model(torch.zeros(1, requires_grad=True)).sum().backward()
+
+
+def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[float, str]:
+    return proof.check(emitting(model), world=world, tolerance=tolerance)
 
 
 def averaged(world: int, step: int) -> ReplayModel:
@@ -172,3 +178,50 @@ def test_a_replay_takes_as_long_as_its_jitter_says() -> None:
         wanted_s = (FORWARD_S + BACKWARD_S) * factors[step]
         assert wanted_s * 0.97 <= time.perf_counter() - start_s <= wanted_s + 0.1
     assert factors[order[-1]] > 2 * factors[order[0]]
+
+
+# -- what a server made of it ------------------------------------------------------------------------------------------
+
+
+def trained(counts: list[list[int]], batch: int, lr: float = 0.1) -> ReplayModel:
+    """The first rank's model after plain SGD with every rank's gradient of every step, by hand."""
+    ranks = models(len(counts), compute_factor=0.0)
+    with torch.no_grad():
+        for step in range(len(counts[0])):
+            for model, own in zip(ranks, counts, strict=True):
+                model.set_step(step)
+                patterns: list[torch.Tensor] = [p for layer in model for p in layer.pattern]  # type: ignore[union-attr]
+                for parameter, pattern, (_, _, factor) in zip(
+                    ranks[0].parameters(), patterns, emitting(model), strict=True
+                ):
+                    parameter.sub_(pattern, alpha=lr * factor * own[step] / (batch * len(counts)))
+    return ranks[0]
+
+
+def sums(counts: list[list[int]], batch: int) -> list[float]:
+    factors = [1.0, 1.25, 0.75, 1.5]
+    return [sum(factors[i % 4] * n for i, n in enumerate(own)) / (batch * len(counts)) for own in counts]
+
+
+def test_what_a_server_applied_is_known_from_the_parameters() -> None:
+    counts = [[8, 8, 10, 9, 10], [8, 8, 6, 7, 6]]
+    error, _ = proof.check_sum(emitting(trained(counts, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-5)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("change", [-8, 8], ids=["lost", "twice"])
+def test_one_contribution_too_few_or_too_many_is_found(change: int) -> None:
+    counts = [[8] * 5, [8] * 5]
+    spoilt = [[8, 8, 8 + change, 8, 8], [8] * 5]
+    with pytest.raises(NumericsError, match="A contribution was lost, applied twice, or wrongly weighed"):
+        proof.check_sum(emitting(trained(spoilt, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-3)
+
+
+def test_a_smaller_batch_takes_less_but_for_what_every_step_takes() -> None:
+    replay = Replay(batch=32, fixed=0.1)
+    assert [replay.work_of(count) for count in (32, 16)] == [1.0, pytest.approx(0.55)]
+    (model,) = models()
+    model.set_step(0, replay.work_of(16))
+    start_s = time.perf_counter()
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert 0.55 * (FORWARD_S + BACKWARD_S) * 0.97 <= time.perf_counter() - start_s <= 0.2

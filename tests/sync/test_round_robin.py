@@ -381,7 +381,7 @@ def strict_rates(*, early: bool, samples: int) -> list[tuple[int, float]]:
     for worker in range(3):
         tell(Ready(worker, 0, 1.0, weight=4))
         turn(worker)
-    meanwhile = [Left(1, 1.0), Ready(2, 1, 1.0, weight=samples)]
+    meanwhile: list[Event] = [Left(1, 1.0), Ready(2, 1, 1.0, weight=samples)]
     for event in meanwhile if early else ():
         tell(event)
     tell(Ready(0, 1, 1.0, weight=4))
