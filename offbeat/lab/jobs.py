@@ -42,6 +42,7 @@ class Job:
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
     together: bool = True  # whether one update takes the contributions of all workers
+    tuned: bool = False  # whether its batches follow the machines
 
     @property
     def command(self) -> list[str]:
@@ -127,7 +128,17 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
     tolerance = tolerances.get(type(made.codec))
-    return Job(row, scenario, folder, repr(made), made.to_toml(), tolerance, served, made.sync.replicated)
+    return Job(
+        row,
+        scenario,
+        folder,
+        repr(made),
+        made.to_toml(),
+        tolerance,
+        served,
+        made.sync.replicated,
+        made.tuning is not None,
+    )
 
 
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:

@@ -7,14 +7,20 @@
 * server, contributions applied one by one: while one worker has the link the others compute: max(C + d, N d). (Without
   pipelining max(C + 2 d, N d).)
 
+C is that of the slowest worker where all wait for all; the mean where each goes at its own pace; and the harmonic mean
+where batches follow the machines: then all take equally long for a round of the same number of samples.
+
 With several shards each link carries an equal part of d.
 """
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.scenario import Scenario
 
 ALLREDUCE = "max(C, 2 (N-1)/N S/B)"
@@ -22,11 +28,27 @@ TOGETHER = "C + N d"
 ONE_BY_ONE = "max(C + d, N d)"
 
 
+def computation_s(computing_s: Sequence[float], *, together: bool, tuned: bool) -> float:
+    """C.
+
+    Args:
+        computing_s: of each worker, for an equal batch.
+        together: whether one update takes the contributions of all workers.
+        tuned: whether batches follow the machines.
+
+    >>> [computation_s([0.2, 0.4], together=t, tuned=u) for t, u in ((True, False), (False, False), (True, True))]
+    [0.4, 0.30000000000000004, 0.26666666666666666]
+    """
+    if tuned:
+        return statistics.harmonic_mean(computing_s)
+    return max(computing_s) if together else statistics.fmean(computing_s)
+
+
 def allreduce(scenario: Scenario, *, compute_s: float, size_bytes: float) -> tuple[float, str]:
     """Least seconds per step of a row without a server, and the formula.
 
     Args:
-        compute_s: C, of the slowest worker.
+        compute_s: C.
         size_bytes: S.
     """
     return max(compute_s, scenario.workers.allreduce_bound_s(size_bytes)), ALLREDUCE

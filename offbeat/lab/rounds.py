@@ -210,10 +210,11 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
 def _limit(job: Job, everything: Sequence[Raw]) -> tuple[float, str]:
     """Least seconds per step of a row, and the formula."""
     # The same for every row: what the work costs without any communication, and what its links must carry.
-    compute_s = max(
+    computing_s = [
         statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
-        for rank in {worker.rank for worker in everything}
-    )
+        for rank in sorted({worker.rank for worker in everything})
+    ]
+    compute_s = limits.computation_s(computing_s, together=job.together, tuned=job.tuned)
     size_bytes = max(worker.gradient_bytes for worker in everything)
     if job.served and job.scenario.servers:
         return limits.served(job.scenario, compute_s=compute_s, size_bytes=size_bytes, together=job.together)
