@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
+
 .PHONY: demo test test-slow lint docs results results-page clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,8 +26,8 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.cli.documentation
 
-results: $(STAMP)  ## measure again (root, a quiet machine, a quarter of an hour)
-	for name in loopback uniform mnist; do \
+results: $(STAMP)  ## measure again (root, a quiet machine, two hours)
+	for name in $(SCENARIOS); do \
 	  $(BIN)/offbeat lab run benchmarks/scenarios/$$name.toml \
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
 	done
