@@ -223,6 +223,7 @@ async def _live(
                 await shard.save()
     shard.is_over = True
     listener.close()
+    await shard.be_quiet()
     if again.is_set() and not stop.is_set():
         for link in [*listener.links, *([] if chief is None else [chief])]:
             link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))

@@ -9,6 +9,7 @@ Clipping, accumulation and scaling act on this worker's own gradient, before it 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +20,8 @@ from offbeat.engine.share import Share
 from offbeat.engine.take_over import load
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, NumericsError
-from offbeat.fabric.server import About, cut, deal, describe, gather, hyper
+from offbeat.fabric.server import About, cut, deal, describe, hyper
+from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from offbeat.engine.meter import Meter
     from offbeat.engine.server import Server
     from offbeat.engine.waiting import Waiter
+    from offbeat.fabric.server.checkpoint import States
     from offbeat.layout import Bucket, Layout
     from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
 
 
 class Served:
@@ -145,6 +150,12 @@ class Served:
             exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)
         )
         self._take_values()
+        if not exchange.is_used:
+            _log.warning(
+                "Rank %d is back: what it had computed in step %d was outdated, and is not used.",
+                self._client.rank,
+                self.step,
+            )
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
         return issued_s, self.meter.now_s()
@@ -155,9 +166,12 @@ class Served:
         Raises:
             WorkerLostError, NetworkError: if the server is gone.
         """
-        recalled = self._client.recall(self._model)
-        self._waiter.wait(recalled, Awaited("the optimizer's state at the server", self.step, outlives=True))
-        load(self._optimizer, self._parameters, gather(self._blocks, recalled.kept))
+        load(self._optimizer, self._parameters, self._fetch())
+
+    def _fetch(self) -> States:
+        fetched = self._client.fetch(self._model)
+        self._waiter.wait(fetched, Awaited("the optimizer's state at the server", outlives=True))
+        return gather(fetched.portions, self._blocks)
 
     def after_step(self) -> None:
         """The optimizer has stepped, and found nothing to do: gradients may be looked at again."""
@@ -173,12 +187,30 @@ class Served:
         self._take_values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count."""
-        return {"step": self.step, "codec": {}}
+        """Step count, and the optimizer's state at the server, by parameter name, as bytes.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        return {"step": self.step, "codec": {}, "server": to_bytes(self._fetch())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned; rank 0 brings it, and its parameters, to the server. Collective.
+
+        Raises:
+            ModelError: if it is damaged, or of another model.
+            NetworkError: if the server is gone.
+        """
         self.step = int(state["step"])
+        if self._client.rank == 0:
+            data = state.get("server")
+            portions = list(scatter(from_bytes(data), self._blocks)) if data else []
+            for _, parameter, value, _ in self._slots:
+                value.copy_(parameter.data)
+            put = self._client.put(self._model, portions)
+            self._waiter.wait(put, Awaited("the server to take over a checkpoint", outlives=True))
+        self._server.settle(self._waiter)
+        self._take_values()
 
     def close(self) -> None:
         """The parameters stay as they are."""

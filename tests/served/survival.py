@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -26,20 +27,33 @@ TOKEN = "t" * 32
 TIMEOUT_S = 2.0
 
 
-def serve(folder: Path, **settings: Any) -> int:
-    """Rank 0 starts a server, the others wait for it; everyone finds it in the environment. Its process, on rank 0."""
+def serve(folder: Path, shards: int = 1, **settings: Any) -> list[int]:
+    """Rank 0 starts a server, the others wait for it; everyone finds it in the environment. Its processes, on rank 0.
+
+    Args:
+        settings: of each shard; `snapshots` is a folder that holds one for each.
+    """
     from offbeat.serve import Settings, start_shard
 
-    where, pid = folder / "address", 0
+    where, pids = folder / "addresses", []
     if os.environ["RANK"] == "0":
-        process, address = start_shard(Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, **settings))
-        pid = process.pid
-        where.with_suffix(".new").write_text(address)
+        addresses: list[str] = []
+        for number in range(shards):
+            own = dict(settings)
+            if "snapshots" in own:
+                own["snapshots"] = f"{own['snapshots']}/{number}"
+            chief = addresses[0] if addresses else ""
+            process, address = start_shard(
+                Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, coordinator=chief, **own)
+            )
+            addresses.append(address)
+            pids.append(process.pid)
+        where.with_suffix(".new").write_text(",".join(addresses))
         where.with_suffix(".new").rename(where)
     while not where.exists():
         time.sleep(0.01)
     os.environ.update(OFFBEAT_SERVERS=where.read_text(), OFFBEAT_JOB="j", OFFBEAT_TOKEN=TOKEN)
-    return pid
+    return pids
 
 
 def kept(keeper: int) -> int:
@@ -87,8 +101,9 @@ def kill(pid: int) -> None:
 
 
 def wait_for_snapshot(folder: Path) -> None:
-    """Until one is there."""
-    while not list(folder.glob("*.snapshot")):
+    """Until every shard has one."""
+    shards = list(folder.iterdir())
+    while not all(list(shard.glob("*.snapshot")) for shard in shards):
         time.sleep(0.005)
 
 
@@ -99,3 +114,10 @@ def look(run: offbeat.Run) -> list[Seen]:
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))
     return list(exchange.scenes[0].workers)
+
+
+def wait_for_end(folder: Path) -> None:
+    """Until no shard uses its folder for snapshots any more."""
+    for shard in folder.iterdir():
+        with (shard / "lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)

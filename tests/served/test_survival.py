@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.sync import ASP, BSP, Policy, RoundRobin
-from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_snapshot
+from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_end, wait_for_snapshot
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -28,17 +29,17 @@ PATIENCE_S = 120.0  # starting a server takes long on a machine that does much e
 # -- the server is killed ----------------------------------------------------------------------------------------------
 
 
-def with_kills(folder: Path, policy: Policy, kills: tuple[int, ...]) -> tuple[float, int]:
-    """Rank 0 kills the server after each of these of its steps. Rounds that count at the end, and kills that hit."""
-    keeper = serve(folder, snapshots=str(folder / "server"), every=5, restarts=5)
+def with_kills(folder: Path, policy: Policy, kills: dict[int, int], shards: int) -> tuple[float, int]:
+    """Rank 0 kills a shard after each of these of its steps. Rounds that count at the end, and kills that hit."""
+    keepers = serve(folder, shards, snapshots=str(folder / "server"), every=5, restarts=5)
     hits = 0
     with join(policy, folder, PATIENCE_S) as run:
         counter = Counter(run)
         for step in range(STEPS):
             counter.step()
-            if keeper and step in kills:
+            if keepers and step in kills:
                 wait_for_snapshot(folder / "server")
-                kill(kept(keeper))
+                kill(kept(keepers[kills[step]]))
                 hits += 1
         run.settle()
         return counter.count, hits
@@ -49,28 +50,35 @@ def lost_in(texts: list[str]) -> int:
     return sum(int(number) for text in texts for number in re.findall(r"\((\d+) contributions?, ", text))
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("policy", "kills"), [(ASP(), (13,)), (BSP(), (11, 12))], ids=repr)
-def test_what_does_not_count_is_reported_as_lost(tmp_path: Path, policy: Policy, kills: tuple[int, ...]) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("policy", "shards", "kills"),
+    [(ASP(), 1, {13: 0}), (BSP(), 1, {11: 0, 12: 0}), (ASP(), 2, {9: 1, 20: 0})],
+    ids=["ASP", "BSP-twice", "two-shards"],
+)
+def test_what_does_not_count_is_reported_as_lost(
+    tmp_path: Path, policy: Policy, shards: int, kills: dict[int, int]
+) -> None:
     """Each contribution moves the parameters by half a round, so these say how many count."""
-    results = run_workers(2, with_kills, tmp_path, policy, kills, timeout_s=190)
+    results = run_workers(2, with_kills, tmp_path, policy, kills, shards, timeout_s=290)
     assert results[0][1] == len(kills), "the fault was injected"
     texts = told(tmp_path, 0)
     assert len(texts) == len(kills)
     assert all(text.startswith("The parameter server was restarted and goes on from version") for text in texts)
     (rounds,) = {count for count, _ in results}
     assert 2 * rounds + lost_in(texts) == 2 * STEPS
-    assert os.listdir(tmp_path / "server") == ["lock"], "the job has ended well: nobody needs the snapshots"
+    wait_for_end(tmp_path / "server")
+    assert os.listdir(tmp_path / "server" / "0") == ["lock"], "the job has ended well: nobody needs the snapshots"
 
 
 def killed_without_snapshots(folder: Path) -> tuple[str, float]:
-    pid = serve(folder)
+    pids = serve(folder)
     run = join(ASP(), None, PATIENCE_S)
     counter, began_s = Counter(run), 0.0
     try:
         for step in range(STEPS):
-            if pid and step == 10:
-                kill(pid)
+            if pids and step == 10:
+                kill(pids[0])
             began_s = time.monotonic()
             counter.step()
     except OffbeatError as error:
@@ -156,8 +164,6 @@ def end(run: offbeat.Run) -> None:
     """Leave, and wait until the server has ended because nobody is left."""
     address = os.environ["OFFBEAT_SERVERS"]
     run.close()
-    import socket
-
     host, _, port = address.partition(":")
     while True:
         try:

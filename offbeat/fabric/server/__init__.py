@@ -3,7 +3,6 @@
 * `spec` - `ParameterServer`, the description in a plan
 * `blocks` - the parameters cut into blocks, and dealt out to shards
 * `optimizers` - the user's optimizer as data
-* `kept` - what that keeps, such as momentum, on its way to a worker
 * `messages` - what workers and shards say
 * `deals` - what they say about data
 * `hands` - a worker's leases of it
@@ -20,7 +19,6 @@
 from offbeat.fabric.server.blocks import cut, deal
 from offbeat.fabric.server.client import Client
 from offbeat.fabric.server.deals import Enrol
-from offbeat.fabric.server.kept import gather
 from offbeat.fabric.server.messages import About
 from offbeat.fabric.server.optimizers import describe, hyper, outer_hyper
 from offbeat.fabric.server.shard import Shard
@@ -35,7 +33,6 @@ __all__ = [
     "cut",
     "deal",
     "describe",
-    "gather",
     "hyper",
     "outer_hyper",
 ]

@@ -23,9 +23,9 @@ import msgspec
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Dealt
 from offbeat.fabric.server.hands import Hands
-from offbeat.fabric.server.kept import MOST_KEYS
 from offbeat.fabric.server.messages import (
     About,
     Announce,
@@ -35,18 +35,21 @@ from offbeat.fabric.server.messages import (
     Back,
     BlockOf,
     Details,
+    Done,
     Evicted,
+    Fetch,
     Fill,
     Go,
     Granted,
-    Kept,
     Look,
     Open,
     Opened,
     Part,
+    Piece,
     PieceOf,
     Pulled,
-    Recall,
+    Put,
+    PutAll,
     Refused,
     Safe,
     Sight,
@@ -57,6 +60,7 @@ from offbeat.fabric.server.messages import (
     to_worker,
 )
 from offbeat.fabric.server.shard import bytes_of
+from offbeat.fabric.server.snapshot import STATE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -64,7 +68,6 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.blocks import Block
     from offbeat.fabric.server.deals import Enrol, FromData
     from offbeat.fabric.server.hands import Hand
-    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.messages import Scene, ToWorker
     from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.payload import Reply
@@ -98,8 +101,9 @@ class Exchange:
         self.numbers: tuple[float, ...] = ()
         self.workers = 0
         self.scenes: tuple[Scene, ...] = ()
+        self.portions: list[Portion] = []
+        self.left = 0  # shards that are not done
         self.is_used = True  # False if it was dropped because this worker had been left behind
-        self.kept: list[tuple[int, Entry]] = []
         self._done = threading.Event()
 
     def finish(self, error: OffbeatError | None = None) -> None:
@@ -162,8 +166,6 @@ class Place:
     is_outdated: bool = False  # it is to come again when it has its next contribution
     unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
     done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))
-    recalled: Exchange | None = None
-    to_recall: int = 0  # shards that have not said all that their optimizer keeps
 
     @property
     def waits(self) -> bool:
@@ -208,6 +210,8 @@ class Client:
         self._hands = Hands(self._say_if_up)
         self._enrolled = 0  # the entry in which it has enrolled
         self._draws: dict[int, Exchange] = {}  # by loader
+        self._transfers: dict[int, Exchange] = {}
+        self._transferred = 0
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -271,12 +275,6 @@ class Client:
         self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
         return exchange
 
-    def recall(self, model: int) -> Exchange:
-        """Ask what the server's optimizer keeps; in `Exchange.kept`, by block. After an exchange, before the next."""
-        exchange = Exchange()
-        self._loop.call(self._recall, model, exchange)
-        return exchange
-
     def enrol(self, about: Enrol) -> Hand:
         """Take part in a loader's data; where the leases come."""
         hand = self._hands.hold(about)
@@ -311,6 +309,18 @@ class Client:
         """
         exchange = Exchange()
         self._loop.call(self._ask, question, tuple(numbers), refresh, exchange)
+        return exchange
+
+    def fetch(self, model: int) -> Exchange:
+        """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
+        exchange = Exchange()
+        self._loop.call(self._fetch, self.place(model), exchange)
+        return exchange
+
+    def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
+        """Have the shards take over the optimizer's state, and the values of all blocks as they are here."""
+        exchange = Exchange()
+        self._loop.call(self._put, self.place(model), tuple(portions), exchange)
         return exchange
 
     def close(self) -> None:
@@ -403,12 +413,6 @@ class Client:
         place.is_outdated = False
         self._open_at(place, 0)
 
-    def _recall(self, model: int, exchange: Exchange) -> None:
-        place = self._places[model]
-        place.recalled, place.to_recall = exchange, len(self._links)
-        for link in self._links if not self._failed(exchange) else ():
-            link.send(pack(Recall(model)))
-
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = exchange
@@ -441,6 +445,37 @@ class Client:
         if self._is_up and all(place.is_in for place in self._places.values()):
             self._say(ask)
 
+    def _transfer(self, exchange: Exchange) -> int:
+        """Its number; all shards have to be done with it."""
+        number, self._transferred = self._transferred, self._transferred + 1
+        self._transfers[number] = exchange
+        exchange.left = len(self._links)
+        if not self._links:
+            exchange.finish(
+                NetworkError("Cannot reach the parameter server now: it is being started again. Try again.")
+            )
+        self._failed(exchange)
+        return number
+
+    def _fetch(self, place: Place, exchange: Exchange) -> None:
+        number = self._transfer(exchange)
+        for link in self._links:
+            link.send(pack(Fetch(place.model, number)))
+
+    def _put(self, place: Place, portions: Sequence[Portion], exchange: Exchange) -> None:
+        number = self._transfer(exchange)
+        index = {name: i for i, name in enumerate(place.names)}
+        for block in place.blocks if self._links else ():
+            link = self._links[place.shards[block.index]]
+            link.send(pack(Put(place.model, block.index)), bytes_of(place.values[block.index]))
+        for it in portions if self._links else ():
+            tensor = it.tensor.contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            put = Put(place.model, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
+            self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
+        for link in self._links:
+            link.send(pack(PutAll(place.model, number)))
+
     def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         with contextlib.suppress(NetworkError):
@@ -453,6 +488,9 @@ class Client:
         for link in self._links:
             link.abort()
         self._links.clear()
+        for transfer in self._transfers.values():
+            transfer.finish(error)
+        self._transfers.clear()
         self._entry += 1
         self._returns += 1
         self._is_up = False
@@ -515,9 +553,8 @@ class Client:
         """Nothing can be exchanged any more."""
         self._error = self._error or error
         exchanges = [place.exchange for place in self._places.values()]
-        recalled = [place.recalled for place in self._places.values() if place.recalled is not None]
         questions = [asked for _, asked in self._questions.values()]
-        for exchange in [*exchanges, *recalled, *questions, *self._looks.values(), *self._draws.values()]:
+        for exchange in [*exchanges, *questions, *self._looks.values(), *self._draws.values()]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -559,6 +596,13 @@ class Client:
                     if not disagreement:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
+            case Done(number=number):
+                transfer = self._transfers.get(number)
+                if transfer is not None:
+                    transfer.left -= 1
+                    if not transfer.left:
+                        del self._transfers[number]
+                        transfer.finish()
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._entry)
             case Refused(reason=reason, disagrees=disagrees):
@@ -613,23 +657,24 @@ class Client:
             look.scenes = scenes
             look.finish()
 
-    def keep(self, message: Kept, values: torch.Tensor | None) -> None:
-        """An entry of the optimizer's state is here.
+    def portion_place(self, message: Piece, size_bytes: int) -> memoryview:
+        """Where a part of the optimizer's state goes.
 
         Raises:
-            PeerError: if it was not asked for, or there are too many.
+            PeerError: if it was not asked for, or cannot be.
         """
-        place = self.place(message.model)
-        recalled = place.recalled
-        if recalled is None or len(recalled.kept) > MOST_KEYS * len(place.blocks):
-            raise PeerError(f"The server sends {message.key!r} of its optimizer's state, which was not expected.")
-        if message.key:
-            recalled.kept.append((message.block, (message.key, message.numbers, values)))
-            return
-        place.to_recall -= 1
-        if not place.to_recall:
-            place.recalled = None
-            recalled.finish()
+        transfer, place = self._transfers.get(message.number), self.place(message.model)
+        dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
+        if transfer is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
+            raise PeerError("The server sends a state that was not asked for.")
+        pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
+        numel = 1 if message.single else pieces.get(names[message.name], 0)
+        if size_bytes != numel * dtype.itemsize:
+            raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
+        flat = torch.empty(numel, dtype=dtype)
+        name = names[message.name]
+        transfer.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
+        return bytes_of(flat)
 
     def _fill(self, place: Place, shard: int) -> None:
         for block, holder in enumerate(place.shards):
@@ -675,7 +720,6 @@ class ShardSide:
 
     def __init__(self, client: Client, shard: int, entry: int) -> None:
         self._client, self._shard, self._entry = client, shard, entry
-        self._landing: torch.Tensor | None = None
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Where a block's values go: straight into the parameters.
@@ -686,8 +730,8 @@ class ShardSide:
         message = to_worker(metadata)
         if isinstance(message, Sight):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
-        if isinstance(message, Kept):
-            return self._landing_place(message, size_bytes)
+        if isinstance(message, Piece):
+            return self._client.portion_place(message, size_bytes)
         if not isinstance(message, Values):
             raise PeerError(f"{type(message).__name__} has no body.")
         place = self._client.place(message.model)
@@ -703,25 +747,14 @@ class ShardSide:
         message = to_worker(metadata)
         if isinstance(message, Sight):
             self._client.see(message.number, scenes_of(body))
-        elif isinstance(message, Kept):
-            landing, self._landing = self._landing, None
-            self._client.keep(message, landing)
+        elif isinstance(message, Piece):
+            pass  # it is in its place
         else:
             self._client.hear(self._shard, message)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The shard is gone for good."""
         self._client.lose(error or NetworkError("The parameter server has ended."), self._entry)
-
-    def _landing_place(self, message: Kept, size_bytes: int) -> memoryview:
-        values = self._client.place(message.model).values
-        if not message.block < len(values):
-            raise PeerError(f"The server sends {message.key!r} of block {message.block}, which there is not.")
-        self._landing = torch.empty_like(values[message.block])
-        view = bytes_of(self._landing)
-        if view.nbytes != size_bytes:
-            raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
-        return view
 
 
 def _apart(questions: str) -> DisagreementError:

@@ -10,10 +10,11 @@ worker                                       shard (the coordinator is the first
   | <----- Go(step, version, staleness) ------- |   released for the next step
   | <----- Values(step, block) + values ------- |   from each block's shard, as each is updated
   | -- Pulled(step) --------------------------> |   all blocks are here
-  | -- Recall(model) -------------------------> |   to every shard: the optimizer steps here from now on
-  | <----- Kept(block, key) + entries --------- |   what it keeps, block by block
   | -- Ask(number, question, ...) ------------> |   a collective question beside the data
   | <----- Answer(number, ...) ---------------- |
+  | -- Fetch(model) --------------------------> |   to each shard: the optimizer's state, for a checkpoint
+  | <----- Piece(block, name, key) + elements - |   one per tensor, then Done
+  | -- Put(block, name, key) + elements ------> |   the same back; also the values. Then PutAll, and Done for that
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in a snapshot
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
@@ -229,27 +230,6 @@ class Evicted(msgspec.Struct, tag=True, frozen=True):
     reason: _Text
 
 
-class Recall(msgspec.Struct, tag=True, frozen=True):
-    """What does the optimizer keep of this shard's blocks?"""
-
-    model: _Model
-
-
-class Kept(msgspec.Struct, tag=True, frozen=True):
-    """One entry of the optimizer's state, such as momentum, in one block; the last of a shard has no key.
-
-    The body is the pieces' entries one behind the other, in the block's type, if they are no numbers.
-
-    Args:
-        numbers: of each piece of the block, the entry if it is a number; 0 if it is in the body. None: it has none.
-    """
-
-    model: _Model
-    block: _Count = 0
-    key: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    numbers: Annotated[tuple[float | None, ...], msgspec.Meta(max_length=1 << 20)] = ()
-
-
 class Look(msgspec.Struct, tag=True, frozen=True):
     """Says how it goes; from a worker that waits, or from an onlooker."""
 
@@ -359,6 +339,55 @@ class Told(msgspec.Struct, tag=True, frozen=True):
     """Something that people should know."""
 
     text: _Text
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Send the optimizer's state in all blocks of a model that are here."""
+
+    model: _Model
+    number: _Count
+
+
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """A part of the optimizer's state; the body is its elements.
+
+    Args:
+        number: of the `Fetch`.
+        name: of the parameter, as an index into `Details.names`.
+        single: whether it is one number for all elements, such as a count of steps.
+    """
+
+    model: _Model
+    number: _Count
+    block: _Count
+    name: _Count
+    key: Annotated[str, msgspec.Meta(max_length=64)]
+    dtype: _Dtype
+    single: bool
+
+
+class Put(msgspec.Struct, tag=True, frozen=True):
+    """Take over a part of the optimizer's state; or, without a key, the values of the whole block."""
+
+    model: _Model
+    block: _Count
+    name: _Count = 0
+    key: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    dtype: _Dtype = ""
+    single: bool = False
+
+
+class PutAll(msgspec.Struct, tag=True, frozen=True):
+    """Everything was put."""
+
+    model: _Model
+    number: _Count
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A `Fetch` or a `PutAll` is done."""
+
+    number: _Count
 
 
 class Enlist(msgspec.Struct, tag=True, frozen=True):
@@ -472,11 +501,11 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     worker: _Count
 
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Recall | Look | Ask | FromData
+FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData
 FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
-ToWorker = Opened | Granted | Go | Values | Kept | Evicted | Answer | Sight | Refused | Safe | Told | Dealt
+ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | Dealt
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 _encode = msgspec.msgpack.Encoder().encode

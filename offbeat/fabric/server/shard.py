@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Crowded, Enrol, Return, Take
 from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
@@ -29,17 +30,20 @@ from offbeat.fabric.server.messages import (
     Announce,
     Ask,
     Begin,
+    Done,
     Enlist,
+    Fetch,
     Fill,
     Filled,
-    Kept,
     Look,
     Mark,
     Open,
     Opened,
     Part,
+    Piece,
     Pulled,
-    Recall,
+    Put,
+    PutAll,
     Refused,
     Safe,
     Save,
@@ -52,7 +56,7 @@ from offbeat.fabric.server.messages import (
     from_guest,
     pack,
 )
-from offbeat.fabric.server.snapshot import Identity, ModelOf
+from offbeat.fabric.server.snapshot import STATE_DTYPES, Identity, ModelOf
 from offbeat.fabric.server.store import DTYPES
 from offbeat.fabric.server.table import Table
 
@@ -152,6 +156,11 @@ class Shard:
         else:
             self._look_soon()
         await future
+
+    async def be_quiet(self) -> None:
+        """Wait until no file is being written."""
+        if self._keeping is not None and self._keeping.writing is not None:
+            await asyncio.wait([self._keeping.writing])
 
     def begin(self, begin: Begin) -> None:
         """The life begins, from a snapshot or from nothing."""
@@ -336,12 +345,16 @@ class Shard:
             elif self._chief is not None:
                 self._chief.send(pack(Whole(model, *push)))
 
-    def recall(self, guest: Guest, model: int) -> None:
-        """A worker wants what the optimizer keeps."""
-        for block, (key, numbers, values) in self.table(model).kept():
-            body = b"" if values is None else bytes_of(values)
-            guest.say(Kept(model, block, key, numbers), body)
-        guest.say(Kept(model))
+    def fetch(self, guest: Guest, message: Fetch) -> None:
+        """A worker wants the optimizer's state, as it is now."""
+        table = self.table(message.model)
+        index = {name: i for i, name in enumerate(table.details.names)}
+        for it in table.state():
+            tensor = it.tensor.clone()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            piece = Piece(message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
+            guest.say(piece, bytes_of(tensor.reshape(-1)))
+        guest.say(Done(message.number))
 
     def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromData | FromShard) -> None:
         """Something for the coordinator.
@@ -555,6 +568,8 @@ class Guest:
                 return _sized(table.values(block), block, size_bytes)
             case Part():
                 return self._landing_place(message, size_bytes)
+            case Put():
+                return self._putting_place(message, size_bytes)
             case _:
                 raise PeerError(f"{type(message).__name__} has no body.")
 
@@ -596,12 +611,31 @@ class Guest:
                 if landing is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
                 shard.arrive(model, (self.rank, clock), block, landing)
-            case Recall(model=model):
+            case Fetch(model=model):
                 if model not in self.models:
                     raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
-                shard.recall(self, model)
+                shard.fetch(self, message)
+            case Put(model=model, block=block, name=name, key=key):
+                landing, self._landing = self._landing, None
+                names = shard.table(model).details.names
+                if landing is None or name >= len(names):
+                    raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
+                shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
+            case PutAll(number=number):
+                self.say(Done(number))
             case _:
                 shard.hear(self, message)
+
+    def _putting_place(self, message: Put, size_bytes: int) -> memoryview:
+        values = self._shard.table(message.model).values(message.block)
+        if message.model not in self.models or (message.key and message.dtype not in STATE_DTYPES):
+            raise PeerError(f"Cannot take a state of type {message.dtype!r} from rank {self.rank}.")
+        dtype = STATE_DTYPES[message.dtype] if message.key else values.dtype
+        if size_bytes % dtype.itemsize or size_bytes > values.numel() * dtype.itemsize:
+            raise PeerError(f"Cannot take {size_bytes} bytes of {message.dtype}: the block is smaller.")
+        flat = torch.empty(size_bytes // dtype.itemsize, dtype=dtype)
+        self._landing = flat[0] if message.single else flat
+        return bytes_of(flat)
 
     def _landing_place(self, message: Part, size_bytes: int) -> memoryview:
         model, block, dtype = message.model, message.block, message.dtype

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 _MOST_BODY_BYTES = (1 << 32) - 1  # of one frame
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-_DTYPES = {
+STATE_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 }
@@ -185,7 +185,7 @@ def _frames(file: BinaryIO) -> Iterator[Frame]:
 
 
 def _tensor(what: TensorOf, frame: Frame) -> torch.Tensor:
-    dtype = _DTYPES.get(what.dtype)
+    dtype = STATE_DTYPES.get(what.dtype)
     numel = 1
     for size in what.shape:
         numel *= size

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server.kept import entries
 from offbeat.fabric.server.optimizers import Held, hold
 from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence, Set
+    from collections.abc import Sequence, Set
 
     from offbeat.fabric.server.blocks import Block
-    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
     from offbeat.sync import OuterSGD
 
@@ -102,11 +100,6 @@ class Store:
             if momentum is None:
                 momentum = self._outer_momentum[block] = torch.zeros_like(value if outer is not None else value[:0])
             apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
-
-    def kept(self, block: int) -> Iterator[Entry]:
-        """What the optimizer keeps of one block; copies."""
-        held = self._held[block]
-        return iter(()) if held is None else entries(held.optimizer, list(self._pieces[block].values()))
 
     def state_of(self, block: int) -> list[tuple[str, str, torch.Tensor]]:
         """The optimizer's state in one block: (parameter, key, tensor), each tensor [D] of its piece or a scalar."""

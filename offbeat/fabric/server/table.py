@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
+from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.ledger import Keep, Ledger, Loss, Make
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
 from offbeat.fabric.server.optimizers import check_spec, outer_of
+from offbeat.fabric.server.snapshot import about
 from offbeat.fabric.server.store import DTYPES, Store
 from offbeat.sync import Apply
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.fabric.server.keeping import Keeping
-    from offbeat.fabric.server.kept import Entry
     from offbeat.fabric.server.messages import About, Decision, Details
     from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
@@ -92,6 +93,22 @@ class Table:
         values.copy_(tensor)
         self.unfilled.discard(what.block)
 
+    def state(self) -> Iterator[Portion]:
+        """The optimizer's state, as it is now in each block."""
+        for block in self.sizes:
+            for name, key, tensor in self._store.state_of(block):
+                yield Portion(block, name, key, tensor)
+
+    def put(self, portion: Portion) -> None:
+        """Take over a part of the optimizer's state; or, without a key, a block's values.
+
+        Raises:
+            PeerError: if it is not of this model.
+        """
+        what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
+        self.restore(what, portion.tensor)
+        self._frozen.pop(portion.block, None)
+
     def values(self, block: int) -> torch.Tensor:
         """The block's parameters [D].
 
@@ -105,12 +122,6 @@ class Table:
     def next(self, worker: int) -> int | None:
         """Number of the worker's contribution that is next or on its way; None if it does not take part."""
         return self._ledger.next(worker)
-
-    def kept(self) -> Iterator[tuple[int, Entry]]:
-        """What the optimizer keeps, by block; copies."""
-        for block in self.sizes:
-            for entry in self._store.kept(block):
-                yield block, entry
 
     def expects(self, push: Push, block: int) -> bool:
         """Whether this block of a contribution is still to come."""
