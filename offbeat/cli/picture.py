@@ -87,12 +87,14 @@ class Picture:
             parts.append(Text("The server is there, but no worker has come yet."))
         room = None
         if height is not None:
-            room = max(1, (height - len(parts)) // max(1, len(self.scenes)) - _FURNITURE)
+            notes = sum(-(-len(scene.note) // (width or len(scene.note))) for scene in self.scenes if scene.note)
+            room = max(1, (height - len(parts) - notes) // max(1, len(self.scenes)) - _FURNITURE)
         for scene in self.scenes:
             parts += [Text()] if scene is not self.scenes[0] else []
             parts += [self._head(scene), _table(scene, width, room)]
             pace = pacemaker(scene)
             parts += [Text(pace)] if pace else []
+            parts += [Text(printable(scene.note), "yellow")] if scene.note else []
         return Group(*parts)
 
     def _head(self, scene: Scene) -> Text:

@@ -186,10 +186,13 @@ def _said(culprit: Culprit) -> str:
 
 
 def _on_the_way(records: Sequence[Record]) -> str:
-    stalls = sum(isinstance(record, Event) and record.what == "stall" for record in records)
-    if not stalls:
-        return ""
-    return f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way."
+    events = [record for record in records if isinstance(record, Event)]
+    # Every worker is told the same about the server.
+    told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what == "server")]
+    stalls = sum(event.what == "stall" for event in events)
+    if stalls:
+        told.insert(0, f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way.")
+    return "".join(told)
 
 
 def _all(count: int) -> str:

@@ -80,6 +80,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         version: updates so far.
         started: whether all workers of the beginning have come.
         running_s: seconds since the model was opened.
+        note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, if the server can tell.
     """
 
@@ -89,6 +90,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
     started: bool
     running_s: _Seconds
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
+    note: _Text = ""
     pace: _Text = ""
 
     @cached_property

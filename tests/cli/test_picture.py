@@ -38,6 +38,12 @@ def test_80_columns_have_room_for_everything() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_what_happened_to_the_server_is_told() -> None:
+    note = "The parameter server was restarted and goes on from version 40: update 41 is lost."
+    assert "version 40: update 41 is lost." in " ".join(drawn(a_scene(note=note)).split())
+    assert len(drawn(a_scene(*[seen(rank) for rank in range(50)], note=note)).splitlines()) <= 24
+
+
 def test_lost_and_dropped_contributions_are_told_where_there_are_any() -> None:
     text = drawn(a_scene(), width=120)
     assert re.search(r"applied +dropped +lost", text)

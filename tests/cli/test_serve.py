@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
@@ -93,3 +94,52 @@ def test_a_server_that_others_can_reach_needs_a_secret(tmp_path: Path) -> None:
     assert code == 2
     assert output.startswith("offbeat: Cannot open a server on 0.0.0.0 without a token or certificates")
     assert len(output.strip().splitlines()) == 1
+
+
+GOES_ON = """
+import os, signal, time, torch, offbeat
+run = offbeat.init(offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.ParameterServer(patience_s=120)))
+model = torch.nn.Linear(100, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+for step in range(30):
+    if run.rank == 0 and step == 10:
+        os.kill(int(os.environ["SERVER"]), signal.SIGTERM)
+    model.module.weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+run.settle()
+print("rounds", -float(model.module.weight.mean()))
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_server_that_is_told_to_end_and_started_again_has_lost_nothing(tmp_path: Path) -> None:
+    serving = ("serve", "--job", "j", "--port", free_port(), "--snapshots", tmp_path / "kept", "--every", "1000")
+    with start(*serving, folder=tmp_path) as server:
+        address = re.findall(r"at (\S+);", server.stdout.readline())[0]  # type: ignore[union-attr]
+        variables = {"OFFBEAT_SERVERS": address, "OFFBEAT_JOB": "j", "SERVER": str(server.pid)}
+        path = script(tmp_path, f"import os\nos.environ.update({variables})\n" + GOES_ON)
+        with start("run", "--workers", 2, path, folder=tmp_path) as job:
+            try:
+                assert server.wait(100) == 0, "the fault was injected"
+                with start(*serving, folder=tmp_path) as again:
+                    try:
+                        output, _ = job.communicate(timeout=100)
+                        assert job.returncode == 0, output
+                        assert re.findall(r"rounds ([\d.]+)", output) == ["30.0", "30.0"]
+                        assert "goes on from version" in output
+                        assert "nothing is lost." in output
+                        assert again.wait(20) == 0, "it ends with its last worker"
+                    finally:
+                        again.kill()
+            finally:
+                job.kill()
+                server.kill()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.fabric.server.ledger import Give, Ledger, Loss, Make
+from offbeat.fabric.server.ledger import Give, Keep, Ledger, Loss, Make
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -129,6 +129,17 @@ def test_a_lost_worker_is_given_nothing() -> None:
     assert [type(action) for action in one.due()] == [Make]
 
 
+def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
+    one = ledger(blocks=1)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    one.mark()
+    one.apply(Apply(((1, 0),), in_order=False), ABOUT)
+    one.arrive((1, 0), 0, "b")
+    assert list(one.due()) == []
+    one.arrive((0, 0), 0, "a")
+    assert [type(action) for action in one.due()] == [Make, Keep, Make]
+
+
 def test_any_order() -> None:
     """Every block of every contribution is used exactly once, in every interleaving; with losses, at most once."""
     for seed in range(1000):
@@ -150,6 +161,8 @@ def play(chance: random.Random) -> None:
     gone: set[int] = set()
     in_order = chance.random() < 0.5
     applied: set[Push] = set()
+    unkept: set[int] = set()
+    mark = 0
 
     def carry_out() -> None:
         for action in one.due():
@@ -158,12 +171,18 @@ def play(chance: random.Random) -> None:
                 for push, part in action.parts:
                     assert part == (push, action.block)
                     used[(push, action.block)] += 1
-            elif isinstance(action, Give):
+            elif isinstance(action, Keep):
+                assert sorted(versions[action.block]) == list(range(1, mark + 1)), "one version of all blocks"
+                unkept.remove(action.block)
+            else:
                 assert action.block not in given[(action.worker, action.step)]
                 given[(action.worker, action.step)].add(action.block)
 
     for _ in range(80):
         deed = chance.random()
+        if not unkept and chance.random() < 0.1:
+            unkept, mark = set(range(blocks)), one.version
+            one.mark()
         computing = [w for w in workers if w not in gone and (not clock[w] or len(given[(w, clock[w])]) == blocks)]
         free = [w for w in computing if (w, clock[w]) not in left]
         if deed < 0.3 and free:
@@ -205,6 +224,7 @@ def play(chance: random.Random) -> None:
         one.apply(Apply(tuple(announced), in_order=in_order), ABOUT)
         applied.update(announced)
     carry_out()
+    assert not unkept, "every mark is reached"
     assert all(count == 1 for count in used.values())
     assert all(used[(push, block)] == 1 for push in applied if push[0] not in gone for block in range(blocks))
     assert all(given[(worker, step)] == set(range(blocks)) for worker, step in released if worker not in gone)

@@ -50,6 +50,12 @@ def test_all_ended_well(tmp_path: Path) -> None:
     )
 
 
+def test_what_happened_to_the_server_is_told_once(tmp_path: Path) -> None:
+    told = {"kind": "event", "step": 3, "time_s": 101.0, "what": "server", "text": "It was restarted."}
+    records = [*trained(6, 6), told | {"rank": 0}, told | {"rank": 1}, end(0, 6), end(1, 6)]
+    assert how(tmp_path, records).text == "All 2 workers ended well after 6 steps. It was restarted."
+
+
 def test_who_raised_is_named_before_who_waited_for_it(tmp_path: Path) -> None:
     stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:"})
     ends = [end(0, 6, LOST), end(1, 6, "ValueError: a bad batch.\nmore"), end(2, 6, "KeyboardInterrupt: SIGTERM")]

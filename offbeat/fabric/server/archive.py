@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server.snapshot import Header, Identity, Snapshot, read, write
@@ -35,20 +35,27 @@ class Archive:
         self.least = 0  # what is written from now on has greater numbers
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock: BinaryIO = (folder / "lock").open("wb")
+            self._lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            why = error.strerror
+            raise NetworkError(f"Cannot keep snapshots in {folder}: {why}. Choose another folder.") from error
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
+            self.close()
             raise NetworkError(
                 f"Cannot keep snapshots in {folder}: another shard does. Give each shard a folder of its own."
             ) from error
-        except OSError as error:
-            raise NetworkError(
-                f"Cannot keep snapshots in {folder}: {error.strerror}. Choose another folder."
-            ) from error
         paths = self._paths()
-        self._whole = {} if is_fresh else self._look(paths)
+        self._whole: dict[Identity, Header] = {}
         if is_fresh:
             self._remove_others()
+            return
+        try:
+            self._whole = self._look(paths)
+        except NetworkError:
+            self.close()
+            raise
 
     @property
     def held(self) -> dict[Identity, Header]:
@@ -100,7 +107,7 @@ class Archive:
 
     def close(self) -> None:
         """Let another process use the folder."""
-        self._lock.close()
+        os.close(self._lock)
 
     def _look(self, paths: list[Path]) -> dict[Identity, Header]:
         whole: dict[Identity, Header] = {}

@@ -113,6 +113,7 @@ class Lead:
         self._read_plan, self._decide, self._say = read_plan, decide, say
         self._dealer = Dealer(lambda plan: read_plan(plan).tuning, lambda: asyncio.get_running_loop().time())
         self.life = life
+        self.is_over = False  # nothing is decided any more: what would follow could be in no snapshot
         self.models: dict[int, Model] = {}
         self._entries: dict[int, int] = {}  # by worker
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
@@ -409,6 +410,8 @@ class Lead:
             self._decide(Released(model, worker, clock))
 
     def _carry_out(self, model: int, actions: Iterable[Action]) -> None:
+        if self.is_over:
+            return
         one = self.models[model]
         actions = tuple(actions)
         # In order of rank, so that it does not depend on who was ready first.

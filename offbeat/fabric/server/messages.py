@@ -436,10 +436,12 @@ class Mark(msgspec.Struct, tag=True, frozen=True):
     Args:
         number: of the snapshot.
         keep: number and life of the last one that all shards have, which is to stay.
+        is_last: nothing is decided any more, because a shard is about to end.
     """
 
     number: _Count
     keep: tuple[_Count, _Count] | None = None
+    is_last: bool = False
 
 
 class Filled(msgspec.Struct, tag=True, frozen=True):

@@ -119,6 +119,8 @@ class Shard:
         self._marked: dict[int, Progress] = {}
         self._saves: list[asyncio.Future[None]] = []  # done with the next snapshot
         self._looks_soon = False
+        self._last_number = 0
+        self._is_last = False  # the next snapshot is
         self.begun = asyncio.Event()
         self.was_visited = False
         self.is_over = False  # set by the process: what it hears now is of no interest any more
@@ -146,14 +148,20 @@ class Shard:
             asyncio.get_running_loop().call_later(patience_s, self._lead.begin_with_who_is_here)
 
     async def save(self) -> None:
-        """Have all shards make a snapshot, and wait for it; nothing if there is nothing to keep."""
-        if self._keeping is None or not self._tables or not self.begun.is_set():
+        """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
+
+        From then on nothing is decided, so that nobody is told of an update that is not in it.
+        """
+        is_idle = self._lead is not None and not self._lead.started
+        if self._keeping is None or not self._tables or is_idle:
             return
         future = asyncio.get_running_loop().create_future()
         self._saves.append(future)
         if self._chief is not None:
-            self._chief.send(pack(Save()))
+            with contextlib.suppress(NetworkError):
+                self._chief.send(pack(Save()))
         else:
+            self._is_last = True
             self._look_soon()
         await future
 
@@ -182,6 +190,7 @@ class Shard:
         if self._keeping is None:
             self._written(mark.number, False, 0.0)
             return
+        self._last_number = mark.number if mark.is_last else 0
         plain = {model: msgspec.structs.replace(table.details, back=None) for model, table in self._tables.items()}
         self._keeping.begin(
             Identity(mark.number, self.life),
@@ -244,16 +253,21 @@ class Shard:
         self._looks_soon = False
         lead, rhythm = self._lead, self._rhythm
         assert lead is not None
-        if not lead.started or rhythm.is_under_way or any(table.unfilled for table in self._tables.values()):
+        if (
+            lead.is_over
+            or not lead.started
+            or rhythm.is_under_way
+            or any(table.unfilled for table in self._tables.values())
+        ):
             return
         now_s = asyncio.get_running_loop().time()
-        if not self._saves and not rhythm.is_due(lead.version, now_s):
+        if not self._is_last and not rhythm.is_due(lead.version, now_s):
             return
+        lead.is_over = self._is_last
         self._marked = {model: lead.progress(model) for model in lead.models}
         last = rhythm.last
-        mark = Mark(
-            rhythm.next(lead.version, len(self._shards) + 1), None if last is None else (last.number, last.life)
-        )
+        number = rhythm.next(lead.version, len(self._shards) + 1)
+        mark = Mark(number, None if last is None else (last.number, last.life), lead.is_over)
         for shard in self._shards:
             shard.say(mark)
         self.mark(mark, self._marked)
@@ -263,7 +277,7 @@ class Shard:
         if self._chief is not None:
             with contextlib.suppress(NetworkError):
                 self._chief.send(pack(Saved(number, well, cost_s)))
-            self._end_saves()
+            self._end_saves(number)
         else:
             self._saved(number, well, cost_s)
 
@@ -273,9 +287,12 @@ class Shard:
                 for worker, clock in progress.next.items():
                     self._say(worker, Safe(model, clock))
         if not self._rhythm.is_under_way:
-            self._end_saves()
+            self._end_saves(number)
+            self._look_soon()
 
-    def _end_saves(self) -> None:
+    def _end_saves(self, number: int) -> None:
+        if number != self._last_number:
+            return
         saves, self._saves = self._saves, []
         for future in saves:
             if not future.done():
@@ -383,7 +400,7 @@ class Shard:
             case Enlist():
                 self._enlist(guest, message)
             case Save():
-                self._saves.append(asyncio.get_running_loop().create_future())
+                self._is_last = True
                 self._look_soon()
             case Saved(number=number, well=well, cost_s=cost_s):
                 self._saved(number, well, cost_s)

@@ -1,0 +1,154 @@
+"""Snapshots as files: whole or not used, the last two kept, and no end of the job if there is no room."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from offbeat.errors import NetworkError, PeerError
+from offbeat.fabric.server.archive import Archive
+from offbeat.fabric.server.keeping import Rhythm
+from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def snapshot(number: int, life: int = 7, job: str = "j", format_: int = FORMAT) -> Snapshot:
+    generator = torch.Generator().manual_seed(number)
+    tensors = {
+        ("", ""): torch.randn(1000, generator=generator),
+        ("w", "momentum"): torch.randn(1000, generator=generator).to(torch.bfloat16),
+        ("w", "step"): torch.tensor(3),
+    }
+    return Snapshot(
+        Header(format_, job, Identity(number, life), 1, ()),
+        [(about(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
+    )
+
+
+def as_bytes(one: Snapshot) -> bytes:
+    file = io.BytesIO()
+    write(file, one)
+    return file.getvalue()
+
+
+def assert_same(one: Snapshot, other: Snapshot) -> None:
+    assert one.header == other.header
+    for (what, tensor), (other_what, other_tensor) in zip(one.tensors, other.tensors, strict=True):
+        assert what == other_what
+        assert torch.equal(tensor, other_tensor)
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    one = snapshot(1)
+    assert_same(read(io.BytesIO(as_bytes(one))), one)
+
+
+def test_any_cut_and_any_damage_is_found() -> None:
+    data = as_bytes(snapshot(1))
+    for size in [*range(0, len(data), 97), len(data) - 1]:
+        with pytest.raises(PeerError):
+            read(io.BytesIO(data[:size]))
+    for at in range(0, len(data), 53):
+        damaged = bytearray(data)
+        damaged[at] ^= 4
+        with pytest.raises(PeerError):
+            read(io.BytesIO(damaged))
+
+
+def test_another_format_is_not_guessed_at() -> None:
+    with pytest.raises(PeerError, match="it is of format 2, this is format 1"):
+        read(io.BytesIO(as_bytes(snapshot(1, format_=FORMAT + 1))))
+
+
+def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, "j")
+    for number in (1, 2, 3):
+        assert archive.write(snapshot(number), Identity(number - 1, 7))
+    assert list(archive.held) == [Identity(3, 7), Identity(2, 7)]
+    assert archive.write(snapshot(4), Identity(2, 7)), "another shard has not written number 3"
+    archive.close()
+    again = Archive(tmp_path, "j")
+    assert list(again.held) == [Identity(4, 7), Identity(2, 7)]
+    assert again.least == 4
+    assert_same(again.read(Identity(2, 7)), snapshot(2))
+    again.clear()
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_one_is_said_and_the_one_before_is_used(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = Archive(tmp_path, "j")
+    for number in (1, 2):
+        archive.write(snapshot(number), Identity(number - 1, 7))
+    archive.close()
+    newest = max(tmp_path.glob("*.snapshot"))
+    data = bytearray(newest.read_bytes())
+    data[3000] ^= 1
+    newest.write_bytes(bytes({"cut": data[:-1], "flipped": data, "empty": bytearray()}[damage]))
+    with caplog.at_level(logging.WARNING):
+        again = Archive(tmp_path, "j")
+    assert list(again.held) == [Identity(1, 7)]
+    assert f"Cannot use the snapshot {newest}" in caplog.text
+    assert again.least == 2, "its number is not used again"
+
+
+def test_a_full_disk_is_said_once_and_what_was_there_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = Archive(tmp_path, "j")
+    archive.write(snapshot(1), None)
+    calls = []
+
+    def full(fd: int) -> None:
+        calls.append(fd)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "fsync", full)
+        assert not archive.write(snapshot(2), Identity(1, 7))
+        assert not archive.write(snapshot(3), Identity(1, 7))
+    assert len(calls) == 2, "the fault was injected"
+    assert caplog.text.count("No space left on device. The job goes on") == 1
+    assert list(archive.held) == [Identity(1, 7)]
+    assert not list(tmp_path.glob("*.part"))
+    assert archive.write(snapshot(4), Identity(1, 7))
+
+
+def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, "j")
+    archive.write(snapshot(1), None)
+    with pytest.raises(NetworkError, match=r"another shard does\. Give each shard a folder of its own"):
+        Archive(tmp_path, "j")
+    archive.close()
+    with pytest.raises(NetworkError, match=r"snapshots of job 'k' in .*: it holds those of job 'j'\. Choose another"):
+        Archive(tmp_path, "k")
+    fresh = Archive(tmp_path, "k", is_fresh=True)
+    assert not fresh.held
+    assert fresh.least == 1
+
+
+def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
+    rhythm = Rhythm(10, least=4, life=7)
+    assert rhythm.is_due(0, 100.0), "of what the job begins with"
+    assert rhythm.next(0, shards=2) == 5
+    assert not rhythm.is_due(1000, 1000.0), "one is under way"
+    assert not rhythm.saved(5, True, 0.5, 100.0)
+    assert rhythm.saved(5, True, 1.0, 101.0), "the last shard"
+    assert rhythm.last == Identity(5, 7)
+    assert not rhythm.is_due(9, 1000.0)
+    assert not rhythm.is_due(10, 101.0 + 48.9), "the slowest shard took 1 s"
+    assert rhythm.is_due(10, 101.0 + 49.1)
+    rhythm.next(10, shards=2)
+    rhythm.saved(6, False, 0.1, 200.0)
+    assert not rhythm.saved(6, True, 0.1, 200.0), "one shard does not have it"
+    assert rhythm.last == Identity(5, 7)
