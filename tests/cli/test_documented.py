@@ -21,6 +21,8 @@ COMMANDS = {
         "--key",
         "--authority",
         "--timeout",
+        "--snapshots",
+        "--every",
     ],
     "top": [
         "--job",
