@@ -425,7 +425,7 @@ class Shard:
                 worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
             return
         if self._guests.get(guest.rank) is not guest:  # it was never taken in
-            if error is not None:
+            if isinstance(error, PeerError):
                 _log.warning("%s", error)
             return
         if error is not None and self._lead is not None:

@@ -1,0 +1,46 @@
+"""Fuzzes a parameter server: `python fuzz/server.py -runs=20000` (pip install 'offbeat[fuzz]').
+
+An input whose first byte is even is what one worker says to a shard, from its first word to its last, while two others
+train (see `tests.fabric.garbage`); else it is one message, for each of the decoders. Nothing but a `PeerError` comes of
+it, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+
+import atheris
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+with atheris.instrument_imports(include=["offbeat.fabric.server", "offbeat.sync"]):
+    from offbeat.errors import PeerError
+    from offbeat.fabric.server import messages
+    from tests.fabric.garbage import torment
+
+DECODERS = (
+    messages.from_guest,
+    messages.details_of,
+    messages.decision_of,
+    messages.to_worker,
+    messages.scenes_of,
+)
+
+
+def test_one_input(data: bytes) -> None:
+    """What the fuzzer calls."""
+    if data and data[0] % 2:
+        for decode in DECODERS:
+            with contextlib.suppress(PeerError):
+                decode(data[1:])
+    else:
+        torment(data[1:])
+
+
+if __name__ == "__main__":
+    logging.disable()  # each refusal is logged
+    atheris.Setup(sys.argv, test_one_input)
+    atheris.Fuzz()
