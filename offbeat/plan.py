@@ -172,6 +172,29 @@ def _takes_single_turns(policy: Policy) -> bool:
     return _takes_single_turns(policy.outer) if isinstance(policy, Hybrid) else getattr(policy, "slots", 0) == 1
 
 
+def part_of(room: str, table: Any) -> Any:
+    """The part that a table of TOML describes.
+
+    Args:
+        room: "sync", "codec" or "fabric".
+        table: its kind and its values.
+
+    Raises:
+        PlanError: if there is no such part, or a value cannot be; the text ends with the path.
+    """
+    return _part(table, room, _KINDS[room], f"plan.{room}", f"plan.{room}")
+
+
+def names_of_fields(kind: str) -> tuple[str, ...] | None:
+    """What a part is made of, in order; None if there is no such part.
+
+    >>> names_of_fields("DSSP")
+    ('low', 'high')
+    """
+    known = {name: cls for kinds in _KINDS.values() for name, cls in kinds.items()}
+    return tuple(field.name for field in dataclasses.fields(known[kind])) if kind in known else None
+
+
 def _kinds(kinds: frozenset[type]) -> str:
     return " and ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
 

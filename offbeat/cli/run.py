@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,18 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="How many local workers to start.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
+    sync: Annotated[
+        str, typer.Option(help="When a worker may go on, such as 'SSP(4)', instead of the plan's.", show_default=False)
+    ] = "",
+    codec: Annotated[
+        str, typer.Option(help="What is sent, such as 'Cast(\"bf16\")', instead of the plan's.", show_default=False)
+    ] = "",
+    fabric: Annotated[
+        str,
+        typer.Option(
+            help="Where it is summed, such as 'ParameterServer()', instead of the plan's.", show_default=False
+        ),
+    ] = "",
     servers: Annotated[
         int,
         typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
@@ -37,11 +50,14 @@ def run(
     The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
     the workers disagreed; 76 if a worker left while the others still needed it.
     """
+    from offbeat.cli.names import read_part
     from offbeat.plan import Plan
 
     if not script.is_file():
         raise PlanError(f"Cannot run {script}: there is no such file.")
-    chosen = Plan() if plan is None else read_plan(plan)
+    given = {"sync": sync, "codec": codec, "fabric": fabric}
+    parts = {room: read_part(room, text) for room, text in given.items() if text}
+    chosen = dataclasses.replace(Plan() if plan is None else read_plan(plan), **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

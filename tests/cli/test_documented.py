@@ -10,7 +10,18 @@ from tests.cli.documentation import PAGE, commands, options, page
 
 # An option that leaves this table breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
 COMMANDS = {
-    "run": ["SCRIPT", "ARGUMENTS", "--workers", "--plan", "--servers", "--timeout", "--run-dir"],
+    "run": [
+        "SCRIPT",
+        "ARGUMENTS",
+        "--workers",
+        "--plan",
+        "--sync",
+        "--codec",
+        "--fabric",
+        "--servers",
+        "--timeout",
+        "--run-dir",
+    ],
     "serve": [
         "--bind",
         "--port",
