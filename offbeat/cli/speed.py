@@ -79,8 +79,9 @@ def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str
     names = ["bare", "link", *(["bare tls", "link tls"] if certificates else [])]
     rates: dict[str, list[float]] = {name: [] for name in names}
     p50_us, p99_us = [], []
-    for _ in range(repeats):
-        for name in names:
+    for repeat in range(repeats):
+        # There and back, so that neither always comes after the other.
+        for name in names if repeat % 2 == 0 else names[::-1]:
             tell(name)
             folder = certificates if name.endswith("tls") else ""
             turn = _receive_bare if name.startswith("bare") else _receive_link

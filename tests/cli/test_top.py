@@ -28,6 +28,7 @@ from offbeat.cli import onlooker
 from offbeat.cli.certs import make
 from offbeat.cli.onlooker import JobEnded, Onlooker, Target
 from offbeat.cli.top import epitaph, find, top
+from offbeat.engine.server import _leave_address
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server import Client, Shard, messages
 from offbeat.serve import Settings, start_shard
@@ -78,6 +79,15 @@ def test_with_an_address_the_environment_tells(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OFFBEAT_AUTHORITY", "ca.pem")
     found = find("host:7000", {"job": JOB})
     assert (found.job, found.token, found.authority) == (JOB, SECRET, "ca.pem")
+
+
+def test_certificates_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the workers were given may be relative to where they were started."""
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(job=JOB, certificate="own/c.pem", key="/own/c.key")
+    _leave_address(tmp_path / "server.json", "127.0.0.1:7000", settings)
+    target = find(str(tmp_path), {})
+    assert (target.certificate, target.key, target.authority) == (str(tmp_path / "own/c.pem"), "/own/c.key", "")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"address": 3, "job": "x"}', "\udcff", '{"job": "x"}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from datetime import timedelta
 
 import pytest
@@ -220,6 +221,23 @@ def test_a_frame_larger_than_the_window_goes_alone() -> None:
     give(side.session, head(b"", kind=Kind.ACK, received=1))
     side.write(1 << 20)
     assert len(side.wire) == 2 * (1000 + HEADER_BYTES)
+
+
+def test_a_window_full_of_empty_frames_takes_no_more_memory_than_is_stated() -> None:
+    """The worst there is: of each, all is bookkeeping."""
+    limits = Limits(window_bytes=1 << 20)
+    session = Session(limits)
+    tracemalloc.start()
+    try:
+        while session.free:
+            session.send(b"%d" % session._number, b"", lambda: None)
+        while session.take():
+            pass
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert session._number > 1800
+    assert held_bytes < limits.window_bytes < limits.bookkeeping_bytes
 
 
 def test_three_strikes() -> None:
