@@ -17,11 +17,11 @@ from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Releas
 from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
 from offbeat.sync.dssp import DSSP
-from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
 from offbeat.sync.local_sgd import LocalSGD, OuterSGD
-from offbeat.sync.policy import Contributes, Policy, on
+from offbeat.sync.policy import Contributes, Policy, adoption, on
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
 from offbeat.sync.state import Member, PolicyMisstep, State
@@ -47,6 +47,7 @@ __all__ = [
     "LocalSGD",
     "Member",
     "OuterSGD",
+    "Paced",
     "Policy",
     "PolicyMisstep",
     "Pulled",
@@ -58,5 +59,6 @@ __all__ = [
     "RoundRobin",
     "State",
     "Wake",
+    "adoption",
     "on",
 ]

@@ -62,7 +62,8 @@ class BSP:
         if pushes:
             go = [worker for worker, push in sorted(last.items()) if push in state.pending]
             # A whole round is applied as it is, to the bit, whatever the weights are.
-            rate = 1.0 if len(go) == len(members) else min(1.0, state.share(*pushes))
+            off = sum([m.is_off(low) for m in members.values()])
+            rate = 1.0 if len(go) + off == len(members) else min(1.0, state.share(*pushes))
             return [Apply(pushes, rate), *map(Release, go)]
         # What they brought was applied before, by another policy, and may still be on its way.
         return [Release(worker) for worker in sorted(last) if state.slowest_but(worker) > low]

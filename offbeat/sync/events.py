@@ -65,6 +65,19 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Paced:
+    """The worker takes part in every `every`-th round only, from its next release on; for one that is too slow.
+
+    Nobody waits for it in the rounds between, and it does not count towards their size. A policy that drops what is
+    late drops most of what such a worker brings.
+    """
+
+    worker: int
+    every: int
+    at_s: float
+
+
+@dataclass(frozen=True)
 class Deadline:
     """The time of a `Wake` has come."""
 
@@ -84,4 +97,4 @@ class Adopted:
     level: bool = False
 
 
-Event = Ready | Pushed | Pulled | Joined | Left | Deadline | Adopted
+Event = Ready | Pushed | Pulled | Joined | Left | Paced | Deadline | Adopted

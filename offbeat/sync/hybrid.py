@@ -359,7 +359,9 @@ def _in_step(outer: State, group: int, part: Part, state: State, crowd: Mapping[
         outer = _without(outer, group)
         member = changed(member, step=member.step + 1, ready_s=None, granted_s=None, arrived=False)
     ahead = member.ahead if member.held else member.step - min(m.pace for m in crowd.values())
-    member = changed(member, ahead=ahead, clock=min(m.brought for m in crowd.values()) + ahead)
+    # A group leaves out what all of its workers leave out.
+    rests = max(0, member.step - ahead - max(m.pace - m.rests for m in crowd.values()))
+    member = changed(member, ahead=ahead, rests=rests, clock=min(m.brought for m in crowd.values()) + ahead)
     return changed(outer, members={**outer.members, group: member}), part
 
 
@@ -389,10 +391,7 @@ def _inner_member(part: Part, worker: int, member: Member) -> Member:
     """A worker as the inner policy sees it: it knows nothing of what the outer one withholds."""
     base = part.bases.get(worker, part.version)
     if worker in part.passed:
-        at_s = part.passed[worker]
-        return changed(
-            member, step=member.step + 1, ready_s=None, arrived=False, released_s=at_s, since_s=at_s, base=base
-        )
+        return member.released(part.passed[worker], base)
     granted_s = part.asked.get(worker) if member.granted_s is None else member.granted_s
     return changed(member, granted_s=granted_s, base=base)
 

@@ -95,7 +95,9 @@ class KSync:
         if late:
             return [Drop(tuple(sorted(there[worker] for worker in late))), *map(Release, late)]
         pushes = tuple(sorted([push for push in there.values() if push in state.pending] + list(state.orphans)))
-        if pushes and len(pushes) >= min(self.k, len(members) + len(state.orphans)):
+        low = state.low
+        expected = sum([m.held or not m.is_off(low) for m in members.values()]) + len(state.orphans)
+        if pushes and len(pushes) >= min(self.k, expected):
             return [*grant_all(state), Apply(pushes), *map(Release, there)]
         # Another policy may have applied a worker's contribution and held the worker.
         return [*grant_all(state), *(Release(worker) for worker, push in there.items() if push not in state.pending)]

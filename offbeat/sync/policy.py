@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from offbeat.sync.actions import Wake
+from offbeat.sync.events import Adopted
 from offbeat.sync.state import PolicyMisstep, State, enact, observe
 
 if TYPE_CHECKING:
@@ -58,6 +59,18 @@ class Policy(Protocol):
 
     def decide(self, state: State) -> Sequence[Action]:
         """What is to be done now; empty if nothing. Pure."""
+
+
+def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
+    """The event with which `new` takes over from `old`: workers are levelled if only the new one has a bound.
+
+    >>> from offbeat.sync import ASP, BSP, SSP
+    >>> adoption(ASP(), SSP(bound=4), 1.0)
+    Adopted(at_s=1.0, level=True)
+    >>> adoption(SSP(bound=4), BSP(), 1.0)  # nobody is ahead by more than 4 steps
+    Adopted(at_s=1.0, level=False)
+    """
+    return Adopted(at_s, level=old.bound is None and new.bound is not None)
 
 
 def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

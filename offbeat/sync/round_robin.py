@@ -86,6 +86,9 @@ class RoundRobin:
     One that has not been measured yet is given a minute. What a worker does between two steps, such as an evaluation,
     counts as computing: allow for it in `compute_lease_s`.
 
+    What takes part in every m-th round only (`Paced`) is not waited for in the rounds between; its gradient is m times
+    as old. Who joins pulls at once, not in its first turn: at worst a turn of the others takes twice as long then.
+
     Learning rate and momentum: as for `ASP`. A gradient's age of N-1 acts like momentum of about 1 - 1/N.
 
     Args:
@@ -224,7 +227,8 @@ class RoundRobin:
             low = state.low
             members = state.members
             return tuple(worker for worker in rotation.order if worker in members and members[worker].pace == low)
-        return tuple(worker for worker in rotation.order if worker not in rotation.owed)
+        off = _off(state)
+        return tuple(worker for worker in rotation.order if worker not in rotation.owed and worker not in off)
 
     def _is_ready(self, state: State, worker: int) -> bool:
         member = state.members[worker]
@@ -237,7 +241,7 @@ class RoundRobin:
         """Whether all who would be passed over still get their turn before their gradients are too old."""
         if self.strict:
             return True
-        before = rotation.order[: rotation.order.index(worker)]
+        before = set(rotation.order[: rotation.order.index(worker)]) - _off(state)
         passed = [state.members[other] for other in before if not state.members[other].held]
         if not passed:
             return True
@@ -317,7 +321,8 @@ class RoundRobin:
             weights = {other: weights[other] for other in order if other in weights}
             weights[worker] = state.pending.get((worker, state.members[worker].step), weights.get(worker, 0.0))
         else:
-            owed = (owed | {other for other in rotation.order[:index] if not state.members[other].held}) - {worker}
+            passed = {other for other in rotation.order[:index] if not state.members[other].held} - _off(state)
+            owed = (owed | passed) - {worker}
         turns, gap_s, next_open_s = rotation.turns + 1, rotation.gap_s, rotation.next_open_s
         if gap_s is not None:
             if turns % len(order) == 0 and (wanted_s := self._wanted_gap_s(state)) is not None:
@@ -355,8 +360,9 @@ class RoundRobin:
                 begun_s = max(m.released_s or 0.0, rotation.evicted_s)
                 leases_s[worker] = begun_s + _lease_s(m.turn_s, self.turn_lease_s)
         if held:
+            off = _off(state)
             for worker, m in members.items():
-                if not m.held and worker not in pulling:
+                if not m.held and worker not in pulling and worker not in off:
                     leases_s[worker] = m.since_s + _lease_s(_cycle_s(m), self.compute_lease_s)
         return leases_s
 
@@ -368,6 +374,12 @@ def _turn(state: State, worker: int, rate: float) -> list[Action]:
     if push in state.pending:
         actions.append(Apply((push,), rate=rate))
     return [*actions, Release(worker)]
+
+
+def _off(state: State) -> set[int]:
+    """Workers that leave this round out, and are not ready before it is over."""
+    low = state.low
+    return {worker for worker, m in state.members.items() if not m.held and m.is_off(low)}
 
 
 def _cycle_s(member: Member) -> float | None:

@@ -15,7 +15,8 @@ a rule over them, so exchanging one for another loses nothing.
 Counting: `step` is the step a worker computes or exchanges (it grows with `Release`); `clock` counts its contributions
 that have arrived whole or were dropped. `version` counts updates of the parameters, one per `Apply`. Policies compare
 workers by `pace` and `brought`, which are `step` and `clock` less the lead that was forgiven (`Adopted.level`, or
-`Joined` when nobody else is that far).
+`Joined` when nobody else is that far). A worker that takes part in every m-th round only (`Paced`) is counted m - 1
+steps ahead when it is released, which are those that it leaves out: nobody waits for it until they are there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
-from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +44,9 @@ class Member:
     Args:
         step: the step it computes or exchanges.
         clock: its contributions that have arrived whole, or were dropped.
-        ahead: steps that are not counted when workers are compared.
+        ahead: steps that are not counted when workers are compared; below 0 if some are counted that it leaves out.
+        every: it takes part in every such round.
+        rests: rounds before `step` that it leaves out.
         base: `version` of the parameters it computes on.
         weight: of its last contribution, in samples; None before the first.
         ready_s: since when it has a contribution for `step`; None while it computes.
@@ -59,6 +62,8 @@ class Member:
     step: int = 0
     clock: int = 0
     ahead: int = 0
+    every: int = 1
+    rests: int = 0
     base: int = 0
     weight: float | None = None
     ready_s: float | None = None
@@ -86,6 +91,18 @@ class Member:
     def brought(self) -> int:
         """How many contributions it has brought, as workers are compared."""
         return self.clock - self.ahead
+
+    def is_off(self, low: int) -> bool:
+        """Whether the round in which the slowest is, at pace `low`, is one that it leaves out."""
+        return self.rests > 0 and self.pace - self.rests <= low < self.pace
+
+    def released(self, at_s: float, version: int) -> Member:
+        """As it is when it may go on."""
+        rests = self.every - 1
+        return changed(
+            self, step=self.step + 1, ahead=self.ahead - rests, rests=rests, ready_s=None, arrived=False,
+            released_s=at_s, since_s=at_s, base=version,
+        )  # fmt: skip
 
     @property
     def phase(self) -> str:
@@ -136,9 +153,11 @@ class State:
 
     @property
     def weight(self) -> float:
-        """The samples of one round: the members' weights. Who has not contributed yet counts as the others do."""
-        known = [m.weight for m in self.members.values() if m.weight is not None]
-        return sum(self.away.values()) + (sum(known) / len(known) * len(self.members) if known else 0.0)
+        """Samples of this round: the weights of those in it. Who has brought nothing yet counts as the others do."""
+        low = self.low
+        here = [m for m in self.members.values() if not m.is_off(low)]
+        known = [m.weight for m in here if m.weight is not None]
+        return sum(self.away.values()) + (sum(known) / len(known) * len(here) if known else 0.0)
 
     @property
     def orphans(self) -> tuple[Push, ...]:
@@ -177,6 +196,8 @@ def observe(state: State, event: Event) -> State:
             return _joined(_left(state, worker), worker)
         case Left(worker=worker, returns=returns):
             return _left(state, worker, returns)
+        case Paced(worker=worker, every=every):
+            return _with(state, worker, every=every) if worker in state.members else state
         case Deadline():
             return changed(state, wake_s=None)
         case Adopted(level=level):
@@ -201,10 +222,7 @@ def enact(state: State, action: Action) -> State:
                 raise _misstep(state, action, "it is not held")
             if (worker, member.step) in state.pending:
                 raise _misstep(state, action, "its contribution is still pending")
-            return _with(
-                state, worker, step=member.step + 1, ready_s=None, arrived=False, released_s=state.now_s,
-                since_s=state.now_s, base=state.version,
-            )  # fmt: skip
+            return changed(state, members={**state.members, worker: member.released(state.now_s, state.version)})
         case Apply(pushes=pushes):
             if not pushes:
                 raise _misstep(state, action, "there is nothing in it")
@@ -273,8 +291,9 @@ def _joined(state: State, worker: int) -> State:
     others = state.members.values()
     first = min([m.step for m in others], default=max(state.past.values(), default=0))
     step = max(first, state.past.get(worker, 0))
-    high = max([m.pace for m in others], default=step)
-    member = Member(step=step, clock=step, ahead=max(0, step - high), base=state.version, since_s=state.now_s)
+    paces = [m.pace for m in others] or [step]
+    pace = min(max(step, min(paces)), max(paces))
+    member = Member(step=step, clock=step, ahead=step - pace, base=state.version, since_s=state.now_s)
     past = {other: number for other, number in state.past.items() if other != worker}
     away = {other: weight for other, weight in state.away.items() if other != worker}
     return changed(state, members={**state.members, worker: member}, past=past, away=away)
@@ -300,7 +319,8 @@ def _adopted(state: State, level: bool) -> State:
     for worker, m in state.members.items():
         # How long a turn takes depends on how many have one at the same time; one under way is not measured.
         granted_s = None if m.released_s is not None else m.granted_s
-        members[worker] = changed(m, turn_s=None, granted_s=granted_s, ahead=m.step - low if level else m.ahead)
+        ahead, rests = (m.step - low, 0) if level else (m.ahead, m.rests)
+        members[worker] = changed(m, turn_s=None, granted_s=granted_s, ahead=ahead, rests=rests)
     return changed(state, members=members, memory=None, wake_s=None)
 
 

@@ -29,6 +29,7 @@ from offbeat.sync import (
     Joined,
     KSync,
     Left,
+    Paced,
     PolicyMisstep,
     Pulled,
     Pushed,
@@ -37,12 +38,13 @@ from offbeat.sync import (
     Remember,
     State,
     Wake,
+    adoption,
 )
 from offbeat.sync.policy import settle
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat.sync import Event, Policy, Push
 
@@ -53,7 +55,13 @@ _MOST_WAKES = 100  # in a row, without anything decided
 
 
 def check_policy(
-    policy: Policy, *, world: int = 4, interleavings: int = 1000, seed: int = 0, evicts: bool = False
+    policy: Policy,
+    *,
+    world: int = 4,
+    interleavings: int = 1000,
+    seed: int = 0,
+    evicts: bool = False,
+    others: Sequence[Policy] = _OTHERS,
 ) -> Mapping[str, int]:
     """Check that `policy` keeps the rules of its room.
 
@@ -62,7 +70,8 @@ def check_policy(
     2. What it decides is possible, and comes to an end.
     3. Each contribution is applied at most once, and in the end exactly one of applied, dropped, pending, or lost with
        its worker; dropped only if the policy says that it `drops`.
-    4. Its `bound` holds at every release. It lets everyone push at once, unless it is `gated`.
+    4. Its `bound` holds at every release, where a worker that takes part in every m-th round only counts as one that
+       takes part in those between. It lets everyone push at once, unless it is `gated`.
     5. Nobody waits for ever while nothing is under way. A worker that hangs may make others wait until somebody notices
        and it is gone; a policy that `evicts` notices by itself.
 
@@ -72,6 +81,7 @@ def check_policy(
         interleavings: how many to play.
         seed: of the first; the others count on from it, so that a failure can be played alone.
         evicts: whether it must evict a worker that others wait for in vain.
+        others: that take over from it and give back.
 
     Returns:
         What was played: how often workers crashed or hung ("crash while pushing"), joined, and so on, so that a test
@@ -87,10 +97,10 @@ def check_policy(
     """
     played: Counter[str] = Counter()
     for number in range(seed, seed + interleavings):
-        play = _Play(policy, world, number, evicts)
+        play = _Play(policy, world, number, evicts, others)
         play.run()
         if number % 64 == 0:
-            again = _Play(policy, world, number, evicts)
+            again = _Play(policy, world, number, evicts, others)
             again.run()
             if play.log != again.log:
                 again.fail("it decided otherwise when the same was played again: it knows more than the state")
@@ -118,7 +128,8 @@ class _Worker:
 
     Args:
         number: of the contribution it computes or brings.
-        pace, brought: steps begun and contributions arrived, counted here.
+        pace, brought: steps begun and contributions arrived, counted here; what it leaves out counts as well.
+        every: it takes part in every such round.
         steps: how many it takes before it leaves.
         fault: "crash" or "hang", the phase and the step in which that happens to it.
         push: its last contribution that was announced.
@@ -133,6 +144,7 @@ class _Worker:
     brought: int
     steps: int
     speed: float
+    every: int = 1
     fault: tuple[str, str, int] | None = None
     hung: bool = False
     push: Push | None = None
@@ -146,8 +158,9 @@ class _Worker:
 class _Play:
     """One interleaving."""
 
-    def __init__(self, policy: Policy, world: int, seed: int, evicts: bool) -> None:
+    def __init__(self, policy: Policy, world: int, seed: int, evicts: bool, others: Sequence[Policy]) -> None:
         self._checked, self._policy, self._world, self._seed, self._evicts = policy, policy, world, seed, evicts
+        self._others = others
         self._rng = rng = random.Random(seed)
         self._mood = rng.choice(("equal", "ties", "uniform", "heavy"))
         self._churn, self._hangs, self._forgets = rng.random() < 0.5, rng.random() < 0.2, rng.random() < 0.3
@@ -195,9 +208,12 @@ class _Play:
             self._soon("blackout", None, 6 * rng.random())
         if rng.random() < 0.3:
             for _ in range(rng.randint(1, 3)):
-                other, begin_s = rng.choice(_OTHERS), 12 * rng.random()
+                other, begin_s = rng.choice(self._others), 12 * rng.random()
                 self._soon("swap", (other, rng.random() < 0.3), begin_s)
                 self._soon("swap", (self._checked, rng.random() < 0.3), begin_s + 4 * rng.random())
+        if rng.random() < 0.2:
+            for _ in range(rng.randint(1, 3)):
+                self._soon("paced", (rng.randrange(self._world), rng.randint(1, 4)), 8 * rng.random())
 
     def _happens(self, what: str, about: Any) -> None:
         if what == "join":
@@ -209,9 +225,15 @@ class _Play:
                 if rank in self._workers:  # it may have been evicted since
                     self._happens_to(self._workers[rank], "crash", None)
         elif what == "swap":
-            self._policy, level = about
+            policy, level = about
+            event = adoption(self._policy, policy, self._now_s)
+            self._policy = policy
             self.played["swaps"] += 1
-            self._tell(Adopted(self._now_s, level))
+            self._tell(Adopted(self._now_s, level or event.level))
+        elif what == "paced":
+            if about[0] in self._workers:
+                self.played["paced"] += 1
+                self._tell(Paced(about[0], about[1], self._now_s))
         else:
             one: _Worker
             one, push = about
@@ -321,6 +343,8 @@ class _Play:
             case Joined(worker=rank):
                 self._state = state
                 self._enter(rank)
+            case Paced(worker=rank, every=every):
+                self._workers[rank].every = every
             case Adopted(level=True) if self._workers:
                 low = min(worker.pace for worker in self._workers.values())
                 for worker in self._workers.values():
@@ -392,7 +416,8 @@ class _Play:
                         f"brought {brought}: that breaks the bound of {bound}",
                         worker.rank,
                     )
-        worker.pace += 1
+        worker.pace += worker.every
+        worker.brought += worker.every - 1
         worker.number += 1
         worker.pull_s = self._draw(worker=worker) / 3
         if not self._phase(worker, "pulling", worker.pull_s):

@@ -82,6 +82,13 @@ def test_policies_keep_their_promises_for_long(policy: Policy, interleavings: in
     check_policy(policy, interleavings=10 * interleavings, seed=2_000_000, evicts=evicts(policy))
 
 
+@pytest.mark.parametrize("policy", [policy for policy, _ in POLICIES], ids=str)
+def test_any_policy_takes_over_from_any_other_and_gives_back(policy: Policy) -> None:
+    others = [other for other, _ in POLICIES if not isinstance(other, Hybrid) or not isinstance(policy, Hybrid)]
+    played = check_policy(policy, interleavings=40, seed=3_000_000, evicts=evicts(policy), others=others)
+    assert played["swaps"] >= 20
+
+
 @pytest.mark.parametrize("world", [1, 2, 9])
 @pytest.mark.parametrize("policy", [BSP(), SSP(bound=1), KSync(k=2), QUICK, STRICT], ids=str)
 def test_in_worlds_of_other_sizes(policy: Policy, world: int) -> None:
@@ -90,11 +97,11 @@ def test_in_worlds_of_other_sizes(policy: Policy, world: int) -> None:
 
 def test_every_fault_fires() -> None:
     """Where a policy lets a worker go on at once it is never in some phases; two policies together show all."""
-    played = Counter(check_policy(BSP(), interleavings=150)) + Counter(check_policy(QUICK, interleavings=150))
+    played = Counter(check_policy(BSP(), interleavings=300)) + Counter(check_policy(QUICK, interleavings=150))
     phases = ("computing", "held", "pushing", "pushed", "pulling")
     fired = {fault: played[fault] for fault in [f"crash while {phase}" for phase in phases]}
     fired |= {f"hang while {phase}": played[f"hang while {phase}"] for phase in ("computing", "pushing", "pulling")}
-    fired |= {fate: played[fate] for fate in ("applied", "dropped", "lost", "pending", "joins", "evictions")}
+    fired |= {fate: played[fate] for fate in ("applied", "dropped", "lost", "pending", "joins", "evictions", "paced")}
     assert all(fired.values()), fired
 
 

@@ -16,7 +16,23 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Joined, Left, Pulled, Pushed, Ready, Release, State, on
+from offbeat.sync import (
+    Apply,
+    Deadline,
+    Drop,
+    Evict,
+    Grant,
+    Joined,
+    Left,
+    Paced,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    State,
+    adoption,
+    on,
+)
 from offbeat.sync.state import observe
 
 if TYPE_CHECKING:
@@ -98,6 +114,16 @@ class Server:
     def seconds_per_contribution(self, skip: int = 0) -> float:
         """On average, after the first `skip`."""
         return (self.applied_s[-1] - self.applied_s[skip]) / (len(self.applied_s) - 1 - skip)
+
+    def swap(self, policy: Policy) -> None:
+        """Another policy takes over."""
+        event = adoption(self.policy, policy, self.now_s)
+        self.policy = policy
+        self._tell(event)
+
+    def pace(self, rank: int, every: int) -> None:
+        """The worker takes part in every `every`-th round only."""
+        self._tell(Paced(rank, every, self.now_s))
 
     def join(self, rank: int) -> None:
         self._tell(Joined(rank, self.now_s))

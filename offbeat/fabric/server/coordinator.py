@@ -183,4 +183,4 @@ class Coordinator:
                     ready_s = state.members[action.worker].ready_s
                     record.waited_s += 0.0 if ready_s is None else self.state.now_s - ready_s
                     others = [m.brought for w, m in self.state.members.items() if w != action.worker]
-                    record.lead = max([record.lead, *(member.pace - brought for brought in others)])
+                    record.lead = max([record.lead, *(member.pace - member.rests - brought for brought in others)])
