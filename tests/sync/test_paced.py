@@ -43,13 +43,23 @@ def test_nobody_waits_for_it_between(policy: Policy) -> None:
     assert brought == pytest.approx(paced.state.members[0].clock / EVERY, abs=2)
 
 
-@pytest.mark.parametrize("policy", [BSP(), RoundRobin(strict=True)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [BSP(), RoundRobin(strict=True), Hybrid(BSP(), BSP(), groups=((0, 1, 2), (3,)))], ids=str
+)
 def test_each_round_is_whole(policy: Policy) -> None:
     """Its weight counts in its own rounds only, so that the others' learning rate does not shrink between."""
     server = played(policy, EVERY)
     rates = [a.rate for _, actions in server.log[20 * WORLD :] for a in actions if isinstance(a, Apply)]
-    shares = {1.0} if isinstance(policy, BSP) else {1 / 3, 1 / 4}
+    shares = {1 / 3, 1 / 4} if isinstance(policy, RoundRobin) else {1.0}
     assert set(rates) == shares
+
+
+def test_a_round_without_it_is_applied_as_it_is_to_the_bit() -> None:
+    weights = (0.1, 1.1, 0.3)
+    members = {w: Member(weight=weight, ready_s=0.0, granted_s=0.0, arrived=True) for w, weight in enumerate(weights)}
+    state = State({**members, 3: Member(ahead=-2, rests=2)}, {(w, 0): weight for w, weight in enumerate(weights)})
+    assert state.share(*state.pending) < 1, "by rounding"
+    assert BSP().decide(state)[0] == Apply(((0, 0), (1, 0), (2, 0)), rate=1.0)
 
 
 def test_who_is_off_and_who_is_not() -> None:
