@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["offbeat.fabric.server", "offbeat.sync"
 DECODERS = (
     messages.from_guest,
     messages.details_of,
-    messages.decision_of,
+    messages.from_chief,
     messages.to_worker,
     messages.scenes_of,
 )

@@ -38,6 +38,7 @@ from offbeat.fabric.server.messages import (
 )
 from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
 from offbeat.sync import ASP, BSP, SSP, KSync
+from tests.fabric.links import Parts
 
 if TYPE_CHECKING:
     from offbeat.fabric.server.messages import Scene
@@ -50,6 +51,7 @@ HYPER: Hyper = {"lr": LR, "momentum": 0.0}
 DETAILS = Details(
     world=2,
     shards=1,
+    holders=1,
     plan="p",
     layout="l",
     names=("a", "b"),
@@ -168,7 +170,7 @@ def torment(data: bytes) -> None:
 async def _torment(choices: Choices) -> None:
     policy = choices.one(POLICIES)
     ended: list[None] = []
-    shard = Shard(lambda plan: policy, lambda: ended.append(None))
+    shard = Shard(lambda plan: Parts(policy), lambda: ended.append(None))
     early = choices.number(1)
     mad = Guest(shard, 0, choices.one(("worker", "worker", "worker", "onlooker"))) if early else None
     if mad is not None and choices.number(1):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "from_guest": messages.from_guest,
     "details_of": messages.details_of,
-    "decision_of": messages.decision_of,
+    "from_chief": messages.from_chief,
     "to_worker": messages.to_worker,
     "scenes_of": messages.scenes_of,
     "sight_of": lambda data: sight_of(data, memoryview(b"")),

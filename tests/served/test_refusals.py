@@ -292,6 +292,7 @@ def details(**changes: Any) -> Details:
     known: dict[str, Any] = {
         "world": WORLD,
         "shards": 1,
+        "holders": 1,
         "plan": PLAN,
         "layout": layout.digest,
         "names": names,
@@ -484,6 +485,7 @@ def test_the_first_that_comes_may_be_wrong(server: Job) -> None:
     known = {
         "world": 2,
         "shards": 1,
+        "holders": 1,
         "plan": PLAN,
         "layout": "d",
         "names": ("b",),
