@@ -5,13 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server import About, cut, deal, describe, hyper
+from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from tests.fabric.links import Together
@@ -74,6 +74,28 @@ def together() -> Iterator[Callable[[Policy, int], Together]]:
 def workers(job: Together) -> list[Worker]:
     with ThreadPoolExecutor(len(job.clients)) as pool:
         return list(pool.map(Worker, job.clients))
+
+
+@pytest.mark.parametrize("kind", optimizers._CLASSES.values(), ids=lambda kind: kind.__name__)
+def test_every_optimizer_that_can_be_held_is_taken(kind: Any) -> None:
+    """With what torch itself puts into its groups, and what schedulers change there."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    made = kind([{"params": [parameter], "lr": 0.2}], lr=0.1)
+    spec = describe(made, {id(parameter): "a"})
+    optimizers.check_spec(spec)
+    torch.optim.lr_scheduler.StepLR(made, 1)
+    made.param_groups[0]["lr"] = 0.05
+    optimizers.check_hyper(spec, hyper(made))
+    held = optimizers.hold(spec, [("a", torch.zeros(3))])
+    assert held is not None
+    held.set_hyper(hyper(made), 0.5)
+    assert held.optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_an_optimizer_is_not_made_another_by_a_flag() -> None:
+    spec = optimizers.OptimizerSpec("AdamW", ({"lr": 0.1, "decoupled_weight_decay": False},), (("a",),))
+    with pytest.raises(PeerError, match="Cannot make AdamW from these hyper-parameters"):
+        optimizers.check_spec(spec)
 
 
 def test_all_begin_with_the_first_ones_parameters(together: Callable[[Policy, int], Together]) -> None:

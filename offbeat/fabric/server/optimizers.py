@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,10 +179,14 @@ def check_spec(spec: OptimizerSpec) -> None:
 
 def _try(kind: Any, group: Hyper) -> None:
     # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
+    known, taken = _known(kind, group), inspect.signature(kind).parameters
     try:
-        kind([torch.zeros(1)], **{"lr": 0.1, **_known(kind, group)})
+        made = kind([torch.zeros(1)], **{"lr": 0.1, **{key: value for key, value in known.items() if key in taken}})
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {error}.") from error
+    fixed = {key: value for key, value in known.items() if key not in taken and value != made.defaults[key]}
+    if fixed:  # such as what makes an Adam of AdamW
+        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {fixed} cannot be chosen.")
 
 
 def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
