@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.commands import TRAIN, offbeat, script, start
+from tests.cli.commands import TRAIN, clean_environment, offbeat, script, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,15 +31,31 @@ def test_shards_beside_the_workers(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
-def test_a_job_outlives_a_worker_that_dies(tmp_path: Path) -> None:
-    dying = SERVED.replace(
+@pytest.mark.parametrize("fabric", ["ParameterServer()", "ParameterServer(collocated=True)"])
+def test_a_job_outlives_a_worker_that_dies(tmp_path: Path, fabric: str) -> None:
+    dying = SERVED.replace("ParameterServer()", fabric).replace(
         "    optimizer.step()\n", "    optimizer.step()\n    if run.rank == 0 and step == 1: os.kill(os.getpid(), 9)\n"
     )
     path = script(tmp_path, "import os\n" + dying + "print('done')\n")
-    code, output = offbeat("run", "--workers", 3, path, folder=tmp_path)
+    code, output = offbeat("run", "--workers", 3, path, folder=tmp_path, timeout_s=150)
     assert code == 0, output
     assert "rank 0 was killed by SIGKILL; the others go on." in output
     assert output.count("done") == 2
+
+
+def test_collocated_shards_under_torchrun(tmp_path: Path) -> None:
+    # One write per line: under torchrun both workers write to the same pipe.
+    tell = "run.settle()\nos.write(1, f'norm {float(model.weight.norm())}\\n'.encode())\n"
+    collocated = SERVED.replace("ParameterServer()", "ParameterServer(collocated=True)")
+    path = script(tmp_path, "import os\n" + collocated + tell)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    norms = re.findall(r"norm ([\d.]+)", done.stdout)
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
 
 
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path: Path) -> None:

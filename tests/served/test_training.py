@@ -15,7 +15,7 @@ from torch import nn
 import offbeat
 from offbeat.errors import DisagreementError, ModelError, NetworkError
 from offbeat.fabric import ParameterServer
-from offbeat.sync import ASP, BSP, SSP, KSync, Policy
+from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy
 from tests.parity import jobs
 from tests.parity.jobs import Job, both
 from tests.workers import run_workers
@@ -131,6 +131,29 @@ def test_two_models_groups_schedules_and_unused_parameters() -> None:
     assert first["mean"] == second["mean"] == pytest.approx(2 / 3)
 
 
+def two_models_of_one_batch() -> list[float]:
+    rank = int(os.environ["RANK"])
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        one, step_one = run.prepare(first, torch.optim.SGD(first.parameters(), lr=1.0))
+        two, step_two, loader = run.prepare(
+            second, torch.optim.SGD(second.parameters(), lr=1.0), [torch.ones(3 - 2 * rank, 1)] * 2
+        )
+        before = [float(net.weight.detach()) for net in (first, second)]
+        for x in loader:
+            for net, optimizer in ((one, step_one), (two, step_two)):
+                (net(x) * (1 - rank)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [was - float(net.weight.detach()) for was, net in zip(before, (first, second), strict=True)]
+
+
+def test_each_model_counts_the_samples_of_the_batch() -> None:
+    """Rank 0 has three samples with gradient 1, rank 1 one with gradient 0."""
+    for moved in run_workers(2, two_models_of_one_batch):
+        assert moved == pytest.approx([2 * 3 / 4, 2 * 3 / 4])
+
+
 def refused() -> list[str]:
     said = []
     model = nn.Linear(2, 2)
@@ -177,7 +200,7 @@ def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-@pytest.mark.parametrize("policy", [BSP(), ASP()], ids=repr)
+@pytest.mark.parametrize("policy", [BSP(), ASP(), LocalSGD(4, after=8)], ids=repr)
 def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
     """Also when it is rank 0, which started the server."""
     victim = 0 if number == signal.SIGKILL else 1
