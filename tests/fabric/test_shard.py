@@ -167,6 +167,19 @@ def test_who_need_not_wait_is_not_granted(
         assert end.took["Part"] == 5 * len(team[0].blocks)
 
 
+@pytest.mark.parametrize("refresh", [False, True])
+def test_who_has_asked_goes_on(together: Callable[[Policy, int], Together], refresh: bool) -> None:
+    """Without new parameters its next contribution waits for a grant: another shard may not know of it yet."""
+    job = together(BSP(), 2)
+    team = workers(job)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            assert list(pool.map(Worker.step, team, [torch.ones(100)] * 2)) == [0, 0]
+            assert all(pool.map(lambda client: client.ask("how many", [1.0], refresh=refresh).wait(SOON), job.clients))
+        assert list(pool.map(Worker.step, team, [torch.ones(100)] * 2)) == [0, 0]
+    assert [end.other.took["Granted"] for end in job.ends] == [0, 0] if refresh else [2, 2]
+
+
 @dataclass(frozen=True)
 class DropsOdd(ASP):
     """Drops every second contribution, when it may already be on its way."""

@@ -105,6 +105,14 @@ def test_a_server_changes_no_bit(name: str) -> None:
     assert all(torch.equal(settled[key], served[1][-3][key]) for key in settled), "all are equal"
 
 
+def test_with_three_workers_only_the_order_of_sums_differs() -> None:
+    name = "heavy ball, after"
+    (without, *_), (served, *_) = (run_workers(3, train, name, fabric) for fabric in (ProcessGroup(), SERVER))
+    for here, there in zip(without, served, strict=True):
+        for key, tensor in here.items():
+            torch.testing.assert_close(tensor, there[key], rtol=1e-3, atol=1e-4)
+
+
 def uneven(fabric: FabricSpec) -> torch.Tensor:
     """Rank 1's batches have three times as many samples: its change weighs three times as much."""
     rank = int(os.environ["RANK"])

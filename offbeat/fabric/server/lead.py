@@ -84,9 +84,12 @@ class Model:
     losses: Losses | None = None  # if it goes on from a snapshot
     note: str = ""  # what happened to the server
 
-    def must_wait(self, worker: int, clock: int) -> bool:
-        """Whether the worker is to wait for its grant with contribution `clock`; noted down."""
-        if self.coordinator.policy.gated:
+    def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
+        """Whether the worker is to wait for its grant with contribution `clock`; noted down.
+
+        Who is given no values has heard from no other shard, which may not know yet that it takes part.
+        """
+        if self.coordinator.policy.gated or not values:
             self.at_once.pop(worker, None)
             return True
         self.at_once[worker] = clock
@@ -402,8 +405,7 @@ class Lead:
         """Tell a worker that has just joined where it is, and give it the parameters."""
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
-        # Who gets no values has heard from no other shard, which may not know yet that it takes part.
-        waits = not values or one.must_wait(worker, clock)
+        waits = one.must_wait(worker, clock, values=values)
         self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values, again=again, waits=waits))
         if values:
             one.joining.add(worker)
