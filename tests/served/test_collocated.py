@@ -19,6 +19,7 @@ from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, OuterSGD, Policy, RoundRobin
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.timeout(180)  # two jobs in a test, with up to three servers each
 BESIDE, SINGLE = ParameterServer(block_bytes=4096, collocated=True), ParameterServer(block_bytes=4096)
 WORLD, STEPS = 3, 12
 
@@ -65,7 +66,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("policy", [BSP(), LocalSGD(3, after=3, outer=OuterSGD())], ids=repr)
 def test_shards_beside_the_workers_have_the_bits_of_one(policy: Policy) -> None:
-    beside, single = run_workers(WORLD, train, policy, BESIDE), run_workers(WORLD, train, policy, SINGLE)
+    beside, single = (run_workers(WORLD, train, policy, fabric, timeout_s=120) for fabric in (BESIDE, SINGLE))
     assert [len(one["shards"]) for one in beside] == [1, 1, 1], "one beside every worker"
     assert [len(one["shards"]) for one in single] == [1, 0, 0]
     assert all(equal(ours["state"], single[0]["state"]) for ours in [*beside, *single])
@@ -77,7 +78,7 @@ def test_shards_beside_the_workers_have_the_bits_of_one(policy: Policy) -> None:
     ids=str,
 )
 def test_every_policy_trains_on_them(policy: Policy, width: int) -> None:
-    results = run_workers(WORLD, train, policy, BESIDE, width)
+    results = run_workers(WORLD, train, policy, BESIDE, width, timeout_s=120)
     assert all(equal(result["state"], results[0]["state"]) for result in results), "equal after settle"
     for result in results:
         assert sum(result["losses"][-3:]) < sum(result["losses"][:3]), result["losses"]
@@ -108,7 +109,7 @@ def loses_a_worker(victim: int) -> tuple[int, bool, float]:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_leaves_its_shard_behind(victim: int) -> None:
-    for rank, result in enumerate(run_workers(WORLD, loses_a_worker, victim, faulty=victim)):
+    for rank, result in enumerate(run_workers(WORLD, loses_a_worker, victim, faulty=victim, timeout_s=120)):
         if rank != victim:
             assert result == (40, True, 1.0)
 

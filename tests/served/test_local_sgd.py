@@ -17,6 +17,7 @@ from offbeat.fabric import FabricSpec, ParameterServer, ProcessGroup
 from offbeat.sync import LocalSGD, OuterSGD
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.timeout(180)  # two jobs in a test, with up to three servers each
 SERVER = ParameterServer(block_bytes=4096)
 WORLD, STEPS = 2, 11
 NESTEROV = OuterSGD(lr=0.7, momentum=0.9)
