@@ -44,10 +44,12 @@ class Claim:
 
     def measured(self, report: Report) -> float | None:
         """What the file says; None if it cannot say: a row is missing, or did not reach the target."""
-        rows = {row.row for row in report.rows}
-        if (self.row and self.row not in rows) or (self.against and self.measure != IDEAL and self.against not in rows):
-            return None
-        return MEASURES[self.measure](report, self.row, self.against)
+        return None if self.missing(report) else MEASURES[self.measure](report, self.row, self.against)
+
+    def missing(self, report: Report) -> bool:
+        """Whether the file is older than one of the rows."""
+        named = {self.row, "" if self.measure == IDEAL else self.against} - {""}
+        return not named <= {row.row for row in report.rows}
 
     def met(self, report: Report) -> bool:
         """Whether the file bears it out."""

@@ -64,10 +64,12 @@ def section(report: Report) -> str:
 
 def _verdict(report: Report) -> Callable[[Claim], str]:
     def words(claim: Claim) -> str:
+        if claim.missing(report):
+            return f"* {claim.words}. Not measured yet.\n"
         value = claim.measured(report)
         unit = " x" if claim.against and claim.measure != POINTS else ""
         digits = "+.4f" if claim.measure == POINTS else ".3f" if unit else "g"
-        told = "nothing" if value is None else f"{value:{digits}}{unit}"
+        told = "never" if value is None else f"{value:{digits}}{unit}"
         return f"* {claim.words}. Measured: **{told}** ({'met' if claim.met(report) else 'missed'}).\n"
 
     return words

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
-from offbeat.lab import launch, results, rounds, state
+from offbeat.lab import launch, limits, results, rounds, state
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
 from offbeat.lab.profiles import size_bytes, timed
@@ -283,6 +283,25 @@ class TestInNamespaces:
             assert row.bound_s == pytest.approx(max(wire_s, 0.012))
             assert row.bound_s <= row.seconds_per_step.median < 1
             assert len(row.wait_s_per_worker) == 2
+
+    @pytest.mark.timeout(180)
+    def test_the_link_of_the_server_is_watched(self, tmp_path: Path) -> None:
+        """What passed there is what two workers sent; where no row uses it, that of rank 0 is."""
+        served = 'system = "offbeat"\nplan = { fabric = { kind = "ParameterServer", block_bytes = 65536 } }'
+        text = REPLAY.replace("count = 2", "count = 2\nservers = 1").replace('system = "offbeat"', served)
+        path = scenario(tmp_path, text.replace("steps = 4", "steps = 20"))
+        code, output = offbeat("lab", "run", path, "--json", "a.json", "--png", "a.png", folder=tmp_path, timeout_s=170)
+        assert code == 0, output
+        report = results.read(tmp_path / "a.json")
+        assert report.bounds == {"ddp": limits.ALLREDUCE, "offbeat": limits.TOGETHER}
+        ring, server = report.links
+        assert [(use.row, use.host) for use in (ring, server)] == [("ddp", "h0"), ("offbeat", "s0")]
+        sent_bytes = sum(raw.bytes_sent for raw in report.raw if raw.row == "offbeat")
+        # All but the first and last intervals of the measured steps, and what they are cut to.
+        assert 0.7 * sent_bytes <= sum(server.received_bytes) <= 1.1 * sent_bytes
+        assert sum(server.sent_bytes) >= 0.7 * sent_bytes
+        assert 0 < server.share <= 1.1
+        assert "uneven" in output
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_ctrl_c_leaves_nothing(self, tmp_path: Path, number: signal.Signals) -> None:
