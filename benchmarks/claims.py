@@ -153,6 +153,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "ps_uniform_half": _TURNS,
     "ps_uniform_double": _TURNS,
+    "slow_worker": (
+        Claim(IDEAL, "round-robin, tuned", "7.5", at_least=0.9),
+        Claim(THROUGHPUT, "round-robin, tuned", "ddp", at_least=1.6),
+    ),
     "stragglers": (
         Claim(THROUGHPUT, "ssp(8)", "bsp", at_least=1.55),
         Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.8),
