@@ -112,10 +112,17 @@ class Worker(Guest):
         super().__init__(shard, rank)
         self.clock, self.values = -1, dict[int, float]()
         self._go: Go | None = None
+        self._waits = True
         self.say(pack(Open(0)), pack(DETAILS))
 
     def announce(self) -> None:
         self.say(pack(Announce(0, self.clock, About(1.0, (HYPER,)))))
+        if not self._waits:
+            self._push()
+
+    def _push(self) -> None:
+        for block, numel in enumerate(SIZES):
+            self.say(pack(Part(0, self.clock, block, "float32")), torch.ones(numel).numpy().tobytes())
 
     def pump(self) -> None:
         """Answer what has come."""
@@ -125,15 +132,14 @@ class Worker(Guest):
                 case Opened(wants_values=True):
                     for block, numel in enumerate(SIZES):
                         self.say(pack(Fill(0, block)), torch.zeros(numel).numpy().tobytes())
-                case Granted(clock=clock):
-                    for block, numel in enumerate(SIZES):
-                        self.say(pack(Part(0, clock, block, "float32")), torch.ones(numel).numpy().tobytes())
+                case Granted():
+                    self._push()
                 case Go():
                     self._go = message
                 case Values(block=block):
                     (self.values[block],) = set(torch.frombuffer(bytearray(body), dtype=torch.float32).tolist())
         if self._go is not None and len(self.values) == len(SIZES):
-            self.clock, self._go = self._go.step, None
+            self.clock, self._waits, self._go = self._go.step, self._go.waits, None
             self.say(pack(Pulled(0, self.clock)))
 
 

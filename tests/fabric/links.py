@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.fabric.server import Client, Shard
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class End:
 
     async def close(self) -> None:
         self.cut(None)
+
+    def abort(self) -> None:
+        self.open = False
+        if self.other.open:
+            self.other.cut(NetworkError("It hung up."))
 
     def cut(self, error: OffbeatError | None) -> None:
         for end in (self, self.other):

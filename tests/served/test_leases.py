@@ -70,7 +70,7 @@ def epochs(policy: Policy, count: int, num_workers: int) -> tuple[list[list[int]
             seen.append([])
             for x in loader:
                 seen[-1] += x.flatten().int().tolist()
-                time.sleep(0.004 * rank)
+                time.sleep(0.02 * rank)
                 train(model, optimizer, x)
         return seen, len(loader)
 
@@ -82,7 +82,8 @@ def test_each_epoch_has_every_sample_once(num_workers: int) -> None:
         seen = Counter(itertools.chain.from_iterable(of_worker[epoch] for of_worker, _ in results))
         assert seen == Counter(range(SAMPLES)), f"epoch {epoch}"
     took = [sum(map(len, of_worker)) for of_worker, _ in results]
-    assert took[0] > took[2], "who is fast computes more"
+    if not num_workers:  # those have to be started in each epoch, which takes longer than all the rest
+        assert took[0] > took[2], "who is fast computes more"
     assert {length for _, length in results} == {9}
 
 

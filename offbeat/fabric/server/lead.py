@@ -267,7 +267,7 @@ class Lead:
                 together = self._read_plan(plan).sync.bound == 0
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
                 deals = self._dealer.enrol(worker, message, together=together, world=world)
-                if worker in deals:
+                if not deals.get(worker, [None]):
                     self._say(worker, Dealt(loader, ()))
                 self._deal_out(loader, deals)
             case Take(loader=loader):
