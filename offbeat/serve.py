@@ -39,6 +39,9 @@ _START_S = 60.0
 _GOOD_BYE_S = 0.5
 _LAST_SNAPSHOT_S = 10.0
 _FIRST_PATIENCE = timedelta(seconds=20)
+# For the workers of a snapshot to come back before it is gone on without them; the timeout may have to pass until they
+# notice that the server is gone.
+_RETURN_S = 15.0
 _PATIENCE = timedelta(seconds=60)  # for another shard to be started again
 _PR_SET_PDEATHSIG = 1
 RESTARTS = 5  # of a server that is looked after
@@ -212,7 +215,7 @@ async def _live(
     listener = await listen(
         settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
     )
-    shard.end_if_nobody_comes_back(2 * settings.timeout_s + 1)
+    shard.begin_with_who_is_here_after(max(_RETURN_S, 2 * settings.timeout_s + 1))
     if settings.patience_s:
         loop.call_later(settings.patience_s, lambda: None if shard.was_visited else ended.set())
     say(listener.address)

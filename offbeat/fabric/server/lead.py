@@ -370,8 +370,10 @@ class Lead:
             one.losses.book(worker, back, decided)
             record = one.coordinator.records.setdefault(worker, Record())
             record.lost += sum(clock >= decided for clock, _ in back.done)
-            if one.coordinator.started:
-                self._tell_losses(one)
+            late = Losses(one.losses.version)
+            late.book(worker, back, decided)
+            if one.coordinator.started and late.by:
+                self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
             used = one.applied.get(worker) == back.clock
             if not used and one.lost.get(worker) != back.clock:
@@ -393,11 +395,16 @@ class Lead:
             self._answer()
 
     def _tell_losses(self, one: Model) -> None:
-        assert one.losses is not None
-        one.note = f"The parameter server was restarted and goes on from version {one.losses.version}: {one.losses}."
-        _log.warning("%s", one.note)
+        losses = one.losses
+        assert losses is not None
+        one.note = ""
+        self._tell(one, f"The parameter server was restarted and goes on from version {losses.version}: {losses}.")
+
+    def _tell(self, one: Model, text: str) -> None:
+        one.note = f"{one.note} {text}".strip()
+        _log.warning("%s", text)
         for worker in sorted(self._workers):
-            self._say(worker, Told(one.note))
+            self._say(worker, Told(text))
 
     # -- what is decided -----------------------------------------------------------------------------------------
 

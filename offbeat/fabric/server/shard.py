@@ -4,7 +4,7 @@ Everything happens on one event loop, so an update of a block is atomic to whoev
 `offbeat.fabric.server.resume`): it ends when the last worker has gone, or begins another one as a new `Shard`.
 
 Call order: (the process) `accept` whoever dials, and on shards that do not coordinate `follow` the one that does;
-`end_if_nobody_comes_back` when it goes on from a snapshot; `save` before it ends for another reason than by itself.
+`begin_with_who_is_here_after` when it goes on from a snapshot; `save` before it ends for another reason than by itself.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Shard:
 
     # -- lives and snapshots -------------------------------------------------------------------------------------
 
-    def end_if_nobody_comes_back(self, patience_s: float) -> None:
+    def begin_with_who_is_here_after(self, patience_s: float) -> None:
         """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
         if self._lead is not None:
             asyncio.get_running_loop().call_later(patience_s, self._lead.begin_with_who_is_here)
