@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.fabric.server.coordinator import Coordinator
 from offbeat.fabric.server.messages import Back
 from offbeat.fabric.server.resume import Losses, Verdict, judge
+from offbeat.sync import ASP, Apply, Ready
 
 
 def back(**what: object) -> Back:
@@ -40,3 +42,15 @@ def test_what_is_lost_is_what_no_snapshot_has() -> None:
     assert str(losses) == "updates 41 to 57 are lost (2 contributions, 96 samples; rank 0: 2)"
     losses.add(1, [8.0])
     assert str(losses) == "updates 41 to 57 are lost (3 contributions, 104 samples; rank 0: 2, rank 1: 1)"
+
+
+def test_a_round_keeps_its_size_when_a_worker_comes_back_only_to_wait() -> None:
+    """Else the others' contributions would weigh more after a restart than before."""
+    coordinator = Coordinator(ASP(), 2, lambda: 0.0)
+    coordinator.join(0, least=14, weight=32.0)
+    coordinator.join(1, least=40, weight=32.0)
+    coordinator.start_if_all_are_here()
+    coordinator.leave(1, returns=True)
+    clock = coordinator.state.members[0].step
+    actions = coordinator.tell(Ready(0, clock, 0.0, 32.0))
+    assert [action.rate for action in actions if isinstance(action, Apply)] == [0.5]

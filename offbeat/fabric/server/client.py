@@ -385,6 +385,7 @@ class Client:
             version=place.version,
             holds=place.parts is not None,
             waits=place.waits or bool(self._questions),
+            weight=None if place.about is None else place.about.weight,
             done=tuple(place.done),
             answered=tuple(self._answered),
         )

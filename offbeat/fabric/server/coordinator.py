@@ -73,16 +73,21 @@ class Coordinator:
     def __post_init__(self) -> None:
         self.since_s = self.now_s()
 
-    def join(self, worker: int, *, least: int = 0) -> tuple[Action, ...]:
+    def join(self, worker: int, *, least: int = 0, weight: float | None = None) -> tuple[Action, ...]:
         """The worker takes part; what is decided now.
 
         Args:
             least: the number of its next contribution is no lower.
+            weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
         if least > self.state.past.get(worker, 0):
             self.state = changed(self.state, past={**self.state.past, worker: least})
         self.records.setdefault(worker, Record(joined_s=self.now_s()))
-        return self.tell(Joined(worker, self.now_s()))
+        actions = self.tell(Joined(worker, self.now_s()))
+        if weight is not None and worker in self.state.members:
+            member = changed(self.state.members[worker], weight=weight)
+            self.state = changed(self.state, members={**self.state.members, worker: member})
+        return actions
 
     def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
         """The worker is gone, or `returns`; what is decided now."""

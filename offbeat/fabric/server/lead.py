@@ -168,7 +168,10 @@ class Lead:
             return
         if back is not None:
             self._take_back(one, worker, back, decided)
-        actions = one.coordinator.join(worker, least=back.clock if back is not None else 0)
+        if back is None:
+            actions = one.coordinator.join(worker)
+        else:
+            actions = one.coordinator.join(worker, least=back.clock, weight=back.weight)
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:

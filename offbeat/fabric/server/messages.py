@@ -88,6 +88,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
         version: of the parameters it has.
         holds: it has a contribution, which was not acknowledged.
         waits: it does not compute, so its parameters may be overwritten.
+        weight: samples of its last contribution; None before the first.
         done: contributions that were acknowledged, and are in no snapshot that it knows of: number and samples.
         answered: the last questions it has the answers of.
     """
@@ -97,6 +98,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     version: _Count
     holds: bool
     waits: bool
+    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] | None = None
     done: Annotated[tuple[tuple[_Count, float], ...], msgspec.Meta(max_length=1 << 16)] = ()
     answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
 
