@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from offbeat.engine import Batch, Source
     from offbeat.loader import Drawn
 
+SEEDS = 1 << 62  # that are told apart
 _STAND_IN = 2  # samples of a batch that only keeps up with the others; BatchNorm wants more than one
 
 
@@ -104,8 +105,7 @@ class LeasedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken."""
-        if state:
-            self._source.load_state_dict(state)
+        self._source.load_state_dict(state, seed=seed % SEEDS)
 
 
 def can_lease(loader: Any) -> bool:

@@ -56,7 +56,7 @@ from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, Wo
 from offbeat.fabric import InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer
 from offbeat.layout import arrange
-from offbeat.leased import LeasedLoader, ahead_of, batch_of, can_lease
+from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases
 from offbeat.plan import Plan
@@ -340,7 +340,7 @@ class Run:
             plan=self.plan.to_toml(),
             world=self.world,
             samples=len(loader.dataset),  # type: ignore[arg-type]
-            seed=self._seed % (1 << 62),
+            seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
             drop_last=loader.drop_last,
             batch=batch_of(loader),

@@ -147,12 +147,13 @@ class AgreedSource:
             "over": sorted(at.over),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken.
 
         Raises:
             ModelError: if it was taken with another dataset, seed or global batch.
         """
+        self.leases = dataclasses.replace(self.leases, seed=seed)
         pool = self.leases.from_plain(state["leases"])
         tuning = self._tune.from_plain(state["tuning"], self._total)
         self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.source import Batch
@@ -65,11 +66,29 @@ class DealtSource:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the place in the data is the server's."""
-        return {}
+        """The place in the data, of all workers and loaders, as the coordinator has it.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take over."""
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        asked = self._server.client.books()
+        self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+        return {"place": asked.place}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
+        """Go on where `state` was taken; rank 0 tells the server. Collective.
+
+        Raises:
+            ModelError: if it is damaged, or of other data.
+            NetworkError: if the server is gone.
+        """
+        client = self._server.client
+        self.leases = dataclasses.replace(self.leases, seed=seed)
+        client.reseed(self._hand, self.leases.seed)
+        if client.rank == 0 and self._loader == 0:  # it is that of all loaders
+            told = client.restock(state["place"])
+            self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+        self._server.settle(self._waiter)  # then everybody has been dealt to afresh
 
     def _deal(self) -> Lease | Over:
         while not self._hand.deals:  # nobody else takes any

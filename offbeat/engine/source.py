@@ -60,5 +60,5 @@ class Source(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, for a checkpoint."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
+        """Go on where `state` was taken, in a run of that seed. Collective."""

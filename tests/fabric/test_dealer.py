@@ -196,6 +196,24 @@ def test_batches_follow_the_machines() -> None:
     assert "paces the rounds" in one.dealer.explain()
 
 
+def test_who_is_too_slow_for_every_round_is_named() -> None:
+    """It needs as long for its smallest batch as the others for five of theirs."""
+    one = Class(3, BatchTuning())
+    for worker in range(3):
+        one.enrol(worker)
+    for _ in range(80):
+        for worker in range(3):
+            lease = one.draw(worker)
+            push, _ = one.announce(worker, lease, computing_s=(0.5 if worker == 2 else 0.01) + 0.02 * lease.count)
+            one.dealer.applied(0, push)
+            one.dealer.whole(0, push)
+            one.release(worker)
+            one.dealer.stepped(worker, 0.001, 0.0)
+    every = one.dealer.every()
+    assert (every[0], every[1]) == (1, 1)
+    assert every[2] > 1
+
+
 def test_who_has_no_memory_gets_smaller_batches() -> None:
     one = Class(2, BatchTuning())
     for worker in range(2):

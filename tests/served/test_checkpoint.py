@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import ModelError
 from offbeat.fabric import ParameterServer
 from offbeat.fabric.server.checkpoint import from_bytes, to_bytes
-from offbeat.sync import BSP
+from offbeat.sync import BSP, Policy
 from tests.parity import jobs
 from tests.workers import run_workers
 
@@ -110,3 +113,80 @@ def dcp_round_trip(folder: str) -> tuple[int, bool]:
 @pytest.mark.timeout(200)
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     assert run_workers(2, dcp_round_trip, str(tmp_path / "checkpoint"), timeout_s=190) == [(4, True), (4, True)]
+
+
+# -- the place in leased data ------------------------------------------------------------------------------------------
+
+
+def data_of(run: offbeat.Run, kind: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 20), torch.arange(50) % 5
+    model = jobs.MLP()
+    loader = DataLoader(TensorDataset(torch.arange(50), x, y), batch_size=4, shuffle=True)
+    replica, optimizer, prepared = run.prepare(model, OPTIMIZERS[kind](model.parameters()), loader)
+    return replica, optimizer, prepared
+
+
+def go_through(parts: Any, epochs: int, stop: int | None = None) -> list[int]:
+    """Train for so many epochs, or until batch `stop`; which samples were drawn."""
+    model, optimizer, loader = parts
+    seen: list[int] = []
+    for _ in range(epochs):
+        for number, (index, x, y) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += index.tolist()
+            if number == stop:
+                return seen
+    return seen
+
+
+def resume_in_data(policy: Policy, kind: str) -> tuple[bool, list[int]]:
+    plan = offbeat.Plan(sync=policy, fabric=ParameterServer(block_bytes=4096))
+    with offbeat.init(plan, seed=3) as run:
+        parts = data_of(run, kind)
+        go_through(parts, 2)
+        run.settle()
+        expected = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
+    with offbeat.init(plan, seed=3) as run:
+        parts = data_of(run, kind)
+        seen = go_through(parts, 1, stop=2)
+        run.settle()
+        checkpoint = {"model": {k: v.clone() for k, v in parts[0].module.state_dict().items()}, "run": run.state_dict()}
+        run.settle()  # nobody goes before all have it
+    with offbeat.init(plan, seed=4) as run:
+        parts = data_of(run, kind)
+        parts[0].module.load_state_dict(checkpoint["model"])
+        run.load_state_dict(checkpoint["run"])
+        seen += go_through(parts, 2)
+        run.settle()
+        result = parts[0].module.state_dict()
+    return all(torch.equal(result[name], expected[name]) for name in expected), seen
+
+
+@pytest.mark.timeout(200)
+def test_leased_data_goes_on_where_it_was() -> None:
+    """BSP: to the bit; and every sample twice in two epochs, the order of the first seed."""
+    results = run_workers(2, resume_in_data, BSP(), "momentum", timeout_s=190)
+    assert Counter(itertools.chain.from_iterable(seen for _, seen in results)) == dict.fromkeys(range(50), 2)
+    assert [same for same, _ in results] == [True, True]
+
+
+def other_data(kind: str) -> str:
+    with offbeat.init(offbeat.Plan(fabric=ParameterServer())) as run:
+        data_of(run, kind)
+        state = run.state_dict()
+        for loader in state["loaders"]:
+            loader["place"] = loader["place"].replace(b'"samples":50', b'"samples":51')
+        if run.rank:
+            run.load_state_dict(state)
+            return ""
+        with pytest.raises(ModelError) as caught:
+            run.load_state_dict(state)
+        run.settle()  # where the other waits
+        return str(caught.value)
+
+
+def test_a_place_in_other_data_is_refused() -> None:
+    assert "the checkpoint was made with 51" in run_workers(2, other_data, "adam", timeout_s=45)[0]

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
-from offbeat.fabric.server.deals import Dealt
+from offbeat.fabric.server.deals import Books, Dealt, Restock, Stock
 from offbeat.fabric.server.hands import Hands
 from offbeat.fabric.server.messages import (
     About,
@@ -102,6 +102,7 @@ class Exchange:
         self.workers = 0
         self.scenes: tuple[Scene, ...] = ()
         self.portions: list[Portion] = []
+        self.place = b""  # in the data
         self.left = 0  # shards that are not done
         self.is_used = True  # False if it was dropped because this worker had been left behind
         self._done = threading.Event()
@@ -295,6 +296,22 @@ class Client:
         """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
         self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
+    def books(self) -> Exchange:
+        """Where the data is, for a checkpoint; in `Exchange.place`."""
+        exchange = Exchange()
+        self._loop.call(self._books, exchange, None)
+        return exchange
+
+    def restock(self, place: bytes) -> Exchange:
+        """Go on where `books` was called, on all workers; done when all are told so."""
+        exchange = Exchange()
+        self._loop.call(self._books, exchange, place)
+        return exchange
+
+    def reseed(self, hand: Hand, seed: int) -> None:
+        """The order of the data is that of another run, from whose checkpoint this one goes on."""
+        self._loop.call(self._hands.reseed, hand.about.loader, seed)
+
     def look(self) -> Exchange:
         """How it goes, as the coordinator sees it; in `Exchange.scenes`."""
         exchange = Exchange()
@@ -457,6 +474,22 @@ class Client:
             )
         self._failed(exchange)
         return number
+
+    def _books(self, exchange: Exchange, place: bytes | None) -> None:
+        number = self._transfer(exchange)
+        exchange.left = 1
+        for link in self._links[:1]:
+            if place is None:
+                link.send(pack(Books(number)))
+            else:
+                link.send(pack(Restock(number)), place)
+
+    def stock(self, message: Stock, place: bytes) -> None:
+        """Where the data is, or why it cannot be there."""
+        transfer = self._transfers.pop(message.number, None)
+        if transfer is not None:
+            transfer.place = place
+            transfer.finish(ModelError(message.refused) if message.refused else None)
 
     def _fetch(self, place: Place, exchange: Exchange) -> None:
         number = self._transfer(exchange)
@@ -729,7 +762,7 @@ class ShardSide:
             PeerError: if they are not expected, or of another size.
         """
         message = to_worker(metadata)
-        if isinstance(message, Sight):
+        if isinstance(message, Sight | Stock):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
         if isinstance(message, Piece):
             return self._client.portion_place(message, size_bytes)
@@ -748,6 +781,8 @@ class ShardSide:
         message = to_worker(metadata)
         if isinstance(message, Sight):
             self._client.see(message.number, scenes_of(body))
+        elif isinstance(message, Stock):
+            self._client.stock(message, bytes(body))
         elif isinstance(message, Piece):
             pass  # it is in its place
         else:

@@ -262,6 +262,14 @@ class Dealer:
         told = [deck.tune.explain(deck.tuning) for deck in self._decks.values() if deck.tune and deck.tuning]
         return " ".join(told)
 
+    def every(self) -> dict[int, int]:
+        """In every which round a worker takes part, because it is too slow for more."""
+        every: dict[int, int] = {}
+        for deck in self._decks.values():
+            for worker, machine in (deck.tuning.machines if deck.tuning is not None else {}).items():
+                every[worker] = max(every.get(worker, 1), machine.every)
+        return every
+
     def epochs(self) -> dict[int, Pool]:
         """Where the data is, by loader."""
         return {loader: deck.pool for loader, deck in self._decks.items()}
@@ -291,6 +299,33 @@ class Dealer:
             raise PeerError(f"Cannot go on in the data: {error}") from error
         self._decks.update(decks)
 
+    def load(self, plain: Any) -> dict[int, dict[int, list[Lease | Over]]]:
+        """Go on where another run called `to_plain`, with the workers that are here; what is dealt now.
+
+        Raises:
+            PeerError: if it is damaged, or of other data.
+        """
+        before = self._decks
+        if {str(loader) for loader in before} != set(plain if isinstance(plain, dict) else ()):
+            raise PeerError("Cannot go on in the data: the checkpoint has other loaders than this run.")
+        self._decks = {}
+        try:
+            self.restore(plain)
+            for loader, deck in self._decks.items():
+                _compare_data(deck.about, before[loader].about)
+        except OffbeatError as error:
+            self._decks = before
+            raise PeerError(str(error)) from error
+        self._brought.clear()
+        self._last.clear()
+        dealt = {}
+        for loader, deck in self._decks.items():
+            deck.missing, deck.ahead = before[loader].missing, before[loader].ahead
+            deck.about = msgspec.structs.replace(deck.about, world=before[loader].about.world)
+            self._man(deck)
+            dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
+        return dealt
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _plain(self, loader: int, deck: Deck) -> dict[str, Any]:
@@ -318,6 +353,21 @@ class Dealer:
             deck.tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
         deck.rounds = msgspec.convert(plain["rounds"], dict[int, int], strict=False)
         return deck
+
+    def _man(self, deck: Deck) -> None:
+        """Have those who are here take part, and nobody else."""
+        leases, at = deck.leases, dict(deck.pool.at)
+        for worker in at:
+            deck.pool = leases.lose(deck.pool, worker)
+        first = max(deck.rounds.values(), default=0)
+        for worker in deck.ahead:
+            deck.pool = leases.join(deck.pool, worker, epoch=at.get(worker, min(at.values(), default=0)))
+        deck.rounds = {worker: deck.rounds.get(worker, first) for worker in deck.ahead}
+        if deck.tune is not None and deck.tuning is not None:
+            for worker in deck.tuning.machines.keys() - deck.ahead.keys():
+                deck.tuning = deck.tune.leave(deck.tuning, worker)
+            for worker in sorted(deck.ahead.keys() - deck.tuning.machines.keys()):
+                deck.tuning = deck.tune.join(deck.tuning, worker)
 
     def _open(self, about: Enrol, *, together: bool, world: int) -> Deck:
         tune = self._tuning_of(about.plan)
@@ -378,4 +428,14 @@ def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
             raise DisagreementError(
                 f"Cannot deal out data to rank {worker}: its loader has {name}={there!r}, that of the others {here!r}. "
                 "Give every worker the same dataset, batch size and seed."
+            )
+
+
+def _compare_data(theirs: Enrol, ours: Enrol) -> None:
+    for name in ("samples", "shuffle", "drop_last"):
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            raise PeerError(
+                f"Cannot go on in the data with {name}={here!r}: the checkpoint was made with {there!r}. Use the same "
+                "dataset and order, or leave the loaders out of it."
             )

@@ -6,6 +6,9 @@ worker                                       coordinator
   | -- Take(loader) --------------------------> |   one more: it used several for one contribution
   | -- Return(loader, numbers) ---------------> |   leases it will not use
   | -- Crowded(loader, count) ----------------> |   it had no memory for so many
+  | -- Books(number) -------------------------> |   where the data is, for a checkpoint
+  | <----- Stock(number) + place -------------- |
+  | -- Restock(number) + place ---------------> |   the same back; everybody is dealt to afresh. Then Stock without it
 
 Which leases a contribution was computed from stands in its `About`.
 """
@@ -70,6 +73,27 @@ class Crowded(msgspec.Struct, tag=True, frozen=True):
     count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
+class Books(msgspec.Struct, tag=True, frozen=True):
+    number: _Number
+
+
+class Stock(msgspec.Struct, tag=True, frozen=True):
+    """The body is the place in the data of all loaders, as JSON; in answer to `Restock` nothing.
+
+    Args:
+        refused: why a `Restock` cannot be.
+    """
+
+    number: _Number
+    refused: _Text = ""
+
+
+class Restock(msgspec.Struct, tag=True, frozen=True):
+    """The body is what `Stock` had."""
+
+    number: _Number
+
+
 class Deal(msgspec.Struct, frozen=True, array_like=True):
     """A lease; the end of `epoch` if it has no pieces."""
 
@@ -79,13 +103,19 @@ class Deal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dealt(msgspec.Struct, tag=True, frozen=True):
-    """What a worker is to compute next, in this order."""
+    """What a worker is to compute next, in this order.
+
+    Args:
+        afresh: whatever it has from before is void.
+    """
 
     loader: _Loader
     deals: tuple[Deal, ...]
+    afresh: bool = False
 
 
-FromData = Enrol | Take | Return | Crowded
+FromData = Enrol | Take | Return | Crowded | Books | Restock
+ToData = Dealt | Stock
 
 
 def dealt(loader: int, deal: Lease | Over) -> Dealt:

@@ -69,6 +69,11 @@ class Hands:
             hand.has_begun = False
             self._say(msgspec.structs.replace(hand.about, epoch=hand.epoch, holds=tuple(hand.held)))
 
+    def reseed(self, loader: int, seed: int) -> None:
+        """The order is that of another run, from whose checkpoint this one goes on."""
+        hand = self._hands[loader]
+        hand.about = msgspec.structs.replace(hand.about, seed=seed)
+
     def want(self, hand: Hand, wanted: Callable[[], None]) -> None:
         """Have `wanted` called when there is a deal to draw; ask for one if none is on its way."""
         if hand.deals:
@@ -87,6 +92,9 @@ class Hands:
         hand = self._hands.get(message.loader)
         if hand is None:
             raise PeerError(f"The server deals out data of loader {message.loader}, which this worker has not.")
+        if message.afresh:
+            hand.deals.clear()
+            hand.held.clear()
         for deal in leases_of(message, hand.about.samples):
             hand.deals.append(deal)
             if isinstance(deal, Lease):

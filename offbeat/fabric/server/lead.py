@@ -30,7 +30,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.fabric.server.snapshot import Progress
-from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
@@ -248,6 +248,15 @@ class Lead:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
         self._dealer.stepped(worker, *_times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
+        self._pace()
+
+    def _pace(self) -> None:
+        """Have nobody wait for those that the tuning of batches found too slow for every round."""
+        for worker, every in self._dealer.every().items():
+            for model, one in self.models.items():
+                member = one.coordinator.state.members.get(worker)
+                if member is not None and member.every != every:
+                    self._carry_out(model, one.coordinator.tell(Paced(worker, every, one.coordinator.now_s())))
 
     def has_granted(self, model: int, push: Push) -> bool:
         """Whether this is the last contribution that the worker was let push."""
@@ -279,6 +288,22 @@ class Lead:
                 self._dealer.give_back(worker, loader, numbers)
             case Crowded(loader=loader, count=count):
                 self._dealer.crowded(worker, loader, count)
+
+    def books(self) -> bytes:
+        """Where the data is."""
+        return msgspec.json.encode(self._dealer.to_plain())
+
+    def restock(self, place: bytes | bytearray) -> str:
+        """Go on where another run's data was; why that cannot be, or ""."""
+        try:
+            dealt_afresh = self._dealer.load(msgspec.json.decode(place))
+        except (msgspec.DecodeError, PeerError) as error:
+            return str(error)
+        for loader, deals in dealt_afresh.items():
+            for worker in deals:
+                self._say(worker, Dealt(loader, (), afresh=True))
+            self._deal_out(loader, deals)
+        return ""
 
     def ask(self, worker: int, message: Ask) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.

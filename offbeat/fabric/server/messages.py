@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import msgspec
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server.deals import Dealt, FromData, Used
+from offbeat.fabric.server.deals import FromData, ToData, Used
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
 if TYPE_CHECKING:
@@ -509,7 +509,7 @@ FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put |
 FromShard = Enlist | Filled | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
-ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | Dealt
+ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 _encode = msgspec.msgpack.Encoder().encode

@@ -21,7 +21,7 @@ import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
-from offbeat.fabric.server.deals import Crowded, Enrol, Return, Take
+from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
 from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
 from offbeat.fabric.server.messages import (
@@ -397,6 +397,10 @@ class Shard:
                 lead.ask(guest.rank, message)
             case Enrol() | Take() | Return() | Crowded():
                 lead.data(guest.rank, message)
+            case Books(number=number):
+                guest.say(Stock(number), lead.books())
+            case Restock(number=number):
+                guest.say(Stock(number, lead.restock(guest.take_body())))
             case Enlist():
                 self._enlist(guest, message)
             case Save():
@@ -587,6 +591,9 @@ class Guest:
                 return self._landing_place(message, size_bytes)
             case Put():
                 return self._putting_place(message, size_bytes)
+            case Restock():
+                self._details = bytearray(size_bytes)
+                return memoryview(self._details)
             case _:
                 raise PeerError(f"{type(message).__name__} has no body.")
 
@@ -605,6 +612,11 @@ class Guest:
         except PeerError as error:
             self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
             raise
+
+    def take_body(self) -> bytearray:
+        """What came with the message at hand."""
+        body, self._details = self._details, bytearray()
+        return body
 
     def _hear(self, metadata: bytes) -> FromWorker | FromShard:
         message = from_guest(metadata)
