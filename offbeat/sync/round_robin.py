@@ -337,7 +337,7 @@ class RoundRobin:
         if not self.strict or push not in state.pending:
             return state.share(push) if push in state.pending else 1.0
         own = state.pending[push]
-        others = [rotation.weights.get(other, own) for other in rotation.order if other != worker]
+        others = [rotation.weights.get(other, own) for other in rotation.order if other not in {worker, *_off(state)}]
         return own / (own + sum(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:

@@ -31,7 +31,9 @@ def test_shards_beside_the_workers(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("fabric", ["ParameterServer()", "ParameterServer(collocated=True)"])
+@pytest.mark.parametrize(
+    "fabric", ["ParameterServer()", pytest.param("ParameterServer(collocated=True)", marks=pytest.mark.slow)]
+)
 def test_a_job_outlives_a_worker_that_dies(tmp_path: Path, fabric: str) -> None:
     dying = SERVED.replace("ParameterServer()", fabric).replace(
         "    optimizer.step()\n", "    optimizer.step()\n    if run.rank == 0 and step == 1: os.kill(os.getpid(), 9)\n"
@@ -43,6 +45,7 @@ def test_a_job_outlives_a_worker_that_dies(tmp_path: Path, fabric: str) -> None:
     assert output.count("done") == 2
 
 
+@pytest.mark.slow
 def test_collocated_shards_under_torchrun(tmp_path: Path) -> None:
     # One write per line: under torchrun both workers write to the same pipe.
     tell = "run.settle()\nos.write(1, f'norm {float(model.weight.norm())}\\n'.encode())\n"

@@ -157,6 +157,7 @@ def test_strict_turns_are_bit_identical_from_run_to_run() -> None:
     assert run_workers(3, hashes, strict, 1) == run_workers(3, hashes, strict, 2)
 
 
+@pytest.mark.slow
 def test_without_an_order_they_are_not() -> None:
     assert run_workers(3, hashes, ASP(), 1) != run_workers(3, hashes, ASP(), 2)
 

@@ -53,7 +53,11 @@ def lost_in(texts: list[str]) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("policy", "shards", "kills"),
-    [(ASP(), 1, {13: 0}), (BSP(), 1, {11: 0, 12: 0}), (ASP(), 2, {9: 1, 20: 0})],
+    [
+        (ASP(), 1, {13: 0}),
+        pytest.param(BSP(), 1, {11: 0, 12: 0}, marks=pytest.mark.slow),
+        pytest.param(ASP(), 2, {9: 1, 20: 0}, marks=pytest.mark.slow),
+    ],
     ids=["ASP", "BSP-twice", "two-shards"],
 )
 def test_what_does_not_count_is_reported_as_lost(

@@ -200,7 +200,7 @@ def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-@pytest.mark.parametrize("policy", [BSP(), ASP(), LocalSGD(4, after=8)], ids=repr)
+@pytest.mark.parametrize("policy", [BSP(), pytest.param(ASP(), marks=pytest.mark.slow), LocalSGD(4, after=8)], ids=repr)
 def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
     """Also when it is rank 0, which started the server."""
     victim = 0 if number == signal.SIGKILL else 1
