@@ -78,6 +78,18 @@ def test_the_first_leases_wait_for_all_and_are_dealt_in_order_of_rank() -> None:
     assert numbers == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
 
 
+def test_who_enrols_once_more_counts_once() -> None:
+    """It does for all its loaders, whenever it prepares another one."""
+    one = Class(2)
+    one.enrol(0)
+    one.enrol(0)
+    assert one.hands[0] == []
+    one.enrol(1)
+    one.about = msgspec.structs.replace(one.about, holds=tuple(d.number for d in one.hands[1] if isinstance(d, Lease)))
+    one.enrol(1)
+    assert [len(one.hands[worker]) for worker in range(2)] == [1, 1]
+
+
 def test_one_that_never_comes_is_not_waited_for() -> None:
     one = Class(3)
     one.enrol(0)

@@ -136,7 +136,7 @@ class Dealer:
             deck = self._decks[about.loader] = self._open(about, together=together, world=world)
         _compare(worker, about, deck.about)
         begun = not deck.missing
-        deck.missing -= not begun and worker not in deck.gone
+        deck.missing -= not begun and worker not in deck.gone and worker not in deck.ahead
         self._take_in(deck, worker, about)
         if deck.missing:
             return {}
