@@ -13,7 +13,10 @@
 * `coordinator` - asks the policy, and keeps count
 * `lead` - what the first shard does beside: it tells all shards and workers what was decided
 * `shard` - one shard at work
-* `client` - a worker's end
+* `client` - a worker's end; `place` - one model there; `exchange` - what the training thread waits for
+* `transfers` - what it fetches and puts for checkpoints
+* `route` - its way to the shards, and back to them
+* `memory` - tensors as bytes
 """
 
 from offbeat.fabric.server.blocks import cut, deal

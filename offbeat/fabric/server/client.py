@@ -10,22 +10,18 @@ them again, and opens its models again, saying where it was; what becomes of it 
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
-import logging
-import threading
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
-from offbeat.fabric.server.checkpoint import Portion
-from offbeat.fabric.server.deals import Books, Dealt, Restock, Stock
+from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.deals import Dealt, Stock
+from offbeat.fabric.server.exchange import Exchange
 from offbeat.fabric.server.hands import Hands
+from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     About,
     Announce,
@@ -33,11 +29,9 @@ from offbeat.fabric.server.messages import (
     Answered,
     Ask,
     Back,
-    BlockOf,
     Details,
     Done,
     Evicted,
-    Fetch,
     Fill,
     Go,
     Granted,
@@ -46,10 +40,7 @@ from offbeat.fabric.server.messages import (
     Opened,
     Part,
     Piece,
-    PieceOf,
     Pulled,
-    Put,
-    PutAll,
     Refused,
     Safe,
     Sight,
@@ -59,119 +50,26 @@ from offbeat.fabric.server.messages import (
     scenes_of,
     to_worker,
 )
-from offbeat.fabric.server.shard import bytes_of
-from offbeat.fabric.server.snapshot import STATE_DTYPES
+from offbeat.fabric.server.place import Place
+from offbeat.fabric.server.route import Route
+from offbeat.fabric.server.transfers import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from offbeat.fabric.server.blocks import Block
+    from offbeat.fabric.server.checkpoint import Portion
     from offbeat.fabric.server.deals import Enrol, FromData
     from offbeat.fabric.server.hands import Hand
     from offbeat.fabric.server.messages import Scene, ToWorker
     from offbeat.fabric.server.optimizers import OptimizerSpec
-    from offbeat.payload import Reply
+    from offbeat.fabric.server.route import Dial
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
-    from offbeat.wire.session import Receiver
 
-    Dial = Callable[[Callable[[Link], Receiver], timedelta], Awaitable[Link]]
-
-_log = logging.getLogger("offbeat")
-_MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
 _MOST_ANSWERED = 16
-_RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
-_ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybody is there
-
-
-class Exchange:
-    """A contribution on its way out and parameters on their way in; waited for as any `Pending`.
-
-    Args:
-        sent_bytes: of the contribution.
-    """
-
-    def __init__(self, sent_bytes: int = 0) -> None:
-        self.sent_bytes = sent_bytes
-        self.granted = False
-        self.step = -1  # that this worker was released for
-        self.version = 0  # of the parameters
-        self.staleness = 0  # of the contribution
-        self.error: OffbeatError | None = None
-        self.numbers: tuple[float, ...] = ()
-        self.workers = 0
-        self.scenes: tuple[Scene, ...] = ()
-        self.portions: list[Portion] = []
-        self.place = b""  # in the data
-        self.left = 0  # shards that are not done
-        self.is_used = True  # False if it was dropped because this worker had been left behind
-        self._done = threading.Event()
-
-    def finish(self, error: OffbeatError | None = None) -> None:
-        """It is done, or will never be."""
-        self.error = self.error or error
-        self._done.set()
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Block until it is done (True) or `timeout` has passed (False).
-
-        Raises:
-            OffbeatError: what ended it: the server is gone, or refused.
-        """
-        done = self._done.wait(timeout.total_seconds())
-        if self.error is not None:
-            raise self.error
-        return done
-
-    def done(self) -> bool:
-        return self._done.is_set() and self.error is None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._done.is_set()
-
-    def result(self) -> Reply:
-        return []
-
-
-@dataclass
-class Place:
-    """One model at this worker.
-
-    Args:
-        blocks: all of them.
-        shards: which shard holds each.
-        values: where each block's parameters lie, contiguous, on the CPU.
-    """
-
-    model: int
-    blocks: Sequence[Block]
-    shards: Sequence[int]
-    values: Sequence[torch.Tensor]
-    clock: int = 0
-    exchange: Exchange = field(default_factory=Exchange)
-    parts: Mapping[int, torch.Tensor] | None = None
-    missing: set[int] = field(default_factory=set)
-    going: Go | None = None  # the release whose parameters are still coming
-    is_gated: bool = True  # whether it waits for its grant before it pushes
-    names: dict[str, int] = field(default_factory=dict)
-    plan: str = ""
-    layout: str = ""
-    optimizer: OptimizerSpec | None = None
-    about: About | None = None  # what is said of the contribution that it has
-    life: int = 0  # of the server, when it was let in last; 0 before the first time
-    new_life: int = 0  # of the server that is to let it in now
-    version: int = 0  # of the parameters it has
-    is_in: bool = False
-    is_outdated: bool = False  # it is to come again when it has its next contribution
-    unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
-    done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))
-
-    @property
-    def waits(self) -> bool:
-        """Whether the training thread waits for the parameters, so that they may be overwritten."""
-        return not self.exchange.is_over
 
 
 class Client:
@@ -197,29 +95,24 @@ class Client:
     ) -> None:
         self._loop = loop
         self.rank, self.world = rank, world
-        self._dials, self._patience, self._tell = dials, patience, tell
-        self._entry = 0  # how often it has come to the job; what comes over older links is not for it
-        self._returns = 0
-        self._coming: asyncio.Task[None] | None = None
-        self._is_up = not dials
-        self._survives = self._is_closed = False
+        self._tell = tell
+        self._route = Route(self, rank=rank, dials=dials, patience=patience)
         self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
-        self._links: list[Link] = []
+        self._links = self._route.links
         self._places: dict[int, Place] = {}
         self._questions: dict[int, tuple[Ask, Exchange]] = {}
         self._looks: dict[int, Exchange] = {}
         self._hands = Hands(self._say_if_up)
         self._enrolled = 0  # the entry in which it has enrolled
         self._draws: dict[int, Exchange] = {}  # by loader
-        self._transfers: dict[int, Exchange] = {}
-        self._transferred = 0
+        self.transfers = Transfers(self._links)
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
     def accept(self, link: Link) -> ShardSide:
         """Take a link into use, in order of shards; returns what it hands frames to."""
         self._links.append(link)
-        return ShardSide(self, len(self._links) - 1, self._entry)
+        return ShardSide(self, len(self._links) - 1, self._route.entry)
 
     async def connect(self, patience: timedelta) -> None:
         """Dial all shards for the first time.
@@ -228,9 +121,7 @@ class Client:
             NetworkError: if one cannot be reached in time.
             PeerError: if one refused.
         """
-        for dial in self._dials:
-            await dial(self.accept, patience)
-        self._is_up = True
+        await self._route.connect(patience)
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
@@ -299,13 +190,13 @@ class Client:
     def books(self) -> Exchange:
         """Where the data is, for a checkpoint; in `Exchange.place`."""
         exchange = Exchange()
-        self._loop.call(self._books, exchange, None)
+        self._loop.call(self._transfer, exchange, self.transfers.books, exchange, None)
         return exchange
 
     def restock(self, place: bytes) -> Exchange:
         """Go on where `books` was called, on all workers; done when all are told so."""
         exchange = Exchange()
-        self._loop.call(self._books, exchange, place)
+        self._loop.call(self._transfer, exchange, self.transfers.books, exchange, place)
         return exchange
 
     def reseed(self, hand: Hand, seed: int) -> None:
@@ -331,36 +222,30 @@ class Client:
     def fetch(self, model: int) -> Exchange:
         """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
         exchange = Exchange()
-        self._loop.call(self._fetch, self.place(model), exchange)
+        self._loop.call(self._transfer, exchange, self.transfers.fetch, self.place(model), exchange)
         return exchange
 
     def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here."""
         exchange = Exchange()
-        self._loop.call(self._put, self.place(model), tuple(portions), exchange)
+        self._loop.call(self._transfer, exchange, self.transfers.put, self.place(model), tuple(portions), exchange)
         return exchange
 
     def close(self) -> None:
         """Say good-bye to all shards."""
-        self._loop.call(self._end)
+        self._loop.call(self._route.close)
         for link in tuple(self._links):
             self._loop.run(link.close())
         self._links.clear()
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        self._is_closed = True
-        if self._coming is not None:
-            self._coming.cancel()
-
     def _open(self, place: Place) -> None:
         self._places[place.model] = place
         if self._failed(place.exchange):
             return
-        index = place.names = {p.name: 0 for b in place.blocks for p in b.pieces}
-        index.update((name, i) for i, name in enumerate(index))
-        if self._is_up:
+        place.name_all()
+        if self._route.is_up:
             self._enter(place)
 
     def _enter(self, place: Place) -> None:
@@ -373,12 +258,6 @@ class Client:
             self._open_at(place, shard)
 
     def _open_at(self, place: Place, shard: int) -> None:
-        index = place.names
-        held = tuple(
-            BlockOf(b.index, b.dtype, tuple(PieceOf(index[p.name], p.start, p.numel) for p in b.pieces))
-            for b in place.blocks
-            if place.shards[b.index] == shard
-        )
         assert place.optimizer is not None
         details = Details(
             world=self.world,
@@ -386,12 +265,12 @@ class Client:
             holders=len(set(place.shards)),
             plan=place.plan,
             layout=place.layout,
-            names=tuple(index),
-            blocks=held,
+            names=tuple(place.names),
+            blocks=place.held_by(shard),
             optimizer=place.optimizer,
             back=self._back(place),
         )
-        self._links[shard].send(pack(Open(place.model, self._entry)), pack(details))
+        self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
 
     def _back(self, place: Place) -> Back | None:
         if not place.life:
@@ -434,11 +313,15 @@ class Client:
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = exchange
-        if not self._failed(exchange) and self._is_up:
+        if not self._failed(exchange) and self._route.is_up:
             self._say(Look(number))
 
+    def _transfer(self, exchange: Exchange, begin: Callable[..., None], *arguments: Any) -> None:
+        if not self._failed(exchange):
+            begin(*arguments)
+
     def _enrol(self) -> None:
-        self._enrolled = self._entry
+        self._enrolled = self._route.entry
         self._hands.enrol()
 
     def _draw(self, hand: Hand, exchange: Exchange) -> None:
@@ -448,7 +331,7 @@ class Client:
 
     def _say_if_up(self, message: FromData) -> None:
         """If the coordinator is away, all is said again when it is back."""
-        if self._is_up and self._enrolled == self._entry and self._links:
+        if self._route.is_up and self._enrolled == self._route.entry and self._links:
             self._say(message)
 
     def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, exchange: Exchange) -> None:
@@ -460,55 +343,8 @@ class Client:
         for place in self._places.values():
             if place.is_outdated:
                 self._come_again(place)
-        if self._is_up and all(place.is_in for place in self._places.values()):
+        if self._route.is_up and all(place.is_in for place in self._places.values()):
             self._say(ask)
-
-    def _transfer(self, exchange: Exchange) -> int:
-        """Its number; all shards have to be done with it."""
-        number, self._transferred = self._transferred, self._transferred + 1
-        self._transfers[number] = exchange
-        exchange.left = len(self._links)
-        if not self._links:
-            exchange.finish(
-                NetworkError("Cannot reach the parameter server now: it is being started again. Try again.")
-            )
-        self._failed(exchange)
-        return number
-
-    def _books(self, exchange: Exchange, place: bytes | None) -> None:
-        number = self._transfer(exchange)
-        exchange.left = 1
-        for link in self._links[:1]:
-            if place is None:
-                link.send(pack(Books(number)))
-            else:
-                link.send(pack(Restock(number)), place)
-
-    def stock(self, message: Stock, place: bytes) -> None:
-        """Where the data is, or why it cannot be there."""
-        transfer = self._transfers.pop(message.number, None)
-        if transfer is not None:
-            transfer.place = place
-            transfer.finish(ModelError(message.refused) if message.refused else None)
-
-    def _fetch(self, place: Place, exchange: Exchange) -> None:
-        number = self._transfer(exchange)
-        for link in self._links:
-            link.send(pack(Fetch(place.model, number)))
-
-    def _put(self, place: Place, portions: Sequence[Portion], exchange: Exchange) -> None:
-        number = self._transfer(exchange)
-        index = {name: i for i, name in enumerate(place.names)}
-        for block in place.blocks if self._links else ():
-            link = self._links[place.shards[block.index]]
-            link.send(pack(Put(place.model, block.index)), bytes_of(place.values[block.index]))
-        for it in portions if self._links else ():
-            tensor = it.tensor.contiguous()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            put = Put(place.model, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
-            self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
-        for link in self._links:
-            link.send(pack(PutAll(place.model, number)))
 
     def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
@@ -517,66 +353,21 @@ class Client:
 
     def lose(self, error: OffbeatError, entry: int) -> None:
         """A shard is gone, or has gone on without this worker: come back."""
-        if entry != self._entry or self._is_closed or self._error is not None:
-            return
-        for link in self._links:
-            link.abort()
-        self._links.clear()
-        for transfer in self._transfers.values():
-            transfer.finish(error)
-        self._transfers.clear()
-        self._entry += 1
-        self._returns += 1
-        self._is_up = False
+        if self._error is None:
+            self._route.lose(error, entry)
+
+    def stranded(self, error: OffbeatError) -> None:
+        """There are no links any more."""
+        self.transfers.fail(error)
         for place in self._places.values():
             place.is_in = place.is_outdated = False
-        if not self._dials or self._patience <= timedelta(0) or self._returns > _RETURNS:
-            self.fail(error)
-            return
-        _log.warning("Rank %d has lost the parameter server (%s) It tries to come back.", self.rank, error)
-        if self._coming is None or self._coming.done():
-            self._coming = asyncio.get_running_loop().create_task(self._come_back(error))
 
-    async def _come_back(self, error: OffbeatError) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._patience.total_seconds()
-        refusals = 0
-        while True:
-            entry = self._entry
-            left_s = deadline_s - loop.time()
-            try:
-                for dial in self._dials:
-                    await dial(self.accept, timedelta(seconds=max(0.01, min(left_s, _ALIVE_S))))
-                    if entry != self._entry:
-                        break
-                else:
-                    break
-            except OffbeatError as reason:
-                self._drop_links()
-                refusals += isinstance(reason, PeerError)
-                if not self._is_worth_while(reason) or left_s <= 0 or refusals == _RETURNS:
-                    self.fail(
-                        NetworkError(
-                            f"Cannot come back to the job ({error}): {str(reason).removesuffix('.')}. Either it has "
-                            "ended, or its parameter server was killed and nobody has started it again."
-                        )
-                    )
-                    return
-        self._is_up = True
+    def arrived(self) -> None:
+        """There are links to all shards again: open all models."""
         for place in self._places.values():
             self._enter(place)
         for number in self._looks:
             self._say(Look(number))
-
-    def _is_worth_while(self, reason: OffbeatError) -> bool:
-        """Whether to dial again: not if nobody listens any more, and nobody will."""
-        return self._survives or not isinstance(reason.__cause__, ConnectionRefusedError)
-
-    def _drop_links(self) -> None:
-        self._entry += 1
-        for link in self._links:
-            link.abort()
-        self._links.clear()
 
     def _failed(self, exchange: Exchange) -> bool:
         if self._error is not None:
@@ -631,19 +422,14 @@ class Client:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
             case Done(number=number):
-                transfer = self._transfers.get(number)
-                if transfer is not None:
-                    transfer.left -= 1
-                    if not transfer.left:
-                        del self._transfers[number]
-                        transfer.finish()
+                self.transfers.done(number)
             case Evicted(reason=reason):
-                self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._entry)
+                self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
     def _opened(self, place: Place, shard: int, message: Opened) -> None:
-        self._survives = message.survives
+        self._route.survives = message.survives
         if message.wants_values:
             self._fill(place, shard)
         if message.later:
@@ -663,7 +449,7 @@ class Client:
             if place.life != place.new_life:
                 place.done.clear()  # what was lost is counted
             place.life = place.new_life
-            if self._enrolled != self._entry:
+            if self._enrolled != self._route.entry:
                 self._enrol()
         if not was_in and place.parts is not None and not go.values:
             assert place.about is not None
@@ -690,25 +476,6 @@ class Client:
         if look is not None:
             look.scenes = scenes
             look.finish()
-
-    def portion_place(self, message: Piece, size_bytes: int) -> memoryview:
-        """Where a part of the optimizer's state goes.
-
-        Raises:
-            PeerError: if it was not asked for, or cannot be.
-        """
-        transfer, place = self._transfers.get(message.number), self.place(message.model)
-        dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
-        if transfer is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
-            raise PeerError("The server sends a state that was not asked for.")
-        pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
-        numel = 1 if message.single else pieces.get(names[message.name], 0)
-        if size_bytes != numel * dtype.itemsize:
-            raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
-        flat = torch.empty(numel, dtype=dtype)
-        name = names[message.name]
-        transfer.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
-        return bytes_of(flat)
 
     def _fill(self, place: Place, shard: int) -> None:
         for block, holder in enumerate(place.shards):
@@ -738,7 +505,7 @@ class Client:
                 self._hands.brought(place.about.used)
             place.parts, place.version = None, go.version
             place.missing = set(range(len(place.blocks)))
-            self._returns = 0
+            self._route.progressed()
             self._say(Pulled(place.model, place.clock))
             place.exchange.finish()
 
@@ -765,7 +532,7 @@ class ShardSide:
         if isinstance(message, Sight | Stock):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
         if isinstance(message, Piece):
-            return self._client.portion_place(message, size_bytes)
+            return self._client.transfers.lands(message, size_bytes, self._client.place(message.model))
         if not isinstance(message, Values):
             raise PeerError(f"{type(message).__name__} has no body.")
         place = self._client.place(message.model)
@@ -782,7 +549,7 @@ class ShardSide:
         if isinstance(message, Sight):
             self._client.see(message.number, scenes_of(body))
         elif isinstance(message, Stock):
-            self._client.stock(message, bytes(body))
+            self._client.transfers.stock(message, bytes(body))
         elif isinstance(message, Piece):
             pass  # it is in its place
         else:

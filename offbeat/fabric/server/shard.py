@@ -24,6 +24,7 @@ from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
 from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
+from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     SAYS,
     Admit,
@@ -726,12 +727,6 @@ class Chief:
 
 def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
     return all(one in held for held in theirs)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _sized(tensor: torch.Tensor, block: int, size_bytes: int) -> memoryview:

@@ -1,0 +1,73 @@
+"""One model at a worker: what it holds, and where it is on its way through a step."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.fabric.server.exchange import Exchange
+from offbeat.fabric.server.messages import BlockOf, PieceOf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from offbeat.fabric.server.blocks import Block
+    from offbeat.fabric.server.messages import About, Go
+    from offbeat.fabric.server.optimizers import OptimizerSpec
+
+_MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
+
+
+@dataclass
+class Place:
+    """One model at this worker.
+
+    Args:
+        blocks: all of them.
+        shards: which shard holds each.
+        values: where each block's parameters lie, contiguous, on the CPU.
+    """
+
+    model: int
+    blocks: Sequence[Block]
+    shards: Sequence[int]
+    values: Sequence[torch.Tensor]
+    clock: int = 0
+    exchange: Exchange = field(default_factory=Exchange)
+    parts: Mapping[int, torch.Tensor] | None = None
+    missing: set[int] = field(default_factory=set)
+    going: Go | None = None  # the release whose parameters are still coming
+    is_gated: bool = True  # whether it waits for its grant before it pushes
+    names: dict[str, int] = field(default_factory=dict)
+    plan: str = ""
+    layout: str = ""
+    optimizer: OptimizerSpec | None = None
+    about: About | None = None  # what is said of the contribution that it has
+    life: int = 0  # of the server, when it was let in last; 0 before the first time
+    new_life: int = 0  # of the server that is to let it in now
+    version: int = 0  # of the parameters it has
+    is_in: bool = False
+    is_outdated: bool = False  # it is to come again when it has its next contribution
+    unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
+    done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the training thread waits for the parameters, so that they may be overwritten."""
+        return not self.exchange.is_over
+
+    def name_all(self) -> None:
+        """Number all parameters."""
+        names = dict.fromkeys(piece.name for block in self.blocks for piece in block.pieces)
+        self.names = {name: i for i, name in enumerate(names)}
+
+    def held_by(self, shard: int) -> tuple[BlockOf, ...]:
+        """The blocks that a shard holds, as they travel."""
+        return tuple(
+            BlockOf(b.index, b.dtype, tuple(PieceOf(self.names[p.name], p.start, p.numel) for p in b.pieces))
+            for b in self.blocks
+            if self.shards[b.index] == shard
+        )

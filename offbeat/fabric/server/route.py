@@ -1,0 +1,154 @@
+"""A worker's way to the shards, and back to them after they were lost; lives on the event loop.
+
+When one link is lost, all are let go, and all shards dialled again: which of them still knows this worker, and in which
+life, is asked anew. Each time counts as another entry to the job; what comes over a link of an earlier one is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.errors import NetworkError, OffbeatError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from offbeat.wire.link import Link
+    from offbeat.wire.session import Receiver
+
+    Dial = Callable[[Callable[[Link], Receiver], timedelta], Awaitable[Link]]
+
+_log = logging.getLogger("offbeat")
+_RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
+_ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybody is there
+
+
+class Traveller(Protocol):
+    """Who goes that way.
+
+    1) `accept` for each link, in order of shards; 2) `arrived` when all are there again; `stranded` when they are
+    lost; 3) `fail` when they will never be.
+    """
+
+    def accept(self, link: Link) -> Receiver:
+        """Take a link into use; returns what it hands frames to."""
+
+    def arrived(self) -> None:
+        """There are links to all shards again."""
+
+    def stranded(self, error: OffbeatError) -> None:
+        """There is none any more."""
+
+    def fail(self, error: OffbeatError) -> None:
+        """And there will be none."""
+
+
+class Route:
+    """To all shards of a job.
+
+    Args:
+        traveller: who uses it.
+        rank: for logs.
+        dials: how to reach each shard; if empty, a shard that is lost is lost for good.
+        patience: for how long to dial a server that is gone; 0 gives up at once.
+
+    Attributes:
+        links: to the shards, in order; empty while they are lost.
+        entry: how often the worker has come to the job.
+        is_up: whether there are links to all shards.
+        survives: whether the server will be started again if it is killed.
+    """
+
+    def __init__(self, traveller: Traveller, *, rank: int, dials: Sequence[Dial], patience: timedelta) -> None:
+        self._traveller, self._rank = traveller, rank
+        self._dials, self._patience = dials, patience
+        self.links: list[Link] = []
+        self.entry = 0
+        self.is_up = not dials
+        self.survives = False
+        self._returns = 0
+        self._coming: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def connect(self, patience: timedelta) -> None:
+        """Dial all shards for the first time.
+
+        Raises:
+            NetworkError: if one cannot be reached in time.
+            PeerError: if one refused.
+        """
+        for dial in self._dials:
+            await dial(self._traveller.accept, patience)
+        self.is_up = True
+
+    def progressed(self) -> None:
+        """Something was exchanged, so it is worth while to come back once more."""
+        self._returns = 0
+
+    def close(self) -> None:
+        """Do not come back any more."""
+        self._is_closed = True
+        if self._coming is not None:
+            self._coming.cancel()
+
+    def lose(self, error: OffbeatError, entry: int) -> None:
+        """A link of that entry is lost, or its shard has gone on without this worker: come back."""
+        if entry != self.entry or self._is_closed:
+            return
+        self._drop_links()
+        self._returns += 1
+        self.is_up = False
+        self._traveller.stranded(error)
+        if not self._dials or self._patience <= timedelta(0) or self._returns > _RETURNS:
+            self._is_closed = True
+            self._traveller.fail(error)
+            return
+        _log.warning("Rank %d has lost the parameter server (%s) It tries to come back.", self._rank, error)
+        if self._coming is None or self._coming.done():
+            self._coming = asyncio.get_running_loop().create_task(self._come_back(error))
+
+    async def _come_back(self, error: OffbeatError) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._patience.total_seconds()
+        refusals = 0
+        while True:
+            left_s = deadline_s - loop.time()
+            try:
+                if await self._dial_all(timedelta(seconds=max(0.01, min(left_s, _ALIVE_S)))):
+                    break
+            except OffbeatError as reason:
+                self._drop_links()
+                refusals += isinstance(reason, PeerError)
+                if not self._is_worth_while(reason) or left_s <= 0 or refusals == _RETURNS:
+                    self._is_closed = True
+                    self._traveller.fail(
+                        NetworkError(
+                            f"Cannot come back to the job ({error}): {str(reason).removesuffix('.')}. Either it has "
+                            "ended, or its parameter server was killed and nobody has started it again."
+                        )
+                    )
+                    return
+        self.is_up = True
+        self._traveller.arrived()
+
+    async def _dial_all(self, patience: timedelta) -> bool:
+        """Whether all shards were reached, and none was lost meanwhile."""
+        entry = self.entry
+        for dial in self._dials:
+            await dial(self._traveller.accept, patience)
+            if entry != self.entry:
+                return False
+        return True
+
+    def _is_worth_while(self, reason: OffbeatError) -> bool:
+        """Whether to dial again: not if nobody listens any more, and nobody will."""
+        return self.survives or not isinstance(reason.__cause__, ConnectionRefusedError)
+
+    def _drop_links(self) -> None:
+        self.entry += 1
+        for link in self.links:
+            link.abort()
+        self.links.clear()
