@@ -1,0 +1,237 @@
+"""Who is connected to a shard, and what its link hands frames to: workers, onlookers, other shards, the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.checkpoint import Portion
+from offbeat.fabric.server.deals import Restock
+from offbeat.fabric.server.memory import bytes_of
+from offbeat.fabric.server.messages import (
+    SAYS,
+    Begin,
+    Done,
+    Fetch,
+    Fill,
+    Mark,
+    Open,
+    Part,
+    Put,
+    PutAll,
+    Refused,
+    Sight,
+    details_of,
+    from_chief,
+    from_guest,
+    pack,
+)
+from offbeat.fabric.server.snapshot import STATE_DTYPES
+from offbeat.fabric.server.store import DTYPES
+
+if TYPE_CHECKING:
+    from offbeat.fabric.server.messages import Details, FromChief, FromShard, FromWorker, Scene, ToWorker
+    from offbeat.fabric.server.shard import Shard
+    from offbeat.fabric.server.table import Table
+    from offbeat.sync import Push
+    from offbeat.wire.link import Link
+
+_MOST_UNSEEN = 8
+_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker"}
+
+
+class Guest:
+    """One connected worker, or another shard; what its link hands frames to."""
+
+    def __init__(self, shard: Shard, link: Link) -> None:
+        self._shard, self.link = shard, link
+        self.rank, self.role = link.rank, link.role
+        self.models: dict[int, int] = {}  # that it has opened, with its entry
+        self.filling: set[int] = set()  # models whose first values come from it
+        self._unseen = 0  # looks that it has not received
+        self._landing: torch.Tensor | None = None
+        self._filled: int | None = None  # the block whose values are being received
+        self._details = bytearray()
+
+    def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
+        """Send a message; nothing if the peer is just leaving."""
+        with contextlib.suppress(NetworkError):
+            self.link.send(pack(message), body)
+
+    def show(self, sight: Sight, scenes: tuple[Scene, ...]) -> None:
+        """Answer a look.
+
+        Raises:
+            PeerError: if answers pile up, because it does not take them in.
+        """
+        if self._unseen >= _MOST_UNSEEN:
+            raise PeerError("Cannot answer this peer: it asks for looks that it does not take in.")
+        self._unseen += 1
+        with contextlib.suppress(NetworkError):
+            self.link.send(pack(sight), pack(scenes), self._on_seen)
+
+    def _on_seen(self) -> None:
+        self._unseen -= 1
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Where the body of a message goes.
+
+        Raises:
+            PeerError: if it is not expected, or of another size or type.
+        """
+        message = self._hear(metadata)
+        match message:
+            case Open():
+                self._details = bytearray(size_bytes)
+                return memoryview(self._details)
+            case Fill(model=model, block=block):
+                table = self._shard.table(model)
+                if model not in self.filling or block not in table.unfilled:
+                    raise PeerError(f"Rank {self.rank} was not asked for the values of block {block}.")
+                self._filled = block
+                return _sized(table.values(block), block, size_bytes)
+            case Part():
+                return self._landing_place(message, size_bytes)
+            case Put():
+                return self._putting_place(message, size_bytes)
+            case Restock():
+                self._details = bytearray(size_bytes)
+                return memoryview(self._details)
+            case _:
+                raise PeerError(f"{type(message).__name__} has no body.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """A message is here, whole."""
+        self._take(self._hear(metadata))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link is gone for good."""
+        self._shard.lose(self, error)
+
+    def open(self, model: int, details: Details, entry: int) -> None:
+        """What it wants to open can be opened now, or refused."""
+        try:
+            self._shard.open(self, model, details, entry)
+        except PeerError as error:
+            self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
+            raise
+
+    def take_body(self) -> bytearray:
+        """What came with the message at hand."""
+        body, self._details = self._details, bytearray()
+        return body
+
+    def _hear(self, metadata: bytes) -> FromWorker | FromShard:
+        message = from_guest(metadata)
+        if type(message) not in SAYS[self.role]:
+            raise PeerError(f"{type(message).__name__} is not for {_A[self.role]} to say.")
+        return message
+
+    def _take(self, message: FromWorker | FromShard) -> None:
+        shard = self._shard
+        match message:
+            case Open(model=model, entry=entry):
+                details, self._details = details_of(self._details), bytearray()
+                self.open(model, details, entry)
+            case Fill(model=model, block=block):
+                filled, self._filled = self._filled, None
+                if filled != block:
+                    raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
+                shard.fill(self, model, block)
+            case Part(model=model, clock=clock, block=block):
+                landing, self._landing = self._landing, None
+                if landing is None:
+                    raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
+                shard.arrive(model, (self.rank, clock), block, landing)
+            case Fetch(model=model):
+                if model not in self.models:
+                    raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+                shard.fetch(self, message)
+            case Put(model=model, block=block, name=name, key=key):
+                landing, self._landing = self._landing, None
+                names = shard.table(model).details.names
+                if landing is None or name >= len(names):
+                    raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
+                shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
+            case PutAll(number=number):
+                self.say(Done(number))
+            case _:
+                shard.hear(self, message)
+
+    def _putting_place(self, message: Put, size_bytes: int) -> memoryview:
+        values = self._shard.table(message.model).values(message.block)
+        if message.model not in self.models or (message.key and message.dtype not in STATE_DTYPES):
+            raise PeerError(f"Cannot take a state of type {message.dtype!r} from rank {self.rank}.")
+        dtype = STATE_DTYPES[message.dtype] if message.key else values.dtype
+        if size_bytes % dtype.itemsize or size_bytes > values.numel() * dtype.itemsize:
+            raise PeerError(f"Cannot take {size_bytes} bytes of {message.dtype}: the block is smaller.")
+        flat = torch.empty(size_bytes // dtype.itemsize, dtype=dtype)
+        self._landing = flat[0] if message.single else flat
+        return bytes_of(flat)
+
+    def _landing_place(self, message: Part, size_bytes: int) -> memoryview:
+        model, block, dtype = message.model, message.block, message.dtype
+        if model not in self.models:
+            raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+        table = self._shard.table(model)
+        numel = table.values(block).numel()
+        if dtype not in DTYPES:
+            raise PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}.")
+        self._check_turn((self.rank, message.clock), table, block)
+        self._landing = torch.empty(numel, dtype=DTYPES[dtype])
+        return _sized(self._landing, block, size_bytes)
+
+    def _check_turn(self, push: Push, table: Table, block: int) -> None:
+        expected, shard = table.next(self.rank), self._shard
+        if table.expects(push, block):
+            if not shard.may_push(table.model, push):
+                raise PeerError(f"Cannot take contribution {push[1]} of rank {self.rank}: it has not been granted.")
+        elif expected is not None and (shard.coordinates or not table.is_past(push)):
+            # To other shards the coordinator's word may be quicker than what the worker had still on its way.
+            raise PeerError(
+                f"Cannot take block {block} of contribution {push[1]} of rank {self.rank}: what is left of number "
+                f"{expected} is next."
+            )
+
+
+class Chief:
+    """What the link to the coordinator hands frames to.
+
+    Args:
+        shard: that follows it.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Nowhere: decisions have no body.
+
+        Raises:
+            PeerError: always.
+        """
+        raise PeerError("The coordinator sends a body where none is expected.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """A decision is here."""
+        match message := from_chief(metadata):
+            case Begin():
+                self._shard.begin(message)
+            case Mark():
+                self._shard.mark(message, {})
+            case _:
+                self._shard.decide(message)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The coordinator is gone for good."""
+        self._shard.end(error)
+
+
+def _sized(tensor: torch.Tensor, block: int, size_bytes: int) -> memoryview:
+    view = bytes_of(tensor)
+    if view.nbytes != size_bytes:
+        raise PeerError(f"Cannot take {size_bytes} bytes as block {block}: it has {view.nbytes}.")
+    return view
