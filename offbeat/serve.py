@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import NetworkError, OffbeatError
+from offbeat.wire import eager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -306,7 +307,7 @@ def main() -> None:
             look_after(settings, say)
         else:
             prepare_process()
-            asyncio.run(serve(settings, say))
+            eager.run(serve(settings, say))
     except OffbeatError as error:
         if said:
             _log.error("%s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from offbeat.errors import NetworkError
+from offbeat.wire import eager
 
 TokenFile = Annotated[
     Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
@@ -66,7 +66,7 @@ def serve(
         sys.stdout.flush()
 
     prepare_process()
-    asyncio.run(serve_job(settings, say))
+    eager.run(serve_job(settings, say))
 
 
 def read_token(path: Path) -> str:

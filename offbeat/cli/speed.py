@@ -1,7 +1,8 @@
 """What `offbeat bench wire` measures: both sides of it. This process receives and asks, another sends and answers.
 
 Messages of 16 MiB in blocks of 1 MiB go over loopback, by turns over a bare blocking socket and over a link, so that
-both see the same machine. A link checks every byte and could send it again; a bare socket does not even look.
+both see the same machine. A link checks every byte and could send it again; a bare socket does not even look. Requests
+go by turns with the echo of a blocking socket, which tells how long this machine takes to wake two processes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError
+from offbeat.wire import eager
 from offbeat.wire.ask import Answerer, Asker
 from offbeat.wire.credentials import Certificates
 from offbeat.wire.session import Limits
@@ -41,6 +43,8 @@ LIMITS = Limits()
 _BLOCKS = MESSAGE_BYTES // BLOCK_BYTES
 _WARM_S = 0.15
 _START_S = 20.0
+_QUESTION_BYTES = 64
+_WARM_QUESTIONS = 50
 _JOB = "offbeat bench wire"
 
 
@@ -49,7 +53,7 @@ class Row:
     """What was measured of one thing.
 
     Args:
-        name: "bare", "link", "bare tls", "link tls", "request p50", "request p99" or "memory".
+        name: "bare", "link", "bare tls", "link tls", "bare request", "request p50", "request p99" or "memory".
         unit: of the values.
         values: one per repeat.
         target: in words, or "".
@@ -78,7 +82,7 @@ def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str
     """
     names = ["bare", "link", *(["bare tls", "link tls"] if certificates else [])]
     rates: dict[str, list[float]] = {name: [] for name in names}
-    p50_us, p99_us = [], []
+    bare_us, p50_us, p99_us = [], [], []
     for repeat in range(repeats):
         # There and back, so that neither always comes after the other.
         for name in names if repeat % 2 == 0 else names[::-1]:
@@ -86,16 +90,20 @@ def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str
             folder = certificates if name.endswith("tls") else ""
             turn = _receive_bare if name.startswith("bare") else _receive_link
             rates[name].append(turn(seconds, folder))
+        tell("bare request")
+        bare_us.append(statistics.median(_ask_bare(seconds)))
         tell("request")
-        latencies_us = sorted(asyncio.run(_ask(seconds)))
+        latencies_us = sorted(eager.run(_ask(seconds)))
         p50_us.append(statistics.median(latencies_us))
         p99_us.append(latencies_us[int(0.99 * len(latencies_us))])
     tell("memory")
-    memory_bytes = asyncio.run(_peak_memory())
+    memory_bytes = eager.run(_peak_memory())
     latency_us, ratio = statistics.median(p50_us), memory_bytes / LIMITS.bookkeeping_bytes
+    slowdown = statistics.median(ours / bare for ours, bare in zip(p50_us, bare_us, strict=True))
     return [
         *(_rate_row(name, rates) for name in names),
-        Row("request p50", "us", p50_us, f"< {MOST_LATENCY_US:g} us", None, latency_us < MOST_LATENCY_US),
+        Row("bare request", "us", bare_us),
+        Row("request p50", "us", p50_us, f"< {MOST_LATENCY_US:g} us", slowdown, latency_us < MOST_LATENCY_US),
         Row("request p99", "us", p99_us),
         Row("memory", "bytes per link", [memory_bytes], f"<= {LIMITS.bookkeeping_bytes:,}", ratio, ratio <= 1),
     ]
@@ -189,17 +197,43 @@ def _receive_link(seconds: float, folder: str) -> float:
         listener.close()
         return rate
 
-    return asyncio.run(receive())
+    return eager.run(receive())
+
+
+def _ask_bare(seconds: float) -> list[float]:
+    """Microseconds from question to answer of a blocking socket."""
+    question, answer = bytes(_QUESTION_BYTES), bytearray(_QUESTION_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(_START_S)
+        with _far_side("echo", f"127.0.0.1:{server.getsockname()[1]}", ""):
+            stream, _ = server.accept()
+            stream.settimeout(_START_S)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def ask() -> None:
+                stream.sendall(question)
+                if stream.recv_into(answer, _QUESTION_BYTES, socket.MSG_WAITALL) != _QUESTION_BYTES:
+                    raise NetworkError("Cannot measure: the other process has ended.")
+
+            with stream:
+                for _ in range(_WARM_QUESTIONS):
+                    ask()
+                latencies_us = []
+                end_s = time.perf_counter() + seconds
+                while (began_s := time.perf_counter()) < end_s:
+                    ask()
+                    latencies_us.append((time.perf_counter() - began_s) * 1e6)
+                return latencies_us
 
 
 async def _ask(seconds: float) -> list[float]:
-    """Microseconds from question to answer, of 64 bytes each, one after the other."""
-    asker, question = Asker(), bytes(64)
+    """Microseconds from question to answer of a link, one after the other."""
+    asker, question = Asker(), bytes(_QUESTION_BYTES)
     listener = await listen("127.0.0.1", 0, accept=asker.begin, job=_JOB)
     latencies_us = []
     with _far_side("answer", listener.address, ""):
         await _until(lambda: listener.links)
-        for _ in range(50):
+        for _ in range(_WARM_QUESTIONS):
             await asker.ask(question)
         end_s = time.perf_counter() + seconds
         while (began_s := time.perf_counter()) < end_s:
@@ -263,8 +297,10 @@ def far_side(kind: str, address: str, folder: str) -> None:
     with contextlib.suppress(OSError, OffbeatError):
         if kind == "bare":
             _pour(address, folder, message)
+        elif kind == "echo":
+            _echo(address)
         else:
-            asyncio.run(_serve(kind, address, folder, message))
+            eager.run(_serve(kind, address, folder, message))
     os._exit(0)
 
 
@@ -277,6 +313,14 @@ def _pour(address: str, folder: str, message: memoryview) -> None:
     while True:
         for begin in range(0, MESSAGE_BYTES, BLOCK_BYTES):
             stream.sendall(message[begin : begin + BLOCK_BYTES])
+
+
+def _echo(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    stream = socket.create_connection((host, int(port)))
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while question := stream.recv(_QUESTION_BYTES):
+        stream.sendall(question)
 
 
 async def _serve(kind: str, address: str, folder: str, message: memoryview) -> None:

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.errors import NetworkError
+from offbeat.wire.eager import new_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -28,7 +29,7 @@ class Loop:
 
     def __init__(self, name: str = "offbeat-wire") -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
