@@ -302,7 +302,7 @@ class RoundRobin:
 
     def _watched(self, rotation: Rotation, state: State) -> Rotation:
         """With what is to be noticed between turns: a slot that has become free, the end of the warm-up."""
-        free = sum(member.released_s is not None for member in state.members.values()) < self.slots
+        free = sum(m.is_pushing for m in state.members.values()) < self.slots
         if not free:
             rotation = changed(rotation, free_since_s=None)
         elif rotation.free_since_s is None:
@@ -341,11 +341,11 @@ class RoundRobin:
         return own / (own + sum(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:
-        cycles_s, turns_s = _cycles_s(state), _turns_s(state)
+        cycles_s, pushes_s = _cycles_s(state), [m.push_s for m in state.members.values() if m.push_s is not None]
         if not cycles_s:
             return None
         # The gap is no shorter than a transfer takes, or transfers overlap and each takes longer still.
-        return max(self.gap_factor * median(cycles_s.values()) / len(state.members), fmean(turns_s) / self.slots)
+        return max(self.gap_factor * median(cycles_s.values()) / len(state.members), fmean(pushes_s or [0.0]) / self.slots)
 
     # -- who takes too long --------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Member:
         released_s: since when it may pull the parameters of `step`; None once it has.
         computing_s: moving average of the time from having parameters to having a contribution.
         turn_s: moving average of the time from `Release` to `Pulled`, under the present policy.
+        push_s: moving average of the time from `Grant` to `Pushed`, under the present policy.
         interval_s: between its last two `Ready`.
         since_s: when its phase last changed.
     """
@@ -72,6 +73,7 @@ class Member:
     released_s: float | None = None
     computing_s: float | None = None
     turn_s: float | None = None
+    push_s: float | None = None
     interval_s: float | None = None
     since_s: float = 0.0
     last_ready_s: float | None = field(default=None, repr=False)
@@ -103,6 +105,11 @@ class Member:
             self, step=self.step + 1, ahead=self.ahead - rests, rests=rests, ready_s=None, arrived=False,
             released_s=at_s, since_s=at_s, base=version,
         )  # fmt: skip
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether its contribution is on its way."""
+        return self.granted_s is not None and self.clock < self.step + (self.released_s is None)
 
     @property
     def phase(self) -> str:
@@ -273,6 +280,8 @@ def _ready(state: State, event: Ready) -> State:
 
 def _pushed(state: State, worker: int, clock: int) -> State:
     member = state.members[worker]
+    if member.granted_s is not None and member.steps_here >= UNCOUNTED_STEPS:
+        state = _with(state, worker, push_s=_moved(member.push_s, state.now_s - member.granted_s))
     # It may have been released, for its next step, before the last block was here.
     if member.held and clock == member.step:
         return _with(state, worker, clock=clock + 1, arrived=True, since_s=state.now_s)
@@ -320,7 +329,7 @@ def _adopted(state: State, level: bool) -> State:
         # How long a turn takes depends on how many have one at the same time; one under way is not measured.
         granted_s = None if m.released_s is not None else m.granted_s
         ahead, rests = (m.step - low, 0) if level else (m.ahead, m.rests)
-        members[worker] = changed(m, turn_s=None, granted_s=granted_s, ahead=ahead, rests=rests)
+        members[worker] = changed(m, turn_s=None, push_s=None, granted_s=granted_s, ahead=ahead, rests=rests)
     return changed(state, members=members, memory=None, wake_s=None)
 
 
