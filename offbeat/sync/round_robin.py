@@ -3,7 +3,8 @@ bottlenecks in parameter servers", INFOCOM 2019).
 
 The workers take turns, spaced evenly in time. In its turn a worker pushes, its contribution is applied by itself, and
 it pulls; all of that block by block, so that a turn takes hardly longer than one copy of the model on the link. While
-one worker has the link the others compute:
+one worker has the link the others compute. The next turn may begin when the push is through, because links carry both
+directions at once; in strict order when the pull is, too, so that nobody pulls parts of the next update:
 
     worker 0   turn |  compute ............ | turn | compute
     worker 1        | turn |  compute ............ | turn |
@@ -93,7 +94,7 @@ class RoundRobin:
 
     Args:
         strict: never let a worker pass another.
-        slots: turns at the same time; about the sum of the servers' link rates over that of one worker.
+        slots: pushes at the same time (in strict order, turns); about the sum of the servers' link rates over that of one worker.
         gap_factor: part of the median cycle that a round is to take; a little less than 1, so that a worker becomes
             ready just after its turn has come.
         grace: how long to wait for the next worker before another may go ahead, in gaps.
@@ -189,7 +190,7 @@ class RoundRobin:
         cycles_s = _cycles_s(state)
         if not cycles_s:
             return "Nothing paces the round yet: no worker has been measured."
-        link_s = fmean(_turns_s(state)) * len(state.members) / self.slots
+        link_s = self._slot_s(state) * len(state.members)
         worker = max(cycles_s, key=lambda worker: (cycles_s[worker], worker))
         longest_s, middle_s = cycles_s[worker], median(cycles_s.values())
         if link_s >= longest_s:
@@ -267,6 +268,14 @@ class RoundRobin:
         someone = first or any(self._is_ready(state, worker) for worker in line)
         return opens_s if someone and state.now_s < opens_s else float("inf")
 
+    def _has_turn(self, member: Member) -> bool:
+        """Whether the next one has to wait for it.
+
+        Links carry both directions at once, so the next one pushes while this one still pulls; but then it may pull
+        parameters some of which have the next update in them already.
+        """
+        return member.released_s is not None if self.strict else member.is_pushing
+
     # -- what is remembered --------------------------------------------------------------------------------------
 
     def _manned(self, rotation: Rotation, state: State) -> Rotation:
@@ -302,7 +311,7 @@ class RoundRobin:
 
     def _watched(self, rotation: Rotation, state: State) -> Rotation:
         """With what is to be noticed between turns: a slot that has become free, the end of the warm-up."""
-        free = sum(m.is_pushing for m in state.members.values()) < self.slots
+        free = sum(self._has_turn(member) for member in state.members.values()) < self.slots
         if not free:
             rotation = changed(rotation, free_since_s=None)
         elif rotation.free_since_s is None:
@@ -341,11 +350,17 @@ class RoundRobin:
         return own / (own + sum(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:
-        cycles_s, pushes_s = _cycles_s(state), [m.push_s for m in state.members.values() if m.push_s is not None]
+        cycles_s = _cycles_s(state)
         if not cycles_s:
             return None
         # The gap is no shorter than a transfer takes, or transfers overlap and each takes longer still.
-        return max(self.gap_factor * median(cycles_s.values()) / len(state.members), fmean(pushes_s or [0.0]) / self.slots)
+        return max(self.gap_factor * median(cycles_s.values()) / len(state.members), self._slot_s(state))
+
+    def _slot_s(self, state: State) -> float:
+        """How often a slot becomes free if all of them are always taken."""
+        members = state.members.values()
+        times_s = [s for m in members if (s := m.turn_s if self.strict else m.push_s) is not None]
+        return fmean(times_s) / self.slots if times_s else 0.0
 
     # -- who takes too long --------------------------------------------------------------------------------------
 
@@ -391,10 +406,6 @@ def _cycle_s(member: Member) -> float | None:
 
 def _cycles_s(state: State) -> dict[int, float]:
     return {worker: s for worker, m in state.members.items() if (s := _cycle_s(m)) is not None}
-
-
-def _turns_s(state: State) -> list[float]:
-    return [m.turn_s for m in state.members.values() if m.turn_s is not None]
 
 
 def _lease_s(average_s: float | None, least_s: float) -> float:

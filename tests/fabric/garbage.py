@@ -186,13 +186,13 @@ async def _torment(choices: Choices) -> None:
         mad.leave(NetworkError("it is gone"))  # else they wait for it, as they should
         mad = None
     ended.clear()  # it may have been the first and only one for a while
-    _step(good)
+    await _step(good)
     for _ in range(2):
         if mad is None or not mad.line.connected:
             mad = Guest(shard, 0, choices.one(("worker", "worker", "worker", "onlooker")))
         _rage(mad, choices)
         mad.leave(NetworkError("it is gone"))
-        _step(good)
+        await _step(good)
     assert not ended, "the job goes on"
     lead = shard._lead
     assert lead is not None
@@ -275,9 +275,10 @@ def _details(choices: Choices) -> bytes:
     return body if choices.number(2) else body[: choices.number(255)]
 
 
-def _step(workers: list[Worker]) -> None:
+async def _step(workers: list[Worker]) -> None:
     """All bring a contribution, and get the next parameters."""
     for _ in range(4):
+        await asyncio.sleep(0)  # values are sent at the end of a turn of the loop
         for worker in workers:
             worker.pump()
     for worker in workers:
@@ -286,6 +287,7 @@ def _step(workers: list[Worker]) -> None:
         worker.announce()
     before = [worker.clock for worker in workers]
     for _ in range(4):
+        await asyncio.sleep(0)  # values are sent at the end of a turn of the loop
         for worker in workers:
             worker.pump()
     for worker, clock in zip(workers, before, strict=True):

@@ -85,7 +85,7 @@ def test_a_gated_policy_between_groups_holds_back_pushes() -> None:
     server = Server(policy, even(), 6, 0.1, 4).run(400)
     holders: set[int] = set()
     for event, actions in server.log:
-        if isinstance(event, Pulled):
+        if isinstance(event, Pushed):
             holders.discard(event.worker)
         holders |= {action.worker for action in actions if isinstance(action, Grant)}
         assert len({worker // 3 for worker in holders}) <= 1, "the turn of one group at a time"
@@ -121,11 +121,10 @@ def test_what_workers_bring_while_their_group_is_on_the_link_joins_its_next_cont
     assert table.ready(1, 2.0) == []
     assert table.ready(2, 2.0) == []
     assert table.ready(4, 2.0) == []
-    assert table.tell(Pushed(0, 0, 3.0)) == []
-    turn = table.tell(Pulled(0, 3.0))
+    turn = table.tell(Pushed(0, 0, 3.0))
     assert turn == [Grant(4), Apply(((4, 0),), rate=0.125), Release(4)], "the other group's turn"
-    assert table.tell(Pushed(4, 0, 4.0)) == []
-    turn = table.tell(Pulled(4, 4.0))
+    assert table.tell(Pulled(0, 3.0)) == []
+    turn = table.tell(Pushed(4, 0, 4.0))
     assert turn == [Grant(1), Grant(2), Apply(((1, 0), (2, 0)), rate=0.25), Release(1), Release(2)]
 
 

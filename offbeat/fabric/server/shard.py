@@ -107,6 +107,7 @@ class Shard:
         self._every, self._rhythm = every, Rhythm(every, least=0, life=self.life)
         self._marked: dict[int, Progress] = {}
         self._saves: list[asyncio.Future[None]] = []  # done with the next snapshot
+        self._to_give: list[tuple[Guest, Values, torch.Tensor]] = []
         self._looks_soon = False
         self._last_number = 0
         self._is_last = False  # the next snapshot is
@@ -517,6 +518,14 @@ class Shard:
     def _give(self, worker: int, message: Values, values: torch.Tensor) -> None:
         guest = self._guests.get(worker)
         if guest is not None and guest.models.get(message.model) == self._admitted.get((message.model, worker)):
+            if not self._to_give:
+                asyncio.get_running_loop().call_soon(self._give_all)
+            self._to_give.append((guest, message, values))
+
+    def _give_all(self) -> None:
+        """Send the values that are due, after what lets others go on: that would wait behind them on the link."""
+        to_give, self._to_give = self._to_give, []
+        for guest, message, values in to_give:
             guest.say(message, bytes_of(values))
 
     def _on_filled(self, model: int) -> None:
