@@ -17,7 +17,7 @@ from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Releas
 from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
 from offbeat.sync.dssp import DSSP
-from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Paced, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
 from offbeat.sync.local_sgd import LocalSGD, OuterSGD
@@ -37,6 +37,7 @@ __all__ = [
     "Contributes",
     "Deadline",
     "Drop",
+    "Ending",
     "Event",
     "Evict",
     "Grant",

@@ -23,6 +23,18 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """Nearly all of contribution `clock` has arrived; a contribution that is very short may come without it.
+
+    Who is let push next takes a moment until its first bytes are here. What is still to come fills that moment.
+    """
+
+    worker: int
+    clock: int
+    at_s: float
+
+
+@dataclass(frozen=True)
 class Pushed:
     """Contribution `clock` has arrived whole."""
 
@@ -97,4 +109,4 @@ class Adopted:
     level: bool = False
 
 
-Event = Ready | Pushed | Pulled | Joined | Left | Paced | Deadline | Adopted
+Event = Ready | Ending | Pushed | Pulled | Joined | Left | Paced | Deadline | Adopted

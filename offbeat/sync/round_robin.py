@@ -3,8 +3,9 @@ bottlenecks in parameter servers", INFOCOM 2019).
 
 The workers take turns, spaced evenly in time. In its turn a worker pushes, its contribution is applied by itself, and
 it pulls; all of that block by block, so that a turn takes hardly longer than one copy of the model on the link. While
-one worker has the link the others compute. The next turn may begin when the push is through, because links carry both
-directions at once; in strict order when the pull is, too, so that nobody pulls parts of the next update:
+one worker has the link the others compute. The next turn may begin when the push is nearly through: it takes a moment
+until the next one's first bytes are here, and links carry both directions at once. In strict order it begins when the
+pull is through, so that nobody pulls parts of the next update:
 
     worker 0   turn |  compute ............ | turn | compute
     worker 1        | turn |  compute ............ | turn |
@@ -94,7 +95,8 @@ class RoundRobin:
 
     Args:
         strict: never let a worker pass another.
-        slots: pushes at the same time (in strict order, turns); about the sum of the servers' link rates over that of one worker.
+        slots: pushes at the same time (in strict order, turns); about the sum of the servers' link rates over that of
+            one worker.
         gap_factor: part of the median cycle that a round is to take; a little less than 1, so that a worker becomes
             ready just after its turn has come.
         grace: how long to wait for the next worker before another may go ahead, in gaps.

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
-from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Paced, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,11 +51,12 @@ class Member:
         weight: of its last contribution, in samples; None before the first.
         ready_s: since when it has a contribution for `step`; None while it computes.
         granted_s: since when it may push it, until it has pulled; None if it may not.
+        ending: whether nearly all of the contribution that was granted last is there.
         arrived: whether the contribution for `step` is there.
         released_s: since when it may pull the parameters of `step`; None once it has.
         computing_s: moving average of the time from having parameters to having a contribution.
         turn_s: moving average of the time from `Release` to `Pulled`, under the present policy.
-        push_s: moving average of the time from `Grant` to `Pushed`, under the present policy.
+        push_s: moving average of the time from `Grant` to `Ending`, under the present policy.
         interval_s: between its last two `Ready`.
         since_s: when its phase last changed.
     """
@@ -69,6 +70,7 @@ class Member:
     weight: float | None = None
     ready_s: float | None = None
     granted_s: float | None = None
+    ending: bool = False
     arrived: bool = False
     released_s: float | None = None
     computing_s: float | None = None
@@ -108,8 +110,9 @@ class Member:
 
     @property
     def is_pushing(self) -> bool:
-        """Whether its contribution is on its way."""
-        return self.granted_s is not None and self.clock < self.step + (self.released_s is None)
+        """Whether its contribution is on its way, and more than the end of it is to come."""
+        due = self.step + (self.released_s is None)
+        return self.granted_s is not None and not self.ending and self.clock < due
 
     @property
     def phase(self) -> str:
@@ -195,6 +198,8 @@ def observe(state: State, event: Event) -> State:
     match event:
         case Ready(worker=worker):
             return _ready(state, event) if worker in state.members else state
+        case Ending(worker=worker, clock=clock):
+            return _ending(state, worker, clock) if worker in state.members else state
         case Pushed(worker=worker, clock=clock):
             return _pushed(state, worker, clock) if worker in state.members else state
         case Pulled(worker=worker):
@@ -222,7 +227,7 @@ def enact(state: State, action: Action) -> State:
             member = _member(state, action, worker)
             if not member.held or member.granted_s is not None:
                 raise _misstep(state, action, "it has nothing to push")
-            return _with(state, worker, granted_s=state.now_s, since_s=state.now_s)
+            return _with(state, worker, granted_s=state.now_s, ending=False, since_s=state.now_s)
         case Release(worker=worker):
             member = _member(state, action, worker)
             if not member.held:
@@ -278,10 +283,19 @@ def _ready(state: State, event: Ready) -> State:
     return changed(state, pending={**state.pending, (event.worker, event.clock): event.weight})
 
 
-def _pushed(state: State, worker: int, clock: int) -> State:
+def _ending(state: State, worker: int, clock: int) -> State:
     member = state.members[worker]
-    if member.granted_s is not None and member.steps_here >= UNCOUNTED_STEPS:
-        state = _with(state, worker, push_s=_moved(member.push_s, state.now_s - member.granted_s))
+    if clock != member.step - (member.released_s is not None):  # word of it came later than what followed
+        return state
+    push_s = member.push_s
+    if member.is_pushing and member.granted_s is not None and member.steps_here >= UNCOUNTED_STEPS:
+        push_s = _moved(push_s, state.now_s - member.granted_s)
+    return _with(state, worker, ending=True, push_s=push_s)
+
+
+def _pushed(state: State, worker: int, clock: int) -> State:
+    state = _ending(state, worker, clock)
+    member = state.members[worker]
     # It may have been released, for its next step, before the last block was here.
     if member.held and clock == member.step:
         return _with(state, worker, clock=clock + 1, arrived=True, since_s=state.now_s)

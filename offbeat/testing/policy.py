@@ -24,6 +24,7 @@ from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
+    Ending,
     Evict,
     Grant,
     Joined,
@@ -246,7 +247,11 @@ class _Play:
             weight = 32.0 if self._rng.random() < 0.8 else float(self._rng.randrange(3) * 16)
             self._tell(Ready(rank, worker.number, now_s, weight))
         elif what == "pushed" and push is not None:
-            self._tell(Pushed(rank, push[1], now_s))
+            if self._rng.random() < 0.5:
+                self.played["ending"] += 1
+                self._tell(Ending(rank, push[1], now_s))
+            if self._workers.get(rank) is worker and not worker.unwanted:  # it may have been evicted
+                self._tell(Pushed(rank, push[1], now_s))
         elif what == "pulled":
             self._tell(Pulled(rank, now_s))
         else:

@@ -20,6 +20,7 @@ from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
+    Ending,
     Evict,
     Grant,
     Joined,
@@ -71,6 +72,7 @@ class Server:
         world: workers.
         copy_s: one copy of the parameters on the link.
         blocks: it is cut into.
+        latency_s: from the server's word to a worker's first byte.
     """
 
     policy: Policy
@@ -78,6 +80,7 @@ class Server:
     world: int
     copy_s: float = 0.0
     blocks: int = 1
+    latency_s: float = 0.0
     state: State = field(default_factory=State)
     now_s: float = 0.0
     log: list[tuple[Event, tuple[Action, ...]]] = field(default_factory=list)
@@ -148,6 +151,9 @@ class Server:
             self._busy[what] = False
         if worker is None:
             self._serve()
+        elif what == "granted":
+            worker.granted, worker.sent = True, 0
+            self._serve()
         elif what == "ready":
             step = self.state.members[rank].step
             worker.push = (rank, step)
@@ -155,6 +161,8 @@ class Server:
         elif what == "in":
             worker.sent += 1
             self._arrived[worker.push] = worker.sent
+            if worker.sent == self.blocks - max(1, self.blocks // 10):
+                self._tell(Ending(rank, worker.push[1], self.now_s))
             if worker.sent == self.blocks:
                 worker.granted = False
                 self._tell(Pushed(rank, worker.push[1], self.now_s))
@@ -176,7 +184,7 @@ class Server:
         for action in actions:
             match action:
                 case Grant(worker=rank):
-                    self.workers[rank].granted, self.workers[rank].sent = True, 0
+                    self._soon("granted", rank, self.latency_s)
                 case Apply(pushes=pushes, in_order=in_order):
                     update = Update(pushes, in_order)
                     self._updates.append(update)

@@ -30,7 +30,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.fabric.server.snapshot import Progress
-from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Model:
     announced: dict[Push, About] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
+    nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
     at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
@@ -219,6 +220,16 @@ class Lead:
         one.announced[push] = about
         one.clocks[worker] = message.clock
         self._carry_out(message.model, one.coordinator.tell(Ready(worker, message.clock, now_s, about.weight)))
+
+    def nearly(self, model: int, push: Push) -> None:
+        """Nearly all of a shard's blocks of a contribution have arrived."""
+        one = self._model(model)
+        if push[0] not in one.coordinator.state.members:
+            return
+        one.nearly[push] = one.nearly.get(push, 0) + 1
+        if one.nearly[push] == one.holders:
+            del one.nearly[push]
+            self._carry_out(model, one.coordinator.tell(Ending(*push, one.coordinator.now_s())))
 
     def whole(self, model: int, push: Push) -> None:
         """All of a shard's blocks of a contribution have arrived."""
@@ -500,6 +511,7 @@ class Lead:
         one.at_once.pop(worker, None)
         one.joining.discard(worker)
         one.left_at.pop(worker, None)
+        one.nearly = {push: count for push, count in one.nearly.items() if push[0] != worker}
         one.whole = {push: count for push, count in one.whole.items() if push[0] != worker}
 
     def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | Over]]) -> None:

@@ -138,17 +138,17 @@ class Ledger:
         worker, clock = push
         return worker not in self._next or clock < self._next[worker]
 
-    def arrive(self, push: Push, block: int, part: Any) -> bool:
-        """A block of a contribution that is expected is here; whether the contribution is now whole."""
+    def arrive(self, push: Push, block: int, part: Any) -> int:
+        """A block of a contribution that is expected is here; returns how many are still to come."""
         assert self.expects(push, block), (push, block)
         arrival = self._arrivals.setdefault(push, Arrival())
         arrival.blocks[block] = part if arrival.wanted else None
-        whole = len(arrival.blocks) == len(self._blocks)
-        if whole:
+        missing = len(self._blocks) - len(arrival.blocks)
+        if not missing:
             self._next[push[0]] += 1
             if not arrival.wanted:
                 del self._arrivals[push]
-        return whole
+        return missing
 
     def apply(self, apply: Apply, about: Mapping[Push, Any]) -> None:
         """The policy's decision about contributions that have arrived or will.

@@ -19,8 +19,8 @@ worker                                       shard (the coordinator is the first
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
 
-The other shards say Enlist, Filled, Whole, Save and Saved to the coordinator, and it tells them what it decides: Begin,
-Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its details (see
+The other shards say Enlist, Filled, Nearly, Whole, Save and Saved to the coordinator, and it tells them what it
+decides: Begin, Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its details (see
 `offbeat.fabric.server.resume`).
 """
 
@@ -452,6 +452,14 @@ class Filled(msgspec.Struct, tag=True, frozen=True):
     model: _Model
 
 
+class Nearly(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: of its blocks of a contribution no more than a tenth is to come."""
+
+    model: _Model
+    worker: _Count
+    clock: _Count
+
+
 class Whole(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: all its blocks of a contribution have arrived."""
 
@@ -506,7 +514,7 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData
-FromShard = Enlist | Filled | Whole | Save | Saved
+FromShard = Enlist | Filled | Nearly | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark
 ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData

@@ -35,6 +35,7 @@ from offbeat.fabric.server.messages import (
     Filled,
     Look,
     Mark,
+    Nearly,
     Opened,
     Piece,
     Pulled,
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     from offbeat.wire.link import Link
 
 _log = logging.getLogger("offbeat")
+
+# A contribution is said to be nearly there when this part of its blocks is still to come, or one block.
+_LAST_PART = 10
 
 
 class Shard:
@@ -346,11 +350,13 @@ class Shard:
         """A block of a contribution is here."""
         table = self.table(model)
         # Not if the worker was sent away in the meantime.
-        if table.expects(push, block) and table.arrive(push, block, part):
-            if self._lead is not None:
-                self._lead.whole(model, push)
-            elif self._chief is not None:
-                self._chief.send(pack(Whole(model, *push)))
+        if not table.expects(push, block):
+            return
+        missing, last = table.arrive(push, block, part), max(1, len(table.blocks) // _LAST_PART)
+        if missing == min(last, len(table.blocks) - 1):
+            self._tell_lead(Nearly(model, *push))
+        if missing == 0:
+            self._tell_lead(Whole(model, *push))
 
     def fetch(self, guest: Guest, message: Fetch) -> None:
         """A worker wants the optimizer's state, as it is now."""
@@ -400,8 +406,8 @@ class Shard:
                 self._saved(number, well, cost_s)
             case Filled(model=model):
                 lead.filled(model)
-            case Whole(model=model, worker=worker, clock=clock):
-                lead.whole(model, (worker, clock))
+            case Nearly() | Whole():
+                self._tell_lead(message)
 
     def lose(self, guest: Guest, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
@@ -527,6 +533,17 @@ class Shard:
         to_give, self._to_give = self._to_give, []
         for guest, message, values in to_give:
             guest.say(message, bytes_of(values))
+
+    def _tell_lead(self, message: Nearly | Whole) -> None:
+        """How far a contribution has arrived."""
+        push = (message.worker, message.clock)
+        if self._lead is None:
+            if self._chief is not None:
+                self._chief.send(pack(message))
+        elif isinstance(message, Whole):
+            self._lead.whole(message.model, push)
+        else:
+            self._lead.nearly(message.model, push)
 
     def _on_filled(self, model: int) -> None:
         if self._lead is not None:

@@ -131,11 +131,11 @@ class Table:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
         return self._ledger.is_past(push)
 
-    def arrive(self, push: Push, block: int, part: torch.Tensor) -> bool:
-        """A block of a contribution is here; whether the contribution is now whole."""
-        whole = self._ledger.arrive(push, block, part)
+    def arrive(self, push: Push, block: int, part: torch.Tensor) -> int:
+        """A block of a contribution is here; returns how many are still to come."""
+        missing = self._ledger.arrive(push, block, part)
         self._perform(block)
-        return whole
+        return missing
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out a decision; returns what was lost by it."""
