@@ -36,6 +36,7 @@ _PROBE_S = 0.4
 _PATIENCE_S = 3.0
 _CHUNK = 1 << 20
 _FEW_FILES = 1024
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SLOW_GBPS = 1.0
 _SIOCGIFADDR = 0x8915
 _OLDEST_TORCH = (2, 9)
@@ -81,6 +82,7 @@ def examine() -> Iterator[Finding]:
     yield check_gloo(os.environ, addresses, resolve_hostname)
     yield check_loopback(measure_loopback_gbps)
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_slow_start(_SLOW_START)
     yield check_shared_memory(Path("/dev/shm"))
     yield from check_packages(importlib.util.find_spec)
     yield check_lab(os.geteuid(), build_one_link)
@@ -235,6 +237,14 @@ def check_files(limit: int) -> Finding:
         reason = "Gloo opens sockets to every other worker, for each model"
         return Finding("open files", str(limit), "note", reason, "ulimit -n 4096")
     return Finding("open files", str(limit) if limit < 1 << 40 else "no limit")
+
+
+def check_slow_start(path: Path) -> Finding:
+    """Links rest while a worker computes; then the kernel forgets how fast they are."""
+    if path.exists() and path.read_text().strip() != "0":
+        reason = "after each computation a link starts slowly again: several round trips until it is as fast as before"
+        return Finding("tcp", "slow start after idle", "note", reason, "sysctl -w net.ipv4.tcp_slow_start_after_idle=0")
+    return Finding("tcp", "no slow start after idle")
 
 
 def check_shared_memory(path: Path) -> Finding:
