@@ -34,7 +34,7 @@ def hardware() -> dict[str, str | int]:
         "machine": platform.machine(),
         "kernel": platform.release(),
         "congestion_control": CONGESTION_CONTROL,
-        "slow_start_after_idle": False,
+        "slow_start_after_idle": 0,
     }
 
 
