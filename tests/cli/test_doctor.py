@@ -65,6 +65,11 @@ def test_loopback_that_is_slow_or_broken() -> None:
 def test_few_files_and_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_files(256).level == "note"
     assert doctor.check_files(65536).level == "ok"
+    assert doctor.check_slow_start(tmp_path / "not linux").level == "ok"
+    setting = tmp_path / "tcp_slow_start_after_idle"
+    for value, level in (("0\n", "ok"), ("1\n", "note")):
+        setting.write_text(value)
+        assert doctor.check_slow_start(setting).level == level
     assert doctor.check_shared_memory(tmp_path / "none").level == "note"
 
     class Usage:

@@ -1,0 +1,58 @@
+"""The optimizer's state, out of the server and back into it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.fabric.server.messages.fields import Count, Dtype, Model
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Send the optimizer's state in all blocks of a model that are here."""
+
+    model: Model
+    number: Count
+
+
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """A part of the optimizer's state; the body is its elements.
+
+    Args:
+        number: of the `Fetch`.
+        name: of the parameter, as an index into `Details.names`.
+        single: whether it is one number for all elements, such as a count of steps.
+    """
+
+    model: Model
+    number: Count
+    block: Count
+    name: Count
+    key: Annotated[str, msgspec.Meta(max_length=64)]
+    dtype: Dtype
+    single: bool
+
+
+class Put(msgspec.Struct, tag=True, frozen=True):
+    """Take over a part of the optimizer's state; or, without a key, the values of the whole block."""
+
+    model: Model
+    block: Count
+    name: Count = 0
+    key: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    dtype: Dtype = ""
+    single: bool = False
+
+
+class PutAll(msgspec.Struct, tag=True, frozen=True):
+    """Everything was put."""
+
+    model: Model
+    number: Count
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A `Fetch` or a `PutAll` is done."""
+
+    number: Count

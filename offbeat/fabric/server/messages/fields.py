@@ -1,0 +1,13 @@
+"""Types of fields, with their bounds: nothing that comes from the network is taken without."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Model = Annotated[int, msgspec.Meta(ge=0, lt=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
+Digest = Annotated[str, msgspec.Meta(max_length=64)]
+Dtype = Annotated[str, msgspec.Meta(max_length=16)]

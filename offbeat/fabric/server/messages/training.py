@@ -1,0 +1,241 @@
+"""Between workers and shards, while training: from opening a model to a word for people."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.fabric.server.deals import Used
+from offbeat.fabric.server.messages.fields import Count, Digest, Dtype, Model, Text
+from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
+
+
+class PieceOf(msgspec.Struct, frozen=True, array_like=True):
+    """`offbeat.fabric.server.blocks.Piece` on the wire; `name` is an index into `Details.names`."""
+
+    name: Annotated[int, msgspec.Meta(ge=0)]
+    start: Count
+    numel: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
+class BlockOf(msgspec.Struct, frozen=True, array_like=True):
+    """`offbeat.fabric.server.blocks.Block` on the wire."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    dtype: Dtype
+    pieces: Annotated[tuple[PieceOf, ...], msgspec.Meta(min_length=1, max_length=1 << 20)]
+
+
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """A worker wants to train a model; the body is its `Details`, which may be long.
+
+    Args:
+        entry: how often this worker has come to the job, itself included.
+    """
+
+    model: Model
+    entry: Count = 0
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """A question that all were asked, and its answer."""
+
+    number: Count
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
+    workers: Count
+
+
+class Back(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says that took part before.
+
+    Args:
+        life: of the server, as it last was here.
+        clock: number of the contribution it computes, or holds.
+        version: of the parameters it has.
+        holds: it has a contribution, which was not acknowledged.
+        waits: it does not compute, so its parameters may be overwritten.
+        weight: samples of its last contribution; None before the first.
+        done: contributions that were acknowledged, and are in no snapshot that it knows of: number and samples.
+        answered: the last questions it has the answers of.
+    """
+
+    life: Count
+    clock: Count
+    version: Count
+    holds: bool
+    waits: bool
+    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] | None = None
+    done: Annotated[tuple[tuple[Count, float], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
+
+
+class Details(msgspec.Struct, frozen=True):
+    """What a worker says about its model.
+
+    Args:
+        world: how many workers the job begins with.
+        shards: how many there are.
+        holders: over how many of them the model is dealt; a small one has fewer blocks than there are shards.
+        plan: as TOML.
+        layout: digest of the model's parameters and of how they are cut.
+        names: of all its parameters.
+        blocks: those that this shard holds.
+        back: if the worker took part before.
+    """
+
+    world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    shards: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    holders: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    plan: Text
+    layout: Digest
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1 << 20)]
+    blocks: Annotated[tuple[BlockOf, ...], msgspec.Meta(max_length=1 << 20)]
+    optimizer: OptimizerSpec
+    back: Back | None = None
+
+
+class Opened(msgspec.Struct, tag=True, frozen=True):
+    """The worker is taken in.
+
+    Args:
+        wants_values: send `Fill` for each block of this shard.
+        life: of the server.
+        survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
+        later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
+    """
+
+    model: Model
+    wants_values: bool
+    life: Count = 0
+    survives: bool = False
+    later: bool = False
+
+
+class Fill(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    block: Count
+
+
+class About(msgspec.Struct, frozen=True):
+    """What is to be known about a contribution.
+
+    Args:
+        weight: samples it was computed from.
+        hyper: the optimizer's hyper-parameters, by group.
+        unused: parameters without a gradient, as indices into `Details.names`.
+        change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
+            optimizer, which is empty for a plain average.
+    """
+
+    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+    hyper: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
+    unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    used: Used = ()
+    change: bool = False
+
+
+class Announce(msgspec.Struct, tag=True, frozen=True):
+    """A contribution has been computed."""
+
+    model: Model
+    clock: Count
+    about: About
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    clock: Count
+
+
+class Part(msgspec.Struct, tag=True, frozen=True):
+    """One block of a contribution; the body has elements of `dtype`."""
+
+    model: Model
+    clock: Count
+    block: Count
+    dtype: Dtype
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """Released for `step`.
+
+    Args:
+        staleness: updates between what the contribution was computed on and its own.
+        values: whether the parameters follow.
+        counted: whether the contribution is in an update; False if it was dropped, or there was none.
+        again: announce the contribution that you hold once more, under the number `step`.
+        waits: whether the worker waits until it is granted to push what it computes; else it pushes at once.
+    """
+
+    model: Model
+    step: Count
+    version: Count
+    staleness: Count
+    values: bool = True
+    counted: bool = False
+    again: bool = False
+    waits: bool = True
+
+
+class Values(msgspec.Struct, tag=True, frozen=True):
+    """One block of the parameters for `step`."""
+
+    model: Model
+    step: Count
+    block: Count
+    version: Count
+
+
+class Pulled(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    step: Count
+
+
+class Evicted(msgspec.Struct, tag=True, frozen=True):
+    """The job goes on without this worker."""
+
+    model: Model
+    reason: Text
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A question all workers ask together: the sums of their `numbers`. Who asks holds nobody up until it is answered.
+
+    Args:
+        refresh: give everybody the newest parameters with the answer; else only who missed an update meanwhile.
+    """
+
+    number: Count
+    question: Name
+    refresh: bool = False
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """`workers`: how many were asked; `disagreement`: what others ask instead, or ""."""
+
+    number: Count
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
+    workers: Count
+    disagreement: Text = ""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """`disagrees`: it differs from what the other workers say."""
+
+    reason: Text
+    disagrees: bool = False
+
+
+class Safe(msgspec.Struct, tag=True, frozen=True):
+    """The worker's contributions before number `clock` are in a snapshot of every shard."""
+
+    model: Model
+    clock: Count
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """Something that people should know."""
+
+    text: Text
