@@ -12,6 +12,7 @@
 * `table` - one model's blocks at one shard
 * `coordinator` - asks the policy, and keeps count
 * `lead` - what the first shard does beside: it tells all shards and workers what was decided
+* `model` - what the lead knows about one model; `questions` - what all workers are asked beside the data
 * `shard` - one shard at work; `guest` - who is connected to it
 * `client` - a worker's end; `place` - one model there; `exchange` - what the training thread waits for
 * `transfers` - what it fetches and puts for checkpoints

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from offbeat.errors import PeerError, PlanError
-from offbeat.fabric.server.coordinator import Coordinator, Record
+from offbeat.fabric.server.coordinator import Coordinator
 from offbeat.fabric.server.dealer import Dealer
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
 from offbeat.fabric.server.messages import (
     Admit,
-    Answer,
-    Answered,
     Applied,
     Dropped,
     Evicted,
@@ -27,18 +24,19 @@ from offbeat.fabric.server.messages import (
     Released,
     Told,
 )
+from offbeat.fabric.server.model import Model, revived
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
-from offbeat.fabric.server.resume import Losses, Verdict, judge
-from offbeat.fabric.server.snapshot import Progress
-from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.fabric.server.questions import Questions
+from offbeat.fabric.server.resume import Verdict, judge
+from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from offbeat.fabric.server.ledger import Loss
-    from offbeat.fabric.server.messages import About, Announce, Ask, Back, Decision, Details, Scene, ToWorker
-    from offbeat.fabric.server.optimizers import OptimizerSpec
+    from offbeat.fabric.server.messages import Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.snapshot import Progress
     from offbeat.pacing import BatchTuning, Lease, Over
     from offbeat.sync import Action, Member, Policy, Push
 
@@ -58,43 +56,6 @@ class Parts(Protocol):
 
 
 _log = logging.getLogger("offbeat")
-_REMEMBERED = 64  # answers
-
-
-@dataclass
-class Model:
-    """What the lead knows about one model."""
-
-    coordinator: Coordinator
-    optimizer: OptimizerSpec
-    to_fill: int  # shards that have not got their first values
-    holders: int  # shards that hold blocks of it
-    announced: dict[Push, About] = field(default_factory=dict)
-    clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
-    latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
-    nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
-    whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
-    granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
-    at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
-    joining: set[int] = field(default_factory=set)  # workers that have not got their first values
-    left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
-    arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
-    timer: asyncio.TimerHandle | None = None
-    applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
-    lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
-    losses: Losses | None = None  # if it goes on from a snapshot
-    note: str = ""  # what happened to the server
-
-    def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
-        """Whether the worker is to wait for its grant with contribution `clock`; noted down.
-
-        Who is given no values has heard from no other shard, which may not know yet that it takes part.
-        """
-        if self.coordinator.policy.gated or not values:
-            self.at_once.pop(worker, None)
-            return True
-        self.at_once[worker] = clock
-        return False
 
 
 class Lead:
@@ -121,10 +82,8 @@ class Lead:
         self.models: dict[int, Model] = {}
         self._entries: dict[int, int] = {}  # by worker
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
-        self._answered: dict[int, Answered] = {}  # the last questions, by number
         self._workers: set[int] = set()  # that are connected
-        self._asked: dict[int, dict[int, Ask]] = {}
-        self._answers: dict[int, Answer] = {}  # by worker, until it has the parameters that go with it
+        self._questions = Questions()
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -322,9 +281,7 @@ class Lead:
         Raises:
             PeerError: if it still waits for an answer.
         """
-        if worker in self._answers or any(worker in asked for asked in self._asked.values()):
-            raise PeerError(f"Rank {worker} asks {message.question!r} before its last question is answered.")
-        self._asked.setdefault(message.number, {})[worker] = message
+        self._questions.ask(worker, message)
         for model, one in self.models.items():
             if one.coordinator.started and worker in one.coordinator.state.members:
                 self._step_out(model, worker)
@@ -339,11 +296,9 @@ class Lead:
                 self._remove(model, worker)
                 self._carry_out(model, one.coordinator.leave(worker))
                 self._step_out_who_asked(model)
-        self._answers.pop(worker, None)
+        self._questions.leave(worker)
         for one in self.models.values():
             one.left_at.pop(worker, None)
-        for asked in self._asked.values():
-            asked.pop(worker, None)
         self._answer()
 
     # -- going on from a snapshot --------------------------------------------------------------------------------
@@ -351,18 +306,9 @@ class Lead:
     def restore(self, model: int, details: Details, version: int, progress: Progress) -> None:
         """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`."""
         now_s = asyncio.get_running_loop().time
-        coordinator = Coordinator(self._read_plan(details.plan).sync, len(progress.present), now_s)
-        coordinator.state = State(past=dict(progress.next), version=version)
-        for worker, (applied, dropped, lost, samples) in progress.records.items():
-            coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
         if progress.data:
             self._dealer.restore(progress.data)
-        losses = Losses(version)
-        for worker, _, samples in progress.orphans:
-            losses.add(worker, [samples])
-        self.models[model] = Model(
-            coordinator, details.optimizer, 0, details.holders, losses=losses, note=progress.note
-        )
+        self.models[model] = revived(self._read_plan(details.plan).sync, details, version, progress, now_s)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
@@ -375,20 +321,8 @@ class Lead:
 
     def progress(self, model: int) -> Progress:
         """How far the workers are, for a snapshot of what was decided so far."""
-        one = self.models[model]
-        state = one.coordinator.state
-        following = dict(state.past)
-        for worker, member in state.members.items():
-            is_decided = member.held and (worker, member.step) not in state.pending
-            following[worker] = member.step + is_decided
-        return Progress(
-            next=following,
-            present=tuple(sorted({*state.members, *state.away})),
-            orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
-            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in one.coordinator.records.items()},
-            note=one.note,
-            data=self._dealer.to_plain() if model == min(self.models) else {},
-        )
+        data = self._dealer.to_plain() if model == min(self.models) else {}
+        return self.models[model].progress(data)
 
     @property
     def version(self) -> int:
@@ -402,22 +336,11 @@ class Lead:
 
     def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> None:
         """A worker that took part before: book what became of its contributions."""
-        for answered in back.answered:
-            if answered.number not in self._answered:
-                self._remember(answered)
-        if back.life != self.life and one.losses is not None:
-            one.losses.book(worker, back, decided)
-            record = one.coordinator.records.setdefault(worker, Record())
-            record.lost += sum(clock >= decided for clock, _ in back.done)
-            late = Losses(one.losses.version)
-            late.book(worker, back, decided)
-            if one.coordinator.started and late.by:
-                self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
+        self._questions.remember(back.answered)
+        if back.life != self.life and (late := one.book_losses(worker, back, decided)):
+            self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
-            used = one.applied.get(worker) == back.clock
-            if not used and one.lost.get(worker) != back.clock:
-                one.coordinator.records.setdefault(worker, Record()).dropped += 1
-            fate = "had been used" if used else "is outdated, and is not used"
+            fate = "had been used" if one.book_held(worker, back.clock) else "is outdated, and is not used"
             _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
         else:
             _log.warning("Rank %d is back.", worker)
@@ -506,7 +429,7 @@ class Lead:
         loss = self._decide(Gone(model, worker))
         if loss is not None:
             one.lost[worker] = loss.push[1]
-            one.coordinator.records.setdefault(worker, Record()).lost += 1
+            one.record(worker).lost += 1
         one.granted = {push for push in one.granted if push[0] != worker}
         one.at_once.pop(worker, None)
         one.joining.discard(worker)
@@ -539,23 +462,8 @@ class Lead:
         """Answer what all have asked, once all take part again."""
         if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
             return  # not everyone is back
-        for number, asked in list(self._asked.items()):
-            if asked and (self._answered and number <= max(self._answered)):
-                self._answer_as_before(number, self._asked.pop(number))
-                continue
-            if not asked or self._workers - set(asked):
-                continue
-            del self._asked[number]
-            questions = {ask.question for ask in asked.values()}
-            width = max(len(ask.numbers) for ask in asked.values())
-            sums = tuple(
-                sum(ask.numbers[i] if i < len(ask.numbers) else 0.0 for _, ask in sorted(asked.items()))
-                for i in range(width)
-            )
-            disagreement = "" if len(questions) == 1 else ", ".join(sorted(questions))
-            self._remember(Answered(number, sums, len(asked)))
+        for asked in self._questions.settle(self._workers):
             for worker, ask in sorted(asked.items()):
-                self._answers[worker] = Answer(number, sums, len(asked), disagreement)
                 self._step_in(worker, refresh=ask.refresh)
             self._answer_those_who_are_ready()
 
@@ -569,22 +477,6 @@ class Lead:
             self._carry_out(model, actions)
             self._welcome(model, worker, refresh or version != one.coordinator.state.version)
 
-    def _answer_as_before(self, number: int, asked: Mapping[int, Ask]) -> None:
-        """The others were answered without these workers, or before the server was restarted."""
-        known = self._answered.get(number)
-        for worker, ask in sorted(asked.items()):
-            if known is None:
-                self._answers[worker] = Answer(number, (), 0, f"{ask.question} (long after the others did)")
-            else:
-                self._answers[worker] = Answer(number, known.numbers, known.workers)
-            self._step_in(worker, refresh=ask.refresh)
-        self._answer_those_who_are_ready()
-
-    def _remember(self, answered: Answered) -> None:
-        self._answered[answered.number] = answered
-        if len(self._answered) > _REMEMBERED:
-            del self._answered[min(self._answered)]
-
     def _step_out(self, model: int, worker: int) -> None:
         one = self.models[model]
         one.left_at[worker] = one.coordinator.state.version
@@ -594,13 +486,16 @@ class Lead:
     def _step_out_who_asked(self, model: int) -> None:
         """Those who asked before it was decided for the first time wait for the others, not the others for them."""
         one = self.models[model]
-        for worker in sorted({worker for asked in self._asked.values() for worker in asked}):
+        for worker in sorted(self._questions.askers):
             if one.coordinator.started and worker in one.coordinator.state.members:
                 self._step_out(model, worker)
 
     def _answer_those_who_are_ready(self) -> None:
-        for worker in [w for w in self._answers if all(w not in one.joining for one in self.models.values())]:
-            self._say(worker, self._answers.pop(worker))
+        def has_parameters(worker: int) -> bool:
+            return all(worker not in one.joining for one in self.models.values())
+
+        for worker, answer in self._questions.take_ready(has_parameters):
+            self._say(worker, answer)
 
     def _model(self, model: int, worker: int | None = None) -> Model:
         one = self.models.get(model)

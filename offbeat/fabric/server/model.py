@@ -1,0 +1,115 @@
+"""What the lead knows about one model beside the policy's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offbeat.fabric.server.coordinator import Coordinator, Record
+from offbeat.fabric.server.resume import Losses
+from offbeat.fabric.server.snapshot import Progress
+from offbeat.sync import State
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from offbeat.fabric.server.messages import About, Back, Details
+    from offbeat.fabric.server.optimizers import OptimizerSpec
+    from offbeat.sync import Policy, Push
+
+
+@dataclass
+class Model:
+    """A model that is trained; contributions are known by worker and number."""
+
+    coordinator: Coordinator
+    optimizer: OptimizerSpec
+    to_fill: int  # shards that have not got their first values
+    holders: int  # shards that hold blocks of it
+    announced: dict[Push, About] = field(default_factory=dict)
+    clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
+    latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
+    nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
+    whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
+    granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
+    at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
+    joining: set[int] = field(default_factory=set)  # workers that have not got their first values
+    left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
+    arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
+    timer: asyncio.TimerHandle | None = None
+    applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
+    lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
+    losses: Losses | None = None  # if it goes on from a snapshot
+    note: str = ""  # what happened to the server
+
+    def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
+        """Whether the worker is to wait for its grant with contribution `clock`; noted down.
+
+        Who is given no values has heard from no other shard, which may not know yet that it takes part.
+        """
+        if self.coordinator.policy.gated or not values:
+            self.at_once.pop(worker, None)
+            return True
+        self.at_once[worker] = clock
+        return False
+
+    def progress(self, data: dict[str, Any]) -> Progress:
+        """How far the workers are, for a snapshot of what was decided so far.
+
+        Args:
+            data: where the data is.
+        """
+        state = self.coordinator.state
+        following = dict(state.past)
+        for worker, member in state.members.items():
+            is_decided = member.held and (worker, member.step) not in state.pending
+            following[worker] = member.step + is_decided
+        return Progress(
+            next=following,
+            present=tuple(sorted({*state.members, *state.away})),
+            orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
+            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.coordinator.records.items()},
+            note=self.note,
+            data=data,
+        )
+
+    def book_losses(self, worker: int, back: Back, decided: int) -> Losses | None:
+        """Book what a worker of an earlier life had brought and the snapshot has not.
+
+        Args:
+            decided: its contributions before that number are in the snapshot, or dropped.
+
+        Returns:
+            What is to be told, if the others' losses have been told already.
+        """
+        if self.losses is None:
+            return None
+        self.losses.book(worker, back, decided)
+        self.record(worker).lost += sum(clock >= decided for clock, _ in back.done)
+        late = Losses(self.losses.version)
+        late.book(worker, back, decided)
+        return late if self.coordinator.started and late.by else None
+
+    def book_held(self, worker: int, clock: int) -> bool:
+        """Book the contribution that a worker had announced when it was lost; returns whether it had been used."""
+        used = self.applied.get(worker) == clock
+        if not used and self.lost.get(worker) != clock:
+            self.record(worker).dropped += 1
+        return used
+
+    def record(self, worker: int) -> Record:
+        """What is counted of a worker, also of one that has gone."""
+        return self.coordinator.records.setdefault(worker, Record())
+
+
+def revived(policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float]) -> Model:
+    """The model of a snapshot, without workers yet."""
+    coordinator = Coordinator(policy, len(progress.present), now_s)
+    coordinator.state = State(past=dict(progress.next), version=version)
+    for worker, (applied, dropped, lost, samples) in progress.records.items():
+        coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
+    losses = Losses(version)
+    for worker, _, samples in progress.orphans:
+        losses.add(worker, [samples])
+    return Model(coordinator, details.optimizer, 0, details.holders, losses=losses, note=progress.note)
