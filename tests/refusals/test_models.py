@@ -1,0 +1,164 @@
+"""Models that differ from the others', or cannot be held."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+import offbeat
+from offbeat.fabric.server.messages import (
+    Fill,
+    Open,
+    Opened,
+    PieceOf,
+    Refused,
+    pack,
+)
+from offbeat.fabric.server.table import _memory_bytes
+from tests.refusals.job import (
+    BAD,
+    OTHER_PLAN,
+    PLAN,
+    Heard,
+    Job,
+    block,
+    details,
+    in_log,
+    own_address,
+    told,
+    wait_for,
+)
+
+
+def opened(job: Job, rank: int = BAD, **changes: Any) -> tuple[Any, str, str]:
+    """What a worker with other details is told: the message, what ends the link, and its address."""
+    heard = Heard()
+    link = job.dial(lambda link: heard, rank)
+    address = own_address(link)
+    job.loop.call(link.send, pack(Open(0)), pack(details(**changes)))
+    assert heard.over.wait(10)
+    return heard.messages, str(heard.error), address
+
+
+def test_another_layout(job: Job) -> None:
+    other = "0123456789abcdef"
+    messages, said, address = opened(job, layout=other)
+    says = (
+        f"Cannot take in rank 0: its layout is {other!r}, that of the job here is {details().layout!r}. Start every "
+        "worker with the same plan and the same model."
+    )
+    assert messages == [Refused(says, disagrees=True)]
+    assert says.removesuffix(".") in said
+    in_log(job, address, says.removesuffix("."))
+    job.goes_on()
+
+
+def test_another_plan(job: Job) -> None:
+    """Both are named by their digests, which `offbeat plan show` prints."""
+    messages, _, address = opened(job, plan=OTHER_PLAN)
+    theirs, ours = (offbeat.Plan.from_toml(text).digest for text in (OTHER_PLAN, PLAN))
+    (refused,) = messages
+    assert refused.disagrees
+    assert f"its plan is {theirs!r}, that of the job here is {ours!r}" in refused.reason
+    in_log(job, address, theirs)
+    job.goes_on()
+
+
+DETAILS: dict[str, tuple[dict[str, Any], str]] = {
+    "another world": ({"world": 5}, "its number of workers is '5', that of the job here is '2'"),
+    "other shards": ({"shards": 3}, "its number of shards is '3', that of the job here is '1'"),
+}
+
+
+@pytest.mark.parametrize("name", DETAILS)
+def test_other_details(job: Job, name: str) -> None:
+    changes, says = DETAILS[name]
+    _, said, address = opened(job, **changes)
+    assert says in said
+    in_log(job, address, says)
+    job.goes_on()
+
+
+def test_a_rank_that_is_here(job: Job) -> None:
+    _, said, address = opened(job, rank=1)
+    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
+    in_log(job, address, "Cannot take in rank 1")
+    job.goes_on()
+
+
+SGD = {"kind": "SGD", "groups": ({"lr": 0.1},), "members": (("b",),)}
+FIRST: dict[str, tuple[dict[str, Any], str]] = {
+    "no plan": ({"plan": "p"}, "Cannot coordinate by this worker's plan"),
+    "no policy": ({"plan": "[sync]\nkind = 'SPS'\n"}, "Unknown sync 'SPS' (did you mean 'SSP'?)"),
+    "a type of parameters": ({"blocks": (block(0, "int8"),)}, "Cannot hold parameters of type 'int8' at a server"),
+    "a block twice": ({"blocks": (block(), block())}, "Cannot hold 2 blocks: 1 come twice"),
+    "a large block": (
+        {"blocks": (block(0, "float32", PieceOf(0, 0, 1 << 30)),)},
+        "Cannot hold a block of 4294967296 b",
+    ),
+    "more than there is memory": (
+        {
+            "blocks": tuple(
+                block(i, "float64", PieceOf(0, 0, 1 << 21)) for i in range(_memory_bytes() // (16 << 20) + 1)
+            )
+        },
+        " bytes: this server's machine has ",
+    ),
+    "a piece twice": ({"blocks": (block(0, "float32", PieceOf(0, 0, 4), PieceOf(0, 4, 4)),)}, "has two pieces in it"),
+    "a piece of nothing": ({"blocks": (block(0, "float32", PieceOf(9, 0, 4)),)}, "a piece belongs to no parameter"),
+    "LBFGS": ({"optimizer": {**SGD, "kind": "LBFGS"}}, "Cannot hold an optimizer 'LBFGS'"),
+    "code": ({"optimizer": {**SGD, "kind": "os.system"}}, "Cannot hold an optimizer 'os.system'"),
+    "a negative learning rate": (
+        {"optimizer": {**SGD, "groups": ({"lr": -1.0},)}},
+        "Cannot make SGD from these hyper-param",
+    ),
+    "a learning rate that is none": (
+        {"optimizer": {**SGD, "groups": ({"lr": None},)}},
+        "Cannot make SGD from these hyper-parameters",
+    ),
+    "a rate that divides by zero": (
+        {"optimizer": {**SGD, "kind": "Adam", "groups": ({"betas": (1.0, 0.9)},)}},
+        "Cannot make Adam from these hyper-parameters: Invalid beta parameter at index 0: 1.0",
+    ),
+    "a group without members": ({"optimizer": {**SGD, "members": ()}}, "Cannot hold an optimizer 'SGD'"),
+}
+
+
+def test_the_first_that_comes_may_be_wrong(server: Job) -> None:
+    """Nothing of it stays: the job that it is refused for begins with the next."""
+    known = {
+        "world": 2,
+        "shards": 1,
+        "holders": 1,
+        "plan": PLAN,
+        "layout": "d",
+        "names": ("b",),
+        "blocks": (block(),),
+        "optimizer": SGD,
+    }
+    for name, (changes, says) in FIRST.items():
+        said, address = told(server, (Open(0), msgspec.msgpack.encode({**known, **changes})))
+        assert says in said, name
+        assert len(said.splitlines()) == 1
+        in_log(server, address, says[:40])
+    server.begin()
+    server.goes_on()
+
+
+def test_the_first_that_comes_may_leave_before_it_has_sent_its_parameters(server: Job) -> None:
+    """One of those that wait for them sends its own instead, and nothing is left of the first one's."""
+    heard = Heard()
+    link = server.dial(lambda link: heard, BAD)
+    server.loop.call(link.send, pack(Open(0)), pack(details(world=3)))
+    server.loop.call(link.send, pack(Fill(0, 0)), bytes(56))
+    wait_for(lambda: any(isinstance(m, Opened) and m.wants_values for m in heard.messages), "no values are wanted")
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(server.begin, 3)
+        wait_for(lambda: len(server.clients) == 2 and all(c._places for c in server.clients), "the others do not come")
+        server.loop.call(link.abort)
+        beginning.result(20)
+    server.goes_on()
+    assert "Rank 0 is gone: Lost the link of rank 0 with 127.0.0.1:" in server.log()

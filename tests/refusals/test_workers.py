@@ -1,0 +1,154 @@
+"""A worker that goes mad in the middle of training."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from offbeat.fabric.server.messages import (
+    Ask,
+    Fill,
+    Go,
+    Look,
+    Open,
+    Pulled,
+    pack,
+)
+from tests.refusals.job import (
+    BAD,
+    HYPER,
+    Heard,
+    Job,
+    announce,
+    details,
+    in_log,
+    join,
+    own_address,
+    part,
+    wait_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
+    "a future push": (
+        lambda n: [(announce(n), b""), (part(n + 2), bytes(56))],
+        "contribution {n+2} of rank 0: what is left of number {n} is next",
+    ),
+    "an ancient push": (
+        lambda n: [(part(n - 2), bytes(56))],
+        "contribution {n-2} of rank 0: what is left of number {n} is",
+    ),
+    "a push not granted": (lambda n: [(part(n), bytes(56))], "contribution {n} of rank 0: it has not been granted"),
+    "a future contribution": (lambda n: [(announce(n + 9), b"")], "contribution {n+9} of rank 0: it is computing, and"),
+    "an ancient contribution": (
+        lambda n: [(announce(0), b"")],
+        "contribution 0 of rank 0: it is computing, and number {n}",
+    ),
+    "a contribution twice": (
+        lambda n: [(announce(n), b""), (announce(n), b"")],
+        "Cannot take contribution {n} of rank 0: it is pushing, and number {n} is next",
+    ),
+    "a wrong dtype": (
+        lambda n: [(announce(n), b""), (part(n, dtype="int64"), bytes(56))],
+        "Cannot take a gradient of type 'int64' from rank 0",
+    ),
+    "another dtype than it has": (
+        lambda n: [(announce(n), b""), (part(n, dtype="float64"), bytes(56))],
+        "Cannot take 56 bytes as block 0: it has 112",
+    ),
+    "a wrong shape": (
+        lambda n: [(announce(n), b""), (part(n), bytes(52))],
+        "Cannot take 52 bytes as block 0: it has 56",
+    ),
+    "a wrong block": (
+        lambda n: [(announce(n), b""), (part(n, 99), bytes(56))],
+        "Block 99 of model 0 is not held here",
+    ),
+    "a block twice": (
+        lambda n: [(announce(n), b""), *2 * [(part(n), bytes(56))]],
+        "block 0 of contribution {n} of rank 0: what is left of number {n} is next",
+    ),
+    "a block without a body": (
+        lambda n: [(announce(n), b""), (part(n), b"")],
+        "Rank 0 sends block 0 without a body",
+    ),
+    "too few groups": (
+        lambda n: [(announce(n, hyper=()), b"")],
+        "Cannot take hyper-parameters of 0 groups: the optimizer has 1",
+    ),
+    "another flag": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "nesterov": None},)), b"")],
+        "Cannot go on with nesterov=None in group 0 of SGD: it was False",
+    ),
+    "no number": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "lr": (1.0, 2.0)},)), b"")],
+        "Cannot go on with lr=(1.0, 2.0) in group 0 of SGD: it was 0.5",
+    ),
+    "a number out of range": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "momentum": -1.0},)), b"")],
+        "Cannot make SGD from these hyper-parameters: Invalid momentum value: -1.0",
+    ),
+    "a weight that is none": (lambda n: [(announce(n, weight=float("nan")), b"")], "Expected `float` >= 0.0"),
+    "a step it was not let go for": (
+        lambda n: [(Pulled(0, n + 9), b"")],
+        "it has pulled step {n+9}, but is at step {n}",
+    ),
+    "a model twice": (lambda n: [(Open(0), pack(details()))], "Rank 0 opens model 0 for a second time"),
+    "values again": (lambda n: [(Fill(0, 0), bytes(56))], "Rank 0 was not asked for the values of block 0"),
+    "two questions at once": (
+        lambda n: [(Ask(5, "one"), b""), (Ask(6, "two"), b"")],
+        "Rank 0 asks 'two' before its last question is answered",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAD)
+def test_a_worker_that_goes_mad(job: Job, name: str) -> None:
+    story, says = MAD[name]
+    link, heard, number = join(job)
+    says = re.sub(r"\{n([+-]\d+)?\}", lambda found: str(number + int(found[1] or 0)), says)
+    address = own_address(link)
+    for message, body in story(number):
+        job.loop.call(link.send, pack(message), body)
+    assert heard.over.wait(10), "it is not closed"
+    assert says in str(heard.error)
+    in_log(job, address, f"Rank 0 is gone: Lost the link of rank 0 with {address}: ")
+    in_log(job, address, "The others go on.")
+    job.goes_on()
+
+
+def test_hyper_parameters_that_no_optimizer_reads_do_no_harm(job: Job) -> None:
+    """Schedulers keep numbers of their own there; "params" would replace what is trained."""
+    link, heard, number = join(job)
+    strange = {**HYPER[0], "params": 3, "max_lr": 1.0, "foreach": True, "fused": True, "differentiable": True}
+    job.loop.call(link.send, pack(announce(number, hyper=(strange,))))
+    for index, one in enumerate(details().blocks):
+        ones = torch.ones(sum(piece.numel for piece in one.pieces)).numpy().tobytes()
+        job.loop.call(link.send, pack(part(number, index)), ones)
+    job.step(1)
+    wait_for(lambda: any(isinstance(m, Go) and m.step == number + 1 for m in heard.messages), "it is not let go")
+    job.loop.call(link.abort)
+    job.goes_on()
+
+
+def test_who_asks_and_does_not_listen(job: Job) -> None:
+    """Answers that nobody takes in would fill the server's memory."""
+    heard = Heard()
+    link = job.dial(lambda link: heard, BAD, role="onlooker")
+    address = own_address(link)
+
+    def ask_and_ask() -> None:
+        link.pause_reading()
+        for number in range(1000):
+            link.send(pack(Look(number)))
+
+    job.loop.call(ask_and_ask)
+    in_log(job, address, "it asks for looks that it does not take in")
+    job.loop.call(link.abort)
+    job.goes_on()
