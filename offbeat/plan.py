@@ -85,18 +85,17 @@ class Plan:
                     f"Cannot use {getattr(self, name)!r} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
+        if not self.sync.replicated and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
+            raise PlanError(
+                f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, and not all begin at the "
+                "same parameters, while a server holds one set. Use LocalSGD(...) for all workers, or a policy in "
+                "which every step contributes its gradient, such as KSync(k) - at `plan.sync`."
+            )
         if not self.sync.replicated and not self.fabric.offers.served:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker goes on at its own time, and this "
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
-            )
-        steps_alone = any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT)
-        if self.fabric.offers.served and steps_alone and not self.sync.replicated:
-            raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: with it workers step by themselves, and not all begin "
-                "at the same parameters, while this fabric's server holds one set. Use LocalSGD(...) for all workers, "
-                "or a policy in which every step contributes its gradient, such as KSync(k) - at `plan.sync`."
             )
         if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and _takes_single_turns(self.sync):
             raise PlanError(
@@ -258,11 +257,11 @@ def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
 
 
 def _nearest(word: str, known: typing.Iterable[str]) -> str:
-    """How an unknown word might have been meant: `` (did you mean 'x'?)`` or the list of what there is."""
+    """How an unknown word might have been meant: `` (did you mean 'x' or 'y'?)`` or the list of what there is."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean {close[0]!r}?)"
+    alike = {name.lower(): name for name in names}
+    if close := difflib.get_close_matches(word.lower(), alike, n=2, cutoff=0.5):
+        return f" (did you mean {' or '.join(repr(alike[name]) for name in close)}?)"
     return f" (there is {', '.join(names)})" if names else " (it takes no keys)"
 
 

@@ -158,6 +158,12 @@ class Run:
     def _connect(self, timeout: timedelta) -> Server | None:
         fabric = self.plan.fabric
         if not isinstance(fabric, ParameterServer):
+            if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
+                _log.warning(
+                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Use fabric=ParameterServer(), or "
+                    "leave out --servers and OFFBEAT_SERVERS.",
+                    addresses, fabric,
+                )  # fmt: skip
             return None
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):

@@ -21,7 +21,7 @@ from offbeat import (
     RoundRobin,
 )
 from offbeat.errors import PlanError
-from offbeat.fabric import ParameterServer
+from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.sync import OuterSGD, Policy
 
 SERVED: list[Policy] = [
@@ -150,5 +150,6 @@ def test_diff_names_what_changed() -> None:
 
 
 def test_local_steps_of_groups_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"step by themselves.*Use LocalSGD\(\.\.\.\) for all workers.*`plan.sync`"):
-        Plan(sync=Hybrid(LocalSGD(every=2), RoundRobin(), groups=2), fabric=ParameterServer())
+    for fabric in (ParameterServer(), ProcessGroup()):
+        with pytest.raises(PlanError, match=r"on any fabric.*Use LocalSGD\(\.\.\.\) for all workers.*`plan.sync`"):
+            Plan(sync=Hybrid(LocalSGD(every=2), RoundRobin(), groups=2), fabric=fabric)

@@ -63,7 +63,7 @@ def _write(path: Path, rows: list[Row], seconds: float, repeats: int) -> None:
     from offbeat.cli import speed
     from offbeat.lab import machine
 
-    here = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    here = Path("/proc/sys/net/ipv4")
     report: dict[str, Any] = {
         "format": 1,
         "name": "wire",
@@ -74,7 +74,11 @@ def _write(path: Path, rows: list[Row], seconds: float, repeats: int) -> None:
             "xxhash": importlib.metadata.version("xxhash"),
             "openssl": ssl.OPENSSL_VERSION,
         },
-        "hardware": {**machine.hardware(), "congestion_control": here.read_text().strip()},
+        "hardware": {
+            **machine.hardware(),
+            "congestion_control": (here / "tcp_congestion_control").read_text().strip(),
+            "slow_start_after_idle": int((here / "tcp_slow_start_after_idle").read_text()),
+        },
         "settings": {
             "seconds": seconds,
             "repeats": repeats,

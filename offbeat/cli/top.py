@@ -9,7 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -48,7 +48,8 @@ def top(
         typer.Option(min=0, max=65535, help="Serve the figures at /metrics on this port instead; 0 for any."),
     ] = None,
     bind: Annotated[
-        str, typer.Option(help="Address for --prometheus; whoever can reach it can read the figures.")
+        str,
+        typer.Option(help="Address for --prometheus; beyond this machine figures need certificates, on both sides."),
     ] = "127.0.0.1",
     job_name: Annotated[
         str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)
@@ -84,6 +85,7 @@ def top(
         "authority": str(authority or ""),
     }
     target = find(job, {name: value for name, value in given.items() if value})
+    tls = _tls_of(target, bind) if prometheus is not None else {}
     before = signal.signal(signal.SIGTERM, _leave)
     is_terminal = sys.stdout.isatty()
     show = _Show(json=json, is_terminal=is_terminal)
@@ -91,7 +93,7 @@ def top(
     try:
         with Onlooker(target) as onlooker:
             if prometheus is not None:
-                _serve(onlooker, show, every_s, bind, prometheus)
+                _serve(onlooker, show, every_s, bind, prometheus, tls)
             elif once or (interval is None and not is_terminal):
                 _once(onlooker, show)
             else:
@@ -190,7 +192,32 @@ def _follow(onlooker: Onlooker, show: _Show, interval_s: float) -> None:
                 show.console.print()
 
 
-def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: int) -> None:
+def _tls_of(target: Target, bind: str) -> dict[str, Any]:
+    """How figures are served at `bind`: to this machine as they are, to others by mutual TLS only.
+
+    Raises:
+        NetworkError: if there are no certificates for that.
+    """
+    try:
+        is_private = ipaddress.ip_address(bind.partition("%")[0]).is_loopback
+    except ValueError as error:
+        raise NetworkError(f"Cannot serve figures on {bind!r}: it is no IP address, such as 127.0.0.1.") from error
+    if is_private:
+        return {}
+    if not (target.certificate and target.key and target.authority):
+        raise NetworkError(
+            f"Cannot serve figures on {bind} without certificates: anybody could read them. Use a loopback address, or "
+            "give --certificate, --key and --authority; Prometheus then needs a certificate of the same authority."
+        )
+    return {
+        "certfile": target.certificate,
+        "keyfile": target.key,
+        "client_cafile": target.authority,
+        "client_auth_required": True,
+    }
+
+
+def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: int, tls: Mapping[str, Any]) -> None:
     """Serve the figures for as long as the job runs; a scrape is answered from the last look, so it asks nobody."""
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -201,14 +228,13 @@ def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: 
     registry = CollectorRegistry()  # the usual one tells of this process
     registry.register(figures)
     try:
-        server, _ = start_http_server(port, addr=bind, registry=registry)
+        server, _ = start_http_server(port, addr=bind, registry=registry, **tls)
     except OSError as error:
         raise NetworkError(f"Cannot serve figures on {bind}, port {port}: {error}. Choose another.") from error
     try:
         host, port = server.server_address[0], server.server_port
         address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-        public = "" if ipaddress.ip_address(str(host)).is_loopback else "; whoever can reach it can read them"
-        typer.echo(f"serving figures at http://{address}/metrics until the job ends, or Ctrl-C{public}")
+        typer.echo(f"serving figures at http{'s' if tls else ''}://{address}/metrics until the job ends, or Ctrl-C")
         for answered in looks:
             if answered:
                 figures.latest = (show.picture.scenes, time.time())

@@ -120,13 +120,18 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         )
     told = _told(folder / "run" / "metrics.jsonl")
     events = [note for worker in measured for note in worker.notes if worker.rank == 0]
-    events += [f"rank {record.rank}: {record.what}: {record.text}" for record in told if record.kind == "event"]
+    events += [f"rank {record.rank}: {record.what}: {_brief(record.text)}" for record in told if record.kind == "event"]
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
     link = None if watch is None else watch.between(begin_s, end_s)
     return Repeat(measured, events, buckets, staleness, link)
+
+
+def _brief(text: str) -> str:
+    """Without the stacks that a stall is told with: where the files of this machine lie is of no interest."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("    |"))
 
 
 def _told(path: Path) -> list[_Told]:
@@ -154,8 +159,8 @@ def _report(
     overhead = {}
     for job in rows:
         runs = repeats[job.row.name]
-        # Only where both send the same is the difference the system's own.
-        if runs[0].buckets and job.tolerance == tolerance:
+        # Only where both send the same, along the same ways, is the difference the system's own.
+        if runs[0].buckets and job.tolerance == tolerance and not job.served:
             pairs = zip(runs, baseline, strict=True)
             more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)

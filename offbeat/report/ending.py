@@ -187,8 +187,8 @@ def _said(culprit: Culprit) -> str:
 
 def _on_the_way(records: Sequence[Record]) -> str:
     events = [record for record in records if isinstance(record, Event)]
-    # Every worker is told the same about the server.
-    told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what == "server")]
+    # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
+    told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace"))]
     stalls = sum(event.what == "stall" for event in events)
     if stalls:
         told.insert(0, f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way.")

@@ -113,7 +113,7 @@ class Hybrid:
         if isinstance(self.outer, LocalSGD):
             raise PlanError(
                 "Cannot use LocalSGD between groups: groups that step by themselves need parameters of their own, and "
-                "a server holds one set. Use it as inner, or BSP() as outer - at `plan.sync.outer`."
+                "a server holds one set. Use LocalSGD() for all workers, or BSP() as outer - at `plan.sync.outer`."
             )
         if isinstance(self.groups, int):
             if self.groups < 1:

@@ -182,7 +182,7 @@ class RoundRobin:
         return actions
 
     def explain(self, state: State) -> str:
-        """Who paces the round, and why, in one sentence.
+        """Who paces the round, and why, in one sentence; "" as long as no worker has been measured.
 
         >>> from offbeat.sync import Member, State
         >>> quick, slow = Member(computing_s=0.8, turn_s=0.1), Member(computing_s=1.9, turn_s=0.1)
@@ -191,7 +191,7 @@ class RoundRobin:
         """
         cycles_s = _cycles_s(state)
         if not cycles_s:
-            return "Nothing paces the round yet: no worker has been measured."
+            return ""
         link_s = self._slot_s(state) * len(state.members)
         worker = max(cycles_s, key=lambda worker: (cycles_s[worker], worker))
         longest_s, middle_s = cycles_s[worker], median(cycles_s.values())
@@ -270,14 +270,6 @@ class RoundRobin:
         someone = first or any(self._is_ready(state, worker) for worker in line)
         return opens_s if someone and state.now_s < opens_s else float("inf")
 
-    def _has_turn(self, member: Member) -> bool:
-        """Whether the next one has to wait for it.
-
-        Links carry both directions at once, so the next one pushes while this one still pulls; but then it may pull
-        parameters some of which have the next update in them already.
-        """
-        return member.released_s is not None if self.strict else member.is_pushing
-
     # -- what is remembered --------------------------------------------------------------------------------------
 
     def _manned(self, rotation: Rotation, state: State) -> Rotation:
@@ -313,7 +305,12 @@ class RoundRobin:
 
     def _watched(self, rotation: Rotation, state: State) -> Rotation:
         """With what is to be noticed between turns: a slot that has become free, the end of the warm-up."""
-        free = sum(self._has_turn(member) for member in state.members.values()) < self.slots
+        members = state.members.values()
+        pushing, pulling = sum(m.is_pushing for m in members), sum(m.released_s is not None for m in members)
+        # Links carry both directions at once, so the next one pushes while this one still pulls, but not one more:
+        # where pulls take longer than pushes they would pile up. In strict order not even that, as it would pull
+        # parts of the next update.
+        free = pushing < self.slots and pulling < (self.slots if self.strict else 2 * self.slots)
         if not free:
             rotation = changed(rotation, free_since_s=None)
         elif rotation.free_since_s is None:

@@ -218,7 +218,9 @@ class Reader:
             room, begin
         )
         _check_start(start)
-        if version != VERSION or flags > 1 or kind not in _KINDS:
+        if version == VERSION and (flags > 1 or kind not in _KINDS):
+            raise PeerError(f"Cannot read from this peer: it sent a frame of kind {kind} with flags {flags}.")
+        if version != VERSION:
             raise PeerError(
                 f"Cannot read from this peer: it speaks version {version} of the protocol, this is version {VERSION}. "
                 "Run the same offbeat everywhere."

@@ -69,7 +69,7 @@ class Link:
         Raises:
             NetworkError: if the link has ended, or the frame is longer than the limits say.
         """
-        if self._closing or self.ended.done():
+        if not self.is_open:
             raise NetworkError(f"Cannot send to {self.peer}: the link has ended.")
         self._session.send(metadata, body, sent)
         self._flush_soon()
@@ -86,7 +86,7 @@ class Link:
 
         What the other side had queued may be lost. The receiver's `lost` is not called.
         """
-        if not self._closing and not self.ended.done():
+        if self.is_open:
             self._closing = True
             self._session.end(self._close_now)
             self._flush_soon()
@@ -118,6 +118,11 @@ class Link:
     @property
     def counters(self) -> Counters:
         return self._session.counters
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can be sent."""
+        return not self._closing and not self.ended.done()
 
     @property
     def connected(self) -> bool:

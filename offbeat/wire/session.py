@@ -96,7 +96,7 @@ class Limits:
     """
 
     window_bytes: int = 16 << 20
-    max_metadata_bytes: int = 64 << 10
+    max_metadata_bytes: int = 256 << 10
     max_body_bytes: int = 16 << 20
     timeout: timedelta = timedelta(seconds=5)
 

@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import ssl
 import struct
 import sys
 import termios
@@ -409,9 +410,30 @@ def test_what_prometheus_cannot_have(served: Served, tmp_path: Path, capsys: pyt
     taken = int(served.address.rpartition(":")[2])
     with pytest.raises(NetworkError, match=rf"Cannot serve figures on 127\.0\.0\.1, port {taken}: .* Choose another"):
         top(job=where, prometheus=taken)
-    threading.Timer(1.0, served.end).start()
-    top(job=where, prometheus=0, bind="0.0.0.0")
-    assert "; whoever can reach it can read them\n" in capsys.readouterr().out
+    with pytest.raises(NetworkError, match=r"on 0\.0\.0\.0 without certificates: anybody could read them\. Use"):
+        top(job=where, prometheus=0, bind="0.0.0.0")
+    with pytest.raises(NetworkError, match="'here': it is no IP address"):
+        top(job=where, prometheus=0, bind="here")
+
+
+def test_beyond_this_machine_figures_are_for_those_with_a_certificate(encrypted: Served, tmp_path: Path) -> None:
+    certificate, key, authority = (tmp_path / name for name in ("worker.pem", "worker.key", "authority.pem"))
+    tls = ("--certificate", certificate, "--key", key, "--authority", authority)
+    arguments = ("--job", encrypted.address, "--job-name", JOB, "--prometheus", 0, "--bind", "0.0.0.0", *tls)
+    with start("top", *arguments, folder=tmp_path) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"https://0\.0\.0\.0:(\d+)/metrics", said)
+        assert found, said
+        url = f"https://127.0.0.1:{found[1]}/metrics"
+        context = ssl.create_default_context(cafile=str(authority))
+        context.check_hostname = False
+        with pytest.raises(OSError, match=r"(?i)certificate|reset|closed"):
+            urllib.request.urlopen(url, timeout=10, context=context).read()
+        context.load_cert_chain(certificate, key)
+        with urllib.request.urlopen(url, timeout=10, context=context) as answer:
+            assert "offbeat_" in answer.read().decode()
+        process.terminate()
 
 
 # -- on a terminal -----------------------------------------------------------------------------------------------------

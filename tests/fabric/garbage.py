@@ -67,6 +67,10 @@ class Line:
         self.rank, self.role, self.peer, self.connected = rank, role, f"127.0.0.1:{rank}", True
         self.sent: list[tuple[Any, bytes]] = []
 
+    @property
+    def is_open(self) -> bool:
+        return self.connected
+
     def send(self, metadata: bytes, body: Any = b"", sent: Any = None) -> None:
         if not self.connected:
             raise NetworkError("it has ended")

@@ -164,7 +164,7 @@ def most_at_once(server: Server, end: type[Ending | Pushed | Pulled]) -> int:
 def test_no_more_push_at_the_same_time_than_slots(slots: int) -> None:
     server = Server(RoundRobin(slots=slots, warmup=2), jitter(sigma=0.5), 6, 0.5, 4).run(200)
     assert most_at_once(server, Ending) == slots
-    assert most_at_once(server, Pulled) > slots, "the next pushes while one still pulls: links carry both at once"
+    assert slots < most_at_once(server, Pulled) <= 2 * slots, "the next pushes while one still pulls"
 
 
 def test_the_moment_between_two_turns_is_hidden() -> None:
@@ -344,7 +344,7 @@ def test_the_order_at_the_beginning_is_by_rank() -> None:
 
 def test_it_explains_who_paces_the_round() -> None:
     policy = RoundRobin(warmup=3)
-    assert policy.explain(State()) == "Nothing paces the round yet: no worker has been measured."
+    assert policy.explain(State()) == ""
     slow = Server(policy, one_slow(), 8, 0.01, 4).run(200).state
     assert policy.explain(slow).startswith("Worker 3 paces the round: its cycle takes 1.98 s (1.96 s computing, ")
     assert "1.9 times the median of 1.02 s" in policy.explain(slow)

@@ -11,7 +11,6 @@ them again, and opens its models again, saying where it was; what becomes of it 
 from __future__ import annotations
 
 import collections
-import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -348,7 +347,7 @@ class Client:
 
     def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
-        with contextlib.suppress(NetworkError):
+        if self._links[0].is_open:
             self._links[0].send(pack(message))
 
     def lose(self, error: OffbeatError, entry: int) -> None:

@@ -69,6 +69,7 @@ class Coordinator:
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
     since_s: float = field(init=False)
+    _explained: str = ""  # when all were there last
 
     def __post_init__(self) -> None:
         self.since_s = self.now_s()
@@ -95,6 +96,7 @@ class Coordinator:
             return ()
         if not self.started:
             self.world -= 1
+        self._explained = self.explain()
         return self.tell(Left(worker, self.now_s(), returns))
 
     def start_if_all_are_here(self) -> tuple[Action, ...]:
@@ -135,8 +137,11 @@ class Coordinator:
         )
 
     def explain(self) -> str:
-        """Who paces the rounds and why, if the policy can tell."""
-        return self.policy.explain(self.state) if isinstance(self.policy, Explains) else ""
+        """Who paces the rounds and why, if the policy can tell; while some have stepped out, what it was before."""
+        if not isinstance(self.policy, Explains):
+            return ""
+        now = "" if self.state.away else self.policy.explain(self.state)
+        return now or self._explained
 
     def _seen(self, worker: int, record: Record, now_s: float) -> Seen:
         member = self.state.members.get(worker)

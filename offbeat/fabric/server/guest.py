@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Restock
 from offbeat.fabric.server.memory import bytes_of
@@ -58,7 +57,7 @@ class Guest:
 
     def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
         """Send a message; nothing if the peer is just leaving."""
-        with contextlib.suppress(NetworkError):
+        if self.link.is_open:
             self.link.send(pack(message), body)
 
     def show(self, sight: Sight, scenes: tuple[Scene, ...]) -> None:
@@ -70,7 +69,7 @@ class Guest:
         if self._unseen >= _MOST_UNSEEN:
             raise PeerError("Cannot answer this peer: it asks for looks that it does not take in.")
         self._unseen += 1
-        with contextlib.suppress(NetworkError):
+        if self.link.is_open:
             self.link.send(pack(sight), pack(scenes), self._on_seen)
 
     def _on_seen(self) -> None:

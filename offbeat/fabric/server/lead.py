@@ -397,10 +397,12 @@ class Lead:
                     if one.at_once.get(worker) != one.clocks[worker]:
                         self._say(worker, Granted(model, one.clocks[worker]))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
-                    about = tuple(one.announced.pop(push) for push in pushes)
+                    brought = [one.announced.pop(push) for push in pushes]
+                    hyper = next((about.hyper for about in brought if about.weight), brought[0].hyper)
+                    about = tuple(msgspec.structs.replace(about, hyper=()) for about in brought)
                     one.granted.difference_update(pushes)
                     one.applied.update(pushes)
-                    self._decide(Applied(model, pushes, about, rate, in_order))
+                    self._decide(Applied(model, pushes, about, hyper, rate, in_order))
                     for push in pushes:
                         self._dealer.applied(model, push)
                 case Drop(pushes=pushes):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
 from offbeat.fabric.server.guest import Chief, Guest
 from offbeat.fabric.server.keeping import Keeping, Rhythm
@@ -152,8 +152,7 @@ class Shard:
         future = asyncio.get_running_loop().create_future()
         self._saves.append(future)
         if self._chief is not None:
-            with contextlib.suppress(NetworkError):
-                self._chief.send(pack(Save()))
+            self._tell_chief(Save())
         else:
             self._is_last = True
             self._look_soon()
@@ -269,8 +268,7 @@ class Shard:
     def _written(self, number: int, well: bool, cost_s: float) -> None:
         """This shard has written a snapshot, or could not."""
         if self._chief is not None:
-            with contextlib.suppress(NetworkError):
-                self._chief.send(pack(Saved(number, well, cost_s)))
+            self._tell_chief(Saved(number, well, cost_s))
             self._end_saves(number)
         else:
             self._saved(number, well, cost_s)
@@ -538,8 +536,7 @@ class Shard:
         """How far a contribution has arrived."""
         push = (message.worker, message.clock)
         if self._lead is None:
-            if self._chief is not None:
-                self._chief.send(pack(message))
+            self._tell_chief(message)
         elif isinstance(message, Whole):
             self._lead.whole(message.model, push)
         else:
@@ -548,8 +545,13 @@ class Shard:
     def _on_filled(self, model: int) -> None:
         if self._lead is not None:
             self._lead.filled(model)
-        elif self._chief is not None:
-            self._chief.send(pack(Filled(model)))
+        else:
+            self._tell_chief(Filled(model))
+
+    def _tell_chief(self, message: FromShard) -> None:
+        """Send it to the shard that coordinates; nothing if that is just being lost."""
+        if self._chief is not None and self._chief.is_open:
+            self._chief.send(pack(message))
 
 
 def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:

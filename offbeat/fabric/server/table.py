@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.checkpoint import Portion
@@ -143,7 +145,8 @@ class Table:
         match decision:
             case Admit(worker=worker, clock=clock):
                 self._ledger.admit(worker, clock)
-            case Applied(pushes=pushes, about=about, rate=rate, in_order=in_order):
+            case Applied(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
+                about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 self._ledger.apply(Apply(pushes, rate, in_order), dict(zip(pushes, about, strict=True)))
             case Dropped(worker=worker, clock=clock, coming=coming):
                 self._ledger.drop((worker, clock), coming=coming)

@@ -8,6 +8,7 @@ import msgspec
 
 from offbeat.fabric.server.messages.fields import Count, Model
 from offbeat.fabric.server.messages.training import About
+from offbeat.fabric.server.optimizers import Hyper
 
 
 class Enlist(msgspec.Struct, tag=True, frozen=True):
@@ -100,11 +101,17 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Applied(msgspec.Struct, tag=True, frozen=True):
-    """`offbeat.sync.Apply`, with what is to be known about each contribution."""
+    """`offbeat.sync.Apply`, with what is to be known about each contribution.
+
+    Args:
+        about: each contribution, without its hyper-parameters.
+        hyper: those of the first one that has samples; they are the whole update's.
+    """
 
     model: Model
     pushes: tuple[tuple[int, int], ...]
     about: tuple[About, ...]
+    hyper: tuple[Hyper, ...]
     rate: float
     in_order: bool
 
