@@ -27,7 +27,7 @@ the scenario, the versions, the hardware and every step of every worker. Rows of
 links. Compare ratios within a file, never seconds between files.
 
 The column "x ddp" (or another row's name) is the median over the repeats of the ratio to that row's run next to it, of
-times to target where there is one, else of seconds per step, so it is not the quotient of the medians beside it. What
+times to target where there is one, else of seconds per sample, so it is not the quotient of the medians beside it. What
 [the other columns](../../docs/lab.md#what-is-measured) mean, and the limit of each row, stands with the lab.
 """
 

@@ -4,8 +4,9 @@
     change      anchor - parameters: what a worker's own steps added up to, with the sign of a gradient
     anchor     -= outer(mean of changes); parameters = anchor
 
-A worker's change weighs as many batches as it saw. In the first steps gradients are averaged, if the policy says so, by
-whoever does that in every step of other policies. How changes are averaged is another's: `all_reduced`, `at_server`.
+A worker's change weighs as many samples as it saw, or batches. In the first steps gradients are averaged, if the policy
+says so, by whoever does that in every step of other policies. How changes are averaged is another's: `all_reduced`,
+`at_server`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ types when it is written, so what is on disk can be read back.
 * `bound_s` - the physical limit for the uncompressed exchange; which one is said in `Report.bounds`, by row.
   `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
 * `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
-  target if the workload has one, else of seconds per step.
+  target if the workload has one, else of seconds per sample.
 * `bytes_sent_per_worker`, `wait_s_per_worker` - per rank, over the measured steps of one repeat; medians. Waiting is
   what a step took beyond its computation, measured alike for every system.
 """

@@ -11,7 +11,7 @@ Links, which carry a parameter server's blocks:
 * `link` - a session on real connections, one after the other
 * `tcp` - `listen` and `connect`, with an example; `door` and `dial` behind them, `greeting` between them
 * `ask` - questions and answers over a link
-* `loop` - an event loop on a thread, for a training process
+* `loop` - an event loop on a thread, for a training process; `eager` - one that looks again before it sleeps
 
 The control connection:
 

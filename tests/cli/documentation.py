@@ -61,7 +61,7 @@ def page() -> str:
 def _row(parameter: Any) -> str:
     names = ", ".join(f"`{name if name.startswith('-') else name.upper()}`" for name in parameter.opts)
     default = parameter.default
-    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool) and default != ""
     note = f" Default: {default}." if shown else ""
     return f"| {names} | {(parameter.help or '').strip()}{note} |\n"
 

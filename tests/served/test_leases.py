@@ -22,6 +22,7 @@ from offbeat.errors import DisagreementError, ModelError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
 from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from tests.served.survival import serve
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([float(index)])
 
 
-def prepared(run: offbeat.Run, *, batch: int = 4, size: int = SAMPLES, **options: Any) -> Any:
-    model = nn.Linear(1, 1)
+def prepared(run: offbeat.Run, *, batch: int = 4, size: int = SAMPLES, width: int = 0, **options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1)) if width else nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.5)
     loader = DataLoader(Numbers(size), batch_size=batch, shuffle=True, **options)
     return run.prepare(model, optimizer, loader)
@@ -136,12 +137,18 @@ def test_a_loop_that_is_left_goes_on_in_the_same_epoch(num_workers: int) -> None
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------
 
 
-def hashes(policy: Policy, seed: int) -> list[str]:
-    """The parameters after each own step; every run is jittered in its own way."""
+def hashes(policy: Policy, seed: int, folder: Path | None = None) -> list[str]:
+    """The parameters after each own step; every run is jittered in its own way.
+
+    Args:
+        folder: of a server of two shards; None for the usual one.
+    """
     chance = random.Random(f"{seed} {os.environ['RANK']}")
     told = []
+    if folder is not None:
+        serve(folder, 2)
     with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
-        model, optimizer, loader = prepared(run, batch=3)
+        model, optimizer, loader = prepared(run, batch=3, width=2000)
         for _ in range(2):
             for x in loader:
                 time.sleep(chance.uniform(0, 0.02))
@@ -152,9 +159,11 @@ def hashes(policy: Policy, seed: int) -> list[str]:
     return told
 
 
-def test_strict_turns_are_bit_identical_from_run_to_run() -> None:
+def test_strict_turns_are_bit_identical_from_run_to_run(tmp_path: Path) -> None:
+    """With seven blocks, whether one shard holds them or two."""
     strict = RoundRobin(strict=True)
-    assert run_workers(3, hashes, strict, 1) == run_workers(3, hashes, strict, 2)
+    first = run_workers(3, hashes, strict, 1)
+    assert run_workers(3, hashes, strict, 2, tmp_path) == first
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import nn
 import offbeat
 from offbeat.errors import DisagreementError, ModelError, NetworkError
 from offbeat.fabric import ParameterServer
-from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy
+from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.parity import jobs
 from tests.parity.jobs import Job, both
 from tests.workers import run_workers
@@ -71,7 +71,11 @@ def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]
         return model.weight.detach().clone().flatten(), worst
 
 
-@pytest.mark.parametrize("policy", [ASP(), SSP(2), KSync(2, late="carry")], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [ASP(), SSP(2), DSSP(1, 3), KSync(2, late="carry"), RoundRobin(), Hybrid(BSP(), ASP(), groups=((0, 1), (2,)))],
+    ids=repr,
+)
 def test_every_contribution_counts_once(policy: Policy) -> None:
     world, steps = 3, 25
     results = run_workers(world, push_known_gradients, policy, steps)
@@ -200,7 +204,11 @@ def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-@pytest.mark.parametrize("policy", [BSP(), pytest.param(ASP(), marks=pytest.mark.slow), LocalSGD(4, after=8)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [BSP(), RoundRobin(), pytest.param(ASP(), marks=pytest.mark.slow), LocalSGD(4, after=8)],
+    ids=["BSP", "RoundRobin", "ASP", "LocalSGD"],
+)
 def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
     """Also when it is rank 0, which started the server."""
     victim = 0 if number == signal.SIGKILL else 1

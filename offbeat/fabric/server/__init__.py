@@ -15,7 +15,8 @@
 * `model` - what the lead knows about one model; `questions` - what all workers are asked beside the data
 * `shard` - one shard at work; `guest` - who is connected to it
 * `client` - a worker's end; `place` - one model there; `exchange` - what the training thread waits for
-* `transfers` - what it fetches and puts for checkpoints
+* `snapshot`, `archive`, `keeping` - what is kept of a shard, where, and when; `resume` - how a job goes on from it
+* `checkpoint`, `transfers` - what it fetches and puts for checkpoints
 * `route` - its way to the shards, and back to them
 * `memory` - tensors as bytes
 """

@@ -24,7 +24,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         step: that it computes or exchanges. clock: its contributions that have arrived.
         since_s: seconds it has been in this phase.
         samples: in its last contribution.
-        computing_s, turn_s: moving averages of computing, and of a grant to the parameters being there; 0 if unknown.
+        computing_s, turn_s: moving averages of computing, and of a release to the parameters being there; 0 if unknown.
         applied, dropped, lost: its contributions.
         staleness, worst: mean and maximum of updates between what a contribution was computed on and its own.
         lead: the most steps it was ahead of another worker when it was released.
