@@ -559,6 +559,8 @@ class Run:
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:
             self._say_last_words(error)
+            if self._server is not None:
+                self._server.abort()
         elif self._server is not None:
             self._tell_pace()
             self._server.close()

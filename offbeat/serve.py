@@ -217,8 +217,16 @@ async def _live(
         settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
     )
     shard.begin_with_who_is_here_after(max(_RETURN_S, 2 * settings.timeout_s + 1))
+
+    def end_if_nobody_came() -> None:
+        # Between connecting and training a worker may prepare its data for as long as it likes.
+        if any(link.role == "worker" for link in listener.links):
+            loop.call_later(settings.patience_s, end_if_nobody_came)
+        elif not shard.was_visited:
+            ended.set()
+
     if settings.patience_s:
-        loop.call_later(settings.patience_s, lambda: None if shard.was_visited else ended.set())
+        loop.call_later(settings.patience_s, end_if_nobody_came)
     say(listener.address)
     await _first_of(ended, again, stop)
     if stop.is_set():

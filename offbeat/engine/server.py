@@ -77,6 +77,11 @@ class Server:
             return ""
         return " ".join(scene.pace for scene in look.scenes if scene.pace)
 
+    def abort(self) -> None:
+        """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
+        self.client.abort()
+        self._loop.close()
+
     def close(self) -> None:
         """Say good-bye."""
         self.client.close()

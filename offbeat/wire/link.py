@@ -216,6 +216,8 @@ class Link:
                     break
             if self._stream is stream:
                 stream.expect(min(session.missing_bytes, _WAKE_BYTES))
+        except NetworkError as error:  # of who takes in the frames, not of the connection
+            self._end(error)
         except OSError as error:
             self._break(str(error), hung_up=isinstance(error, ConnectionError))
         except PeerError as error:

@@ -30,8 +30,7 @@ Everything happens on one event loop. A training process has one in a thread:
 
 Who dials (`dial`) draws the session's name, and dials again whenever the connection is lost, for as long as the other
 side is not given up (`Limits.timeout`); who listens (`door`) keeps the session for as long, or, if who dialled hung up,
-for `Limits.grace`. How they prove who they are
-stands in `handshake`, what may break and what not in `session`.
+for `Limits.grace`. How they prove who they are stands in `handshake`, what may break and what not in `session`.
 """
 
 from __future__ import annotations

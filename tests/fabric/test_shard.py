@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.errors import PeerError
+from offbeat.errors import ModelError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
+from offbeat.fabric.server.blocks import Block, Piece
+from offbeat.fabric.server.coordinator import Coordinator
+from offbeat.fabric.server.store import Store
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from tests.fabric.links import Together
@@ -209,3 +212,44 @@ def test_contributions_of_the_wrong_kind_are_refused(together: Callable[[Policy,
     worker.step(torch.ones(100))
     with pytest.raises(PeerError, match=r"it is a gradient, and with LocalSGD.* that is a change"):
         worker.step(torch.ones(100))  # it should be a change
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_a_question_before_any_model_is_refused(together: Callable[[Policy, int], Together]) -> None:
+    (client,) = together(BSP(), 1).clients
+    with pytest.raises(ModelError, match="Cannot ask all workers for the mean"):
+        client.ask("the mean", (1.0,)).wait(SOON)
+
+
+def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    spec = describe(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), {id(parameter): "a"})
+    block = Block(0, 0, 0, "float32", 4, (Piece("a", 0, 3),))
+    store = Store([block], spec)
+    groups = ({"lr": 0.1, "momentum": 0.9},)
+    store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
+    ((name, key, momentum),) = store.state_of(0)
+    assert (name, key, momentum.tolist()) == ("a", "momentum_buffer", [1.0] * 3)
+    for other, value in (("exp_avg", torch.ones(3)), ("momentum_buffer", torch.tensor(1.0))):
+        with pytest.raises(PeerError, match=rf"Cannot take over {other} of a: SGD keeps momentum_buffer\. Was that"):
+            store.set_state(0, "a", other, value)
+    store.forget_state(0)
+    assert store.state_of(0) == []
+    store.set_state(0, "a", "momentum_buffer", torch.full((3,), 2.0))
+    store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
+    assert store.state_of(0)[0][2].tolist() == pytest.approx([2.8] * 3)
+
+
+def test_who_left_before_the_start_and_came_back_is_waited_for() -> None:
+    one = Coordinator(BSP(), 2, lambda: 0.0)
+    one.join(0)
+    one.leave(0)
+    assert one.world == 1
+    one.join(0)
+    assert one.world == 2
+    assert one.start_if_all_are_here() == ()
+    one.join(1)
+    one.start_if_all_are_here()
+    assert one.started

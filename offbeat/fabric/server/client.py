@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
 from offbeat.fabric.server.deals import Dealt, Stock
 from offbeat.fabric.server.exchange import Exchange
 from offbeat.fabric.server.hands import Hands
@@ -105,6 +105,7 @@ class Client:
         self._enrolled = 0  # the entry in which it has enrolled
         self._draws: dict[int, Exchange] = {}  # by loader
         self.transfers = Transfers(self._links)
+        self._transfers_due: list[tuple[Exchange, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -169,7 +170,7 @@ class Client:
     def enrol(self, about: Enrol) -> Hand:
         """Take part in a loader's data; where the leases come."""
         hand = self._hands.hold(about)
-        self._loop.call(self._enrol)
+        self._loop.call(self._enrol, hand)
         return hand
 
     def draw(self, hand: Hand) -> Exchange:
@@ -229,6 +230,10 @@ class Client:
         exchange = Exchange()
         self._loop.call(self._transfer, exchange, self.transfers.put, self.place(model), tuple(portions), exchange)
         return exchange
+
+    def abort(self) -> None:
+        """Leave without a word: the others are to miss this worker at once."""
+        self._loop.call(self._route.abort)
 
     def close(self) -> None:
         """Say good-bye to all shards."""
@@ -295,7 +300,9 @@ class Client:
     ) -> None:
         place = self._places[model]
         place.exchange, place.parts = exchange, parts
-        place.about = msgspec.structs.replace(about, unused=tuple(place.names[name] for name in unused))
+        # A parameter without elements is in no block.
+        known = tuple(place.names[name] for name in unused if name in place.names)
+        place.about = msgspec.structs.replace(about, unused=known)
         if self._failed(exchange):
             return
         if place.is_in:
@@ -316,12 +323,20 @@ class Client:
             self._say(Look(number))
 
     def _transfer(self, exchange: Exchange, begin: Callable[..., None], *arguments: Any) -> None:
-        if not self._failed(exchange):
+        if self._failed(exchange):
+            return
+        if self._route.is_up and all(place.is_in for place in self._places.values()):
             begin(*arguments)
+        else:  # it is asked when all models are open again
+            self._transfers_due.append((exchange, begin, arguments))
 
-    def _enrol(self) -> None:
-        self._enrolled = self._route.entry
-        self._hands.enrol()
+    def _enrol(self, hand: Hand | None = None) -> None:
+        """Take part in this loader's data; in all loaders' after coming to the job again."""
+        if hand is None or self._enrolled != self._route.entry:
+            self._enrolled = self._route.entry
+            self._hands.enrol()
+        else:
+            self._hands.enrol(hand)
 
     def _draw(self, hand: Hand, exchange: Exchange) -> None:
         if not self._failed(exchange):
@@ -334,6 +349,9 @@ class Client:
             self._say(message)
 
     def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, exchange: Exchange) -> None:
+        if not self._places:
+            exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
+            return
         number, self._asked = self._asked, self._asked + 1
         ask = Ask(number, question, refresh, numbers)
         self._questions[number] = (ask, exchange)
@@ -378,7 +396,8 @@ class Client:
         self._error = self._error or error
         exchanges = [place.exchange for place in self._places.values()]
         questions = [asked for _, asked in self._questions.values()]
-        for exchange in [*exchanges, *questions, *self._looks.values(), *self._draws.values()]:
+        due = [exchange for exchange, _, _ in self._transfers_due]
+        for exchange in [*exchanges, *questions, *self._looks.values(), *self._draws.values(), *due]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -433,6 +452,8 @@ class Client:
             self._fill(place, shard)
         if message.later:
             place.is_outdated = True
+            if self._enrolled != self._route.entry:
+                self._enrol()  # it may wait for data, and without has nothing to come with
             if place.parts is not None or self._questions:  # it has its contribution by now
                 self._come_again(place)
             return
@@ -468,6 +489,9 @@ class Client:
         if not was_in and all(place.is_in for place in self._places.values()):
             for ask, _ in self._questions.values():
                 self._say(ask)
+            due, self._transfers_due = self._transfers_due, []
+            for _, begin, arguments in due:
+                begin(*arguments)
 
     def see(self, number: int, scenes: tuple[Scene, ...]) -> None:
         """The answer to a look."""
@@ -485,7 +509,6 @@ class Client:
         parts = place.parts
         if parts is None or clock != place.clock:
             raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
-        place.exchange.granted = True
         place.missing = set(range(len(place.blocks)))
         for block, part in parts.items():
             dtype = str(part.dtype).removeprefix("torch.")

@@ -70,6 +70,7 @@ class Coordinator:
     last_staleness: dict[int, int] = field(default_factory=dict)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
+    _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
 
     def __post_init__(self) -> None:
         self.since_s = self.now_s()
@@ -83,6 +84,9 @@ class Coordinator:
         """
         if least > self.state.past.get(worker, 0):
             self.state = changed(self.state, past={**self.state.past, worker: least})
+        if worker in self._left_early:
+            self._left_early.discard(worker)
+            self.world += not self.started
         self.records.setdefault(worker, Record(joined_s=self.now_s()))
         actions = self.tell(Joined(worker, self.now_s()))
         if weight is not None and worker in self.state.members:
@@ -96,6 +100,7 @@ class Coordinator:
             return ()
         if not self.started:
             self.world -= 1
+            self._left_early.add(worker)
         self._explained = self.explain()
         return self.tell(Left(worker, self.now_s(), returns))
 

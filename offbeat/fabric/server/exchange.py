@@ -23,7 +23,6 @@ class Exchange:
 
     def __init__(self, sent_bytes: int = 0) -> None:
         self.sent_bytes = sent_bytes
-        self.granted = False
         self.step = -1  # that this worker was released for
         self.version = 0  # of the parameters
         self.staleness = 0  # of the contribution

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Restock
 from offbeat.fabric.server.memory import bytes_of
@@ -57,8 +58,12 @@ class Guest:
 
     def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
         """Send a message; nothing if the peer is just leaving."""
-        if self.link.is_open:
+        if not self.link.is_open:
+            return
+        try:
             self.link.send(pack(message), body)
+        except NetworkError as error:  # it fits into no frame; not now, since others are being told something, too
+            asyncio.get_running_loop().call_soon(self.link.fail, error)
 
     def show(self, sight: Sight, scenes: tuple[Scene, ...]) -> None:
         """Answer a look.

@@ -63,9 +63,9 @@ class Hands:
         """A hand for a loader that this worker is about to enrol for."""
         return self._hands.setdefault(about.loader, Hand(about))
 
-    def enrol(self) -> None:
-        """Enrol for all loaders, for the first time or once more after the server was lost."""
-        for hand in self._hands.values():
+    def enrol(self, only: Hand | None = None) -> None:
+        """Enrol for all loaders, for the first time or once more after the server was lost; or for `only` this one."""
+        for hand in self._hands.values() if only is None else (only,):
             hand.has_begun = False
             self._say(msgspec.structs.replace(hand.about, epoch=hand.epoch, holds=tuple(hand.held)))
 

@@ -39,11 +39,6 @@ class Keeping:
         self._copying_s = 0.0
         self.writing: asyncio.Future[bool] | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether one is in the making."""
-        return self._header is not None
-
     def begin(
         self,
         identity: Identity,

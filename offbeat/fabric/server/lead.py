@@ -216,6 +216,8 @@ class Lead:
         member = one.coordinator.state.members[worker]
         if member.released_s is None or step != member.step:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
+        if one.applied.get(worker) == step - 1:  # what it pulled has it in it; word of the last block may come later
+            self._dealer.whole(model, (worker, step - 1))
         self._dealer.stepped(worker, *_times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
         self._pace()
@@ -313,7 +315,7 @@ class Lead:
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
         for model, one in self.models.items():
-            if not one.coordinator.started:
+            if not one.coordinator.started and one.losses is not None:
                 one.coordinator.world = max(1, len(one.coordinator.state.members))
                 self._start(model)
         for worker in self._dealer.workers - self._workers:
@@ -340,7 +342,7 @@ class Lead:
         if back.life != self.life and (late := one.book_losses(worker, back, decided)):
             self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
-            fate = "had been used" if one.book_held(worker, back.clock) else "is outdated, and is not used"
+            fate = "is used" if one.book_held(worker, back.clock) else "is outdated, and is not used"
             _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
         else:
             _log.warning("Rank %d is back.", worker)
@@ -425,6 +427,9 @@ class Lead:
                     self._say(worker, Evicted(model, "it kept the others waiting for too long"))
                 case Wake(at_s=at_s):
                     self._wake(model, at_s)
+        for worker, clock in [push for push in one.announced if push not in one.coordinator.state.pending]:
+            del one.announced[(worker, clock)]  # it went with its worker
+            self._decide(Dropped(model, worker, clock, coming=False))
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]
@@ -502,7 +507,8 @@ class Lead:
     def _model(self, model: int, worker: int | None = None) -> Model:
         one = self.models.get(model)
         if one is None or (worker is not None and worker not in one.coordinator.state.members):
-            raise PeerError(f"Rank {worker} does not take part in model {model}.")
+            who = "A shard's" if worker is None else f"Rank {worker}'s"
+            raise PeerError(f"{who} message is about model {model}, in which it does not take part.")
         return one
 
 

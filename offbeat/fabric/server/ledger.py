@@ -106,7 +106,7 @@ class Ledger:
     """
 
     def __init__(self, blocks: Iterable[int], version: int = 0) -> None:
-        self._blocks = tuple(blocks)
+        self._blocks = dict.fromkeys(blocks)  # in order, and found at once
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
         self._arrivals: dict[Push, Arrival] = {}
         self._updates: list[Update] = []  # under way, by version

@@ -92,8 +92,8 @@ class Model:
         return late if self.coordinator.started and late.by else None
 
     def book_held(self, worker: int, clock: int) -> bool:
-        """Book the contribution that a worker had announced when it was lost; returns whether it had been used."""
-        used = self.applied.get(worker) == clock
+        """Book the contribution that a worker had announced when it was lost; returns whether it is used."""
+        used = self.applied.get(worker) == clock or (worker, clock) in self.coordinator.state.pending
         if not used and self.lost.get(worker) != clock:
             self.record(worker).dropped += 1
         return used

@@ -138,6 +138,16 @@ class Held:
     optimizer: torch.optim.Optimizer
     groups: list[int]
 
+    def keeps(self, piece: torch.Tensor) -> set[tuple[str, bool]]:
+        """The tensors that it keeps for a piece once it has made a step: key, and whether it is a scalar."""
+        (group,) = [g for g in self.optimizer.param_groups if any(piece is one for one in g["params"])]
+        trial = torch.nn.Parameter(torch.zeros(2, dtype=piece.dtype))
+        trial.grad = torch.zeros_like(trial)
+        optimizer = type(self.optimizer)([trial], **_known(type(self.optimizer), group))
+        optimizer.step()
+        state = {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
+        return {(key, value.ndim == 0) for key, value in state.items()}
+
     def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
         """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
         for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):

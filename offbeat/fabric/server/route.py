@@ -94,6 +94,11 @@ class Route:
         if self._coming is not None:
             self._coming.cancel()
 
+    def abort(self) -> None:
+        """Let go of all links."""
+        self.close()
+        self._drop_links()
+
     def lose(self, error: OffbeatError, entry: int) -> None:
         """A link of that entry is lost, or its shard has gone on without this worker: come back."""
         if entry != self.entry or self._is_closed:
@@ -114,7 +119,7 @@ class Route:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._patience.total_seconds()
         refusals = 0
-        while True:
+        while not self._is_closed:
             left_s = deadline_s - loop.time()
             try:
                 if await self._dial_all(timedelta(seconds=max(0.01, min(left_s, _ALIVE_S)))):
@@ -131,8 +136,9 @@ class Route:
                         )
                     )
                     return
-        self.is_up = True
-        self._traveller.arrived()
+        if not self._is_closed:
+            self.is_up = True
+            self._traveller.arrived()
 
     async def _dial_all(self, patience: timedelta) -> bool:
         """Whether all shards were reached, and none was lost meanwhile."""

@@ -116,11 +116,18 @@ class Store:
             state += [(name, _OUTER, view) for name, view in zip(pieces, views, strict=True)]
         return state
 
+    def forget_state(self, block: int) -> None:
+        """As if the optimizer had made no step in this block."""
+        held = self._held[block]
+        if held is not None:
+            held.optimizer.state.clear()
+        self._outer_momentum.pop(block, None)
+
     def set_state(self, block: int, name: str, key: str, value: torch.Tensor) -> None:
         """Take over one tensor that `state_of` returned.
 
         Raises:
-            PeerError: if there is no such parameter in the block, or the tensor has another shape.
+            PeerError: if there is no such parameter in the block, or this optimizer keeps no such tensor.
         """
         held, pieces = self._held.get(block), self._pieces.get(block, {})
         piece = pieces.get(name)
@@ -132,6 +139,12 @@ class Store:
             dict(zip(pieces, views, strict=True))[name].copy_(value)
             return
         assert held is not None
+        kept = held.keeps(piece)
+        if (key, value.ndim == 0) not in kept:
+            raise PeerError(
+                f"Cannot take over {key} of {name}: {type(held.optimizer).__name__} keeps "
+                f"{', '.join(sorted(key for key, _ in kept)) or 'nothing'}. Was that another optimizer's?"
+            )
         held.optimizer.state[piece][key] = value
 
 

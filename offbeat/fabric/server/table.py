@@ -107,6 +107,9 @@ class Table:
         Raises:
             PeerError: if it is not of this model.
         """
+        if not portion.key:  # the values come first; what state is not put after them is not there any more
+            self.values(portion.block)
+            self._store.forget_state(portion.block)
         what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
         self.restore(what, portion.tensor)
         self._frozen.pop(portion.block, None)

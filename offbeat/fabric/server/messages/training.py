@@ -124,6 +124,7 @@ class About(msgspec.Struct, frozen=True):
         weight: samples it was computed from.
         hyper: the optimizer's hyper-parameters, by group.
         unused: parameters without a gradient, as indices into `Details.names`.
+        used: leases of data it was computed from, by loader and number.
         change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
             optimizer, which is empty for a plain average.
     """
