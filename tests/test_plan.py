@@ -73,7 +73,7 @@ def test_digest_tells_plans_apart() -> None:
         ("bucket_bytes = 0", "at `plan.bucket_bytes`"),
         ("nonfinite = 'ignore'", "at `plan.nonfinite`"),
         ("[codec", "not valid TOML"),
-        ("[sync]\nkind = 'SPS'", "Unknown sync 'SPS' (did you mean 'SSP'?) - at `plan.sync.kind`"),
+        ("[sync]\nkind = 'SPS'", "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?) - at `plan.sync.kind`"),
         ("[sync]\nkind = 'SSP'", "Cannot make SSP without bound: it has no default - at `plan.sync.bound`"),
         ("[sync]\nkind = 'SSP'\nbound = -1", "at `plan.sync.bound`"),
         ("[sync]\nkind = 'KSync'\nk = 2\nlate = 'keep'", "Choose one of 'drop', 'carry' - at `plan.sync.late`"),

@@ -143,7 +143,8 @@ class Held:
         (group,) = [g for g in self.optimizer.param_groups if any(piece is one for one in g["params"])]
         trial = torch.nn.Parameter(torch.zeros(2, dtype=piece.dtype))
         trial.grad = torch.zeros_like(trial)
-        optimizer = type(self.optimizer)([trial], **_known(type(self.optimizer), group))
+        make: Any = type(self.optimizer)
+        optimizer = make([trial], **_known(make, group))
         optimizer.step()
         state = {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
         return {(key, value.ndim == 0) for key, value in state.items()}
