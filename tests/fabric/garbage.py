@@ -14,6 +14,7 @@ import torch
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server import Shard
+from offbeat.fabric.server.deals import Books, Crowded, Return, Take
 from offbeat.fabric.server.messages import (
     About,
     Announce,
@@ -21,16 +22,19 @@ from offbeat.fabric.server.messages import (
     BlockOf,
     Details,
     Enlist,
+    Fetch,
     Fill,
     Filled,
     Go,
     Granted,
     Look,
+    Nearly,
     Open,
     Opened,
     Part,
     PieceOf,
     Pulled,
+    PutAll,
     Values,
     Whole,
     pack,
@@ -247,6 +251,13 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
             Enlist(),
             Filled(model),
             Whole(model, block, clock),
+            Nearly(model, block, clock),
+            Fetch(model, clock),
+            PutAll(model, clock),
+            Books(clock),
+            Take(block),
+            Return(block, (clock,)),
+            Crowded(block, clock),
             None,
         )
     )

@@ -149,6 +149,6 @@ def test_who_asks_and_does_not_listen(job: Job) -> None:
             link.send(pack(Look(number)))
 
     job.loop.call(ask_and_ask)
-    in_log(job, address, "it asks for looks that it does not take in")
+    in_log(job, address, "it asks for what it does not take in")
     job.loop.call(link.abort)
     job.goes_on()

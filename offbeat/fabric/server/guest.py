@@ -33,7 +33,10 @@ from offbeat.fabric.server.snapshot import STATE_DTYPES
 from offbeat.fabric.server.store import DTYPES
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.messages import Details, FromChief, FromShard, FromWorker, Scene, ToWorker
+    from collections.abc import Iterable
+
+    from offbeat.fabric.server.deals import Stock
+    from offbeat.fabric.server.messages import Details, FromChief, FromShard, FromWorker, Piece, ToWorker
     from offbeat.fabric.server.shard import Shard
     from offbeat.fabric.server.table import Table
     from offbeat.sync import Push
@@ -51,7 +54,8 @@ class Guest:
         self.rank, self.role = link.rank, link.role
         self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
-        self._unseen = 0  # looks that it has not received
+        self._unseen = 0  # answers that it has not received
+        self._is_fetching = False
         self._landing: torch.Tensor | None = None
         self._filled: int | None = None  # the block whose values are being received
         self._details = bytearray()
@@ -65,20 +69,37 @@ class Guest:
         except NetworkError as error:  # it fits into no frame; not now, since others are being told something, too
             asyncio.get_running_loop().call_soon(self.link.fail, error)
 
-    def show(self, sight: Sight, scenes: tuple[Scene, ...]) -> None:
-        """Answer a look.
+    def answer(self, message: Sight | Stock, body: bytes) -> None:
+        """Answer a question that may be asked at any time.
 
         Raises:
             PeerError: if answers pile up, because it does not take them in.
         """
         if self._unseen >= _MOST_UNSEEN:
-            raise PeerError("Cannot answer this peer: it asks for looks that it does not take in.")
+            raise PeerError("Cannot answer this peer: it asks for what it does not take in.")
         self._unseen += 1
         if self.link.is_open:
-            self.link.send(pack(sight), pack(scenes), self._on_seen)
+            self.link.send(pack(message), body, self._on_seen)
 
     def _on_seen(self) -> None:
         self._unseen -= 1
+
+    def give_state(self, pieces: Iterable[tuple[Piece, Any]], done: Done) -> None:
+        """Send the optimizer's state.
+
+        Raises:
+            PeerError: if it has not taken in what it fetched before.
+        """
+        if self._is_fetching:
+            raise PeerError("Cannot send this peer the optimizer's state: it has not taken in what it fetched before.")
+        self._is_fetching = True
+        for piece, body in pieces:
+            self.say(piece, body)
+        if self.link.is_open:
+            self.link.send(pack(done), b"", self._on_fetched)
+
+    def _on_fetched(self) -> None:
+        self._is_fetching = False
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Where the body of a message goes.

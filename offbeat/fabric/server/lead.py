@@ -248,7 +248,10 @@ class Lead:
         """
         match message:
             case Enrol(loader=loader, plan=plan):
-                together = self._read_plan(plan).sync.bound == 0
+                try:
+                    together = self._read_plan(plan).sync.bound == 0
+                except PlanError as error:
+                    raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
                 deals = self._dealer.enrol(worker, message, together=together, world=world)
                 if not deals.get(worker, [None]):
@@ -269,7 +272,7 @@ class Lead:
         """Go on where another run's data was; why that cannot be, or ""."""
         try:
             dealt_afresh = self._dealer.load(msgspec.json.decode(place))
-        except (msgspec.DecodeError, PeerError) as error:
+        except (msgspec.DecodeError, PeerError, RecursionError) as error:
             return str(error)
         for loader, deals in dealt_afresh.items():
             for worker in deals:

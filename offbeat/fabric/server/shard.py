@@ -52,7 +52,7 @@ from offbeat.fabric.server.snapshot import Identity, ModelOf
 from offbeat.fabric.server.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -366,12 +366,15 @@ class Shard:
         """A worker wants the optimizer's state, as it is now."""
         table = self.table(message.model)
         index = {name: i for i, name in enumerate(table.details.names)}
-        for it in table.state():
-            tensor = it.tensor.clone()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            piece = Piece(message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
-            guest.say(piece, bytes_of(tensor.reshape(-1)))
-        guest.say(Done(message.number))
+
+        def pieces() -> Iterator[tuple[Piece, memoryview]]:
+            for it in table.state():
+                tensor = it.tensor.clone()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                piece = Piece(message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
+                yield piece, bytes_of(tensor.reshape(-1))
+
+        guest.give_state(pieces(), Done(message.number))
 
     def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromData | FromShard) -> None:
         """Something for the coordinator.
@@ -388,7 +391,7 @@ class Shard:
             case Pulled(model=model, step=step):
                 lead.pulled(model, guest.rank, step)
             case Look(number=number):
-                guest.show(Sight(number), lead.look())
+                guest.answer(Sight(number), pack(lead.look()))
             case Ask():
                 if self._guests.get(guest.rank) is not guest:
                     raise PeerError(
@@ -398,9 +401,9 @@ class Shard:
             case Enrol() | Take() | Return() | Crowded():
                 lead.data(guest.rank, message)
             case Books(number=number):
-                guest.say(Stock(number), lead.books())
+                guest.answer(Stock(number), lead.books())
             case Restock(number=number):
-                guest.say(Stock(number, lead.restock(guest.take_body())))
+                guest.answer(Stock(number, lead.restock(guest.take_body())), b"")
             case Enlist():
                 self._enlist(guest, message)
             case Save():
