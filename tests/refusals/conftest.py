@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.refusals.job import (
-    Job,
-)
+from tests.refusals.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -58,7 +58,7 @@ class Job:
         settings: of the server, if not the usual ones.
     """
 
-    def __init__(self, folder: Path, credentials: Credentials = TOKEN, **settings: str) -> None:
+    def __init__(self, folder: Path, credentials: Credentials = TOKEN, **settings: Any) -> None:
         self._log, self._credentials = folder / "server.log", credentials
         known: Any = {"job": JOB, "token": SECRET, "patience_s": 20.0, **settings}
         with self._log.open("wb") as log:
@@ -68,11 +68,12 @@ class Job:
         self.workers: list[Worker] = []
         self._velocity, self._seen = 0.0, 0
 
-    def begin(self, world: int = WORLD) -> None:
-        """Have the workers make three steps."""
+    def begin(self, world: int = WORLD, *, after_s: float = 0.0) -> None:
+        """Have the workers make three steps, so long after they have come."""
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in GOOD]
         for client in self.clients:
             self.dial(accept=client.accept, rank=client.rank)
+        time.sleep(after_s)
         with ThreadPoolExecutor(len(GOOD)) as pool:
             self.workers = list(pool.map(lambda client: Worker(client, plan=PLAN), self.clients))
         self.step(3)

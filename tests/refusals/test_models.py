@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -31,6 +31,9 @@ from tests.refusals.job import (
     told,
     wait_for,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def opened(job: Job, rank: int = BAD, **changes: Any) -> tuple[Any, str, str]:
@@ -162,3 +165,17 @@ def test_the_first_that_comes_may_leave_before_it_has_sent_its_parameters(server
         beginning.result(20)
     server.goes_on()
     assert "Rank 0 is gone: Lost the link of rank 0 with 127.0.0.1:" in server.log()
+
+
+def test_a_server_that_nobody_told_of_the_others(server: Job) -> None:
+    """Two were started without --coordinator, so that each believes to be the only one."""
+    (refused,), _, _ = opened(server, shards=2)
+    assert "Cannot serve this worker with 2 shards: this one coordinates 1. Start all but the first" in refused.reason
+
+
+def test_a_worker_may_take_its_time_before_it_trains(tmp_path: Path) -> None:
+    """The server ends when nobody has come for so long; who has come may prepare its data."""
+    slow = Job(tmp_path, patience_s=0.5)
+    slow.begin(after_s=1.5)
+    slow.step(1)
+    slow.close()

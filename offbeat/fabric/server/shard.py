@@ -305,18 +305,18 @@ class Shard:
             return
         if model in guest.models and details.back is None:
             raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-        shards = len(self._shards) + 1
-        if self._lead is not None and details.shards != shards:
-            raise PeerError(
-                f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all but "
-                "the first with --coordinator, and name all of them to the workers, the first one first."
-            )
         self._make_room(guest, comes_back=details.back is not None)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
         is_first = table is None
         if table is None:
+            shards = len(self._shards) + 1
+            if self._lead is not None and details.shards != shards:
+                raise PeerError(
+                    f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
+                    "but the first with --coordinator, and name all of them to the workers, the first one first."
+                )
             table = Table(model, details, self._give, keeping=self._keeping)
             if self._lead is not None:
                 self._lead.begin(model, details)
