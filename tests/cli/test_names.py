@@ -49,9 +49,9 @@ def test_short_forms(text: str, part: object) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("SPS(4)", "Unknown sync 'SPS' (did you mean 'SSP'?) - at `plan.sync.kind`."),
+        ("SPS(4)", "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?) - at `plan.sync.kind`."),
         ("Zzzzz()", "Unknown sync 'Zzzzz' (there is ASP, BSP, DSSP, Hybrid, KSync, LocalSGD, RoundRobin, SSP)"),
-        ("Hybrid(BSP(), SPS(1), 2)", "Unknown outer 'SPS' (did you mean 'SSP'?) - at `plan.sync.outer.kind`."),
+        ("Hybrid(BSP(), SPS(1), 2)", "Unknown outer 'SPS' (did you mean 'SSP' or 'BSP'?) - at `plan.sync.outer.kind`."),
         ("Cast('bf16')", "Unknown sync 'Cast'"),
         (
             "SSP(bond=4)",
@@ -113,7 +113,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--sync", "SPS(4)"), "Unknown sync 'SPS' (did you mean 'SSP'?)"),
+        (("--sync", "SPS(4)"), "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?)"),
         (("--sync", "SSP(4)"), "Cannot use SSP(bound=4) on ProcessGroup()"),
         (("--fabric", "ParamServer"), "did you mean 'ParameterServer'?"),
         (("--codec", "print('x')"), "Unknown codec 'print'"),
