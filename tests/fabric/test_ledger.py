@@ -231,3 +231,20 @@ def play(chance: random.Random) -> None:
     if in_order:
         assert all(order == sorted(order) for order in versions.values())
     assert all(sorted(order) == list(range(1, one.version + 1)) for order in versions.values())
+
+
+@pytest.mark.parametrize("come", [1, 2], ids=["in part", "whole"])
+def test_what_overtakes_stepping_out_and_in_again_is_kept(come: int) -> None:
+    """Another shard's worker steps out and in, and pushes, before word of that is here."""
+    one = ledger()
+    for block in range(come):
+        one.arrive((0, 0), block, f"part {block}")
+    assert one.lose(0, stays=True) is None
+    one.admit(0, 0, stayed=True)
+    assert one.next(0) == (come == 2)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    for block in range(come, 2):
+        one.arrive((0, 0), block, f"part {block}")
+    assert [(a.block, a.parts) for a in one.due() if isinstance(a, Make)] == [
+        (block, (((0, 0), f"part {block}"),)) for block in (0, 1)
+    ]

@@ -56,6 +56,7 @@ class Guest:
         self.filling: set[int] = set()  # models whose first values come from it
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
+        self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
         self._landing: torch.Tensor | None = None
         self._filled: int | None = None  # the block whose values are being received
         self._details = bytearray()
@@ -170,7 +171,7 @@ class Guest:
                 landing, self._landing = self._landing, None
                 if landing is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
-                shard.arrive(model, (self.rank, clock), block, landing)
+                shard.arrive(self, model, (self.rank, clock), block, landing)
             case Fetch(model=model):
                 if model not in self.models:
                     raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
@@ -211,6 +212,8 @@ class Guest:
 
     def _check_turn(self, push: Push, table: Table, block: int) -> None:
         expected, shard = table.next(self.rank), self._shard
+        if shard.is_early(self, table.model):
+            return
         if table.expects(push, block):
             if not shard.may_push(table.model, push):
                 raise PeerError(f"Cannot take contribution {push[1]} of rank {self.rank}: it has not been granted.")

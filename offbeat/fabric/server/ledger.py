@@ -115,12 +115,17 @@ class Ledger:
         self.version = self._mark = version
         self._unkept: set[int] = set()  # blocks that have not been kept since the mark
 
-    def admit(self, worker: int, clock: int) -> None:
-        """The worker takes part; its next contribution has the number `clock`."""
+    def admit(self, worker: int, clock: int, *, stayed: bool = False) -> None:
+        """The worker takes part; its next contribution has the number `clock`.
+
+        Args:
+            stayed: it had only stepped out, and what has come of that contribution is part of it.
+        """
         # What it began to push in an earlier life, and nobody had heard of when it was lost.
-        for push in [push for push in self._arrivals if push[0] == worker and push[1] >= clock]:
+        for push in [push for push in self._arrivals if push[0] == worker and push[1] >= clock + stayed]:
             del self._arrivals[push]
-        self._next[worker] = clock
+        arrival = self._arrivals.get((worker, clock))
+        self._next[worker] = clock + (arrival is not None and len(arrival.blocks) == len(self._blocks))
 
     def next(self, worker: int) -> int | None:
         """Number of the contribution that is next or on its way; None if the worker does not take part."""
@@ -190,17 +195,24 @@ class Ledger:
             after = tuple(self._updates)
         self._takers[worker] = Taker(step, after, set(self._blocks))
 
-    def lose(self, worker: int) -> Loss | None:
-        """The worker is gone, until it is admitted again."""
+    def lose(self, worker: int, *, stays: bool = False) -> Loss | None:
+        """The worker is gone, until it is admitted again.
+
+        Args:
+            stays: it only steps out; what has come of a contribution that nobody has decided about is kept.
+        """
         clock = self._next.pop(worker, None)
         self._takers.pop(worker, None)
         self._applied.pop(worker, None)
         if clock is None or (arrival := self._arrivals.get((worker, clock))) is None:
             return None
         push, missing = (worker, clock), len(self._blocks) - len(arrival.blocks)
+        is_decided = any(push in update.apply.pushes for update in self._updates)
+        if stays and not is_decided:
+            return None
         for block in self._blocks:
             arrival.blocks.setdefault(block, None)
-        if not any(push in update.apply.pushes for update in self._updates):
+        if not is_decided:
             del self._arrivals[push]
         return Loss(push, missing) if arrival.wanted else None
 

@@ -33,6 +33,7 @@ from offbeat.fabric.server.messages import (
     Enlist,
     Fetch,
     Filled,
+    Gone,
     Look,
     Mark,
     Nearly,
@@ -350,9 +351,12 @@ class Shard:
             guest.filling.discard(model)
             self._on_filled(model)
 
-    def arrive(self, model: int, push: Push, block: int, part: torch.Tensor) -> None:
+    def arrive(self, guest: Guest, model: int, push: Push, block: int, part: torch.Tensor) -> None:
         """A block of a contribution is here."""
         table = self.table(model)
+        if self.is_early(guest, model):
+            guest.early[(model, block)] = (push, part)
+            return
         # Not if the worker was sent away in the meantime.
         if not table.expects(push, block):
             return
@@ -450,12 +454,38 @@ class Shard:
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out what the coordinator decided."""
+        stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
         if isinstance(decision, Admit):
             self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
             self._early.setdefault(decision.model, []).append(decision)
             return None
-        return self._tables[decision.model].decide(decision)
+        loss = self._tables[decision.model].decide(decision, stays=stays)
+        if isinstance(decision, Admit):
+            self._take_what_came_early(decision)
+        return loss
+
+    def is_early(self, guest: Guest, model: int) -> bool:
+        """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
+        if self._lead is not None:
+            return False
+        return self.table(model).next(guest.rank) is None or guest.models.get(model) != self._admitted.get(
+            (model, guest.rank)
+        )
+
+    def _is_same(self, decision: Admit | Gone) -> bool:
+        """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
+        guest, key = self._guests.get(decision.worker), (decision.model, decision.worker)
+        if self._lead is not None or guest is None or guest.models.get(decision.model) != self._admitted.get(key):
+            return False
+        return isinstance(decision, Gone) or decision.entry == self._admitted.get(key)
+
+    def _take_what_came_early(self, admit: Admit) -> None:
+        guest = self._guests.get(admit.worker)
+        if guest is not None:
+            for model, block in [key for key in guest.early if key[0] == admit.model]:
+                push, part = guest.early.pop((model, block))
+                self.arrive(guest, model, push, block, part)
 
     def end(self, error: OffbeatError | None) -> None:
         """The coordinator is gone, and with it the job; or it is to come back."""

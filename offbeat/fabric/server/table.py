@@ -142,12 +142,16 @@ class Table:
         self._perform(block)
         return missing
 
-    def decide(self, decision: Decision) -> Loss | None:
-        """Carry out a decision; returns what was lost by it."""
+    def decide(self, decision: Decision, *, stays: bool = False) -> Loss | None:
+        """Carry out a decision; returns what was lost by it.
+
+        Args:
+            stays: the worker that is gone, or admitted, only stepped out: it is the same as before.
+        """
         loss = None
         match decision:
             case Admit(worker=worker, clock=clock):
-                self._ledger.admit(worker, clock)
+                self._ledger.admit(worker, clock, stayed=stays)
             case Applied(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 self._ledger.apply(Apply(pushes, rate, in_order), dict(zip(pushes, about, strict=True)))
@@ -156,7 +160,7 @@ class Table:
             case Released(worker=worker, step=step):
                 self._ledger.release(worker, step)
             case Gone(worker=worker):
-                loss = self._ledger.lose(worker)
+                loss = self._ledger.lose(worker, stays=stays)
         self._perform(None)
         return loss
 

@@ -1,0 +1,152 @@
+"""A shard that does not coordinate: what it is told may come later than what workers do because of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from offbeat.fabric.server import Shard
+from offbeat.fabric.server.messages import (
+    About,
+    Admit,
+    Applied,
+    Back,
+    Begin,
+    Fill,
+    Gone,
+    Nearly,
+    Open,
+    Opened,
+    Part,
+    Released,
+    Values,
+    Whole,
+    from_guest,
+    pack,
+)
+from tests.fabric.garbage import DETAILS, HYPER, LR, SIZES, Guest, Line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.fabric.server.messages import Decision
+
+HERE = msgspec.structs.replace(DETAILS, world=1, shards=2)
+
+
+class ToChief(Line):
+    """The link to the coordinator; keeps what the shard tells it."""
+
+    def send(self, metadata: bytes, body: Any = b"", sent: Any = None) -> None:
+        self.sent.append((from_guest(metadata), bytes(body)))
+
+
+class Job:
+    """One worker, rank 1, that has filled the shard; the test says what the coordinator decides, and when."""
+
+    def __init__(self) -> None:
+        self.shard = Shard(None)
+        self.chief = ToChief(0, "shard")
+        self.shard.follow(self.chief)  # type: ignore[arg-type]
+        self.shard.begin(Begin(7))
+        self.come(entry=0)
+        for block, numel in enumerate(SIZES):
+            self.worker.say(pack(Fill(0, block)), torch.zeros(numel).numpy().tobytes())
+
+    def come(self, entry: int) -> None:
+        """The worker opens the model, over a new link."""
+        self.worker = Guest(self.shard, 1)
+        back = Back(life=7, clock=0, version=0, holds=True, waits=False, weight=1.0) if entry else None
+        self.worker.say(pack(Open(0, entry)), pack(msgspec.structs.replace(HERE, back=back)))
+
+    def push(self, clock: int) -> None:
+        for block, numel in enumerate(SIZES):
+            self.worker.say(pack(Part(0, clock, block, "float32")), torch.ones(numel).numpy().tobytes())
+
+    def decide(self, *decisions: Decision) -> None:
+        for decision in decisions:
+            self.shard.decide(decision)
+
+    def apply(self, clock: int) -> None:
+        """The contribution is an update, and the worker may go on."""
+        update = Applied(0, ((1, clock),), (About(1.0, ()),), (HYPER,), 1.0, False)
+        self.decide(update, Released(0, 1, clock + 1))
+
+    async def values(self) -> list[float]:
+        """What the worker has been given, block by block."""
+        await asyncio.sleep(0)
+        given = [body for message, body in self.worker.line.sent if isinstance(message, Values)]
+        return [torch.frombuffer(bytearray(body), dtype=torch.float32)[0].item() for body in given]
+
+
+def play(story: Callable[[Job], None]) -> list[float]:
+    async def run() -> list[float]:
+        job = Job()
+        story(job)
+        return await job.values()
+
+    return asyncio.run(run())
+
+
+def in_order(job: Job) -> None:
+    job.decide(Admit(0, 1, 0, 0))
+    job.push(0)
+    job.apply(0)
+
+
+def before_it_was_admitted(job: Job) -> None:
+    job.push(0)
+    job.decide(Admit(0, 1, 0, 0))
+    job.apply(0)
+
+
+def out_and_in_again(job: Job) -> None:
+    job.decide(Admit(0, 1, 0, 0))
+    job.push(0)  # it was told to go on before this shard was told that it had been out
+    job.decide(Gone(0, 1), Admit(0, 1, 0, 0))
+    job.apply(0)
+
+
+def out_and_the_rest_later(job: Job) -> None:
+    job.decide(Admit(0, 1, 0, 0), Gone(0, 1))
+    job.push(0)
+    job.decide(Admit(0, 1, 0, 0))
+    job.apply(0)
+
+
+def back_over_a_new_link(job: Job) -> None:
+    job.decide(Admit(0, 1, 0, 0))
+    job.push(0)  # nobody has heard of this one when the link is lost
+    job.come(entry=1)
+    job.push(0)
+    job.decide(Gone(0, 1), Admit(0, 1, 0, 1))
+    job.apply(0)
+
+
+STORIES = [in_order, before_it_was_admitted, out_and_in_again, out_and_the_rest_later, back_over_a_new_link]
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_no_contribution_is_lost_on_the_way(story: Callable[[Job], None]) -> None:
+    assert play(story) == [-LR, -LR]
+
+
+def test_the_coordinator_is_told_how_far_contributions_are() -> None:
+    async def run() -> list[object]:
+        job = Job()
+        in_order(job)
+        return [message for message, _ in job.chief.sent]
+
+    told = asyncio.run(run())
+    assert [message for message in told if isinstance(message, Nearly | Whole)] == [Nearly(0, 1, 0), Whole(0, 1, 0)]
+
+
+def test_the_first_worker_fills_it() -> None:
+    async def run() -> bool:
+        return Opened(0, True, 7) in [message for message, _ in Job().worker.line.sent]
+
+    assert asyncio.run(run())
