@@ -104,13 +104,14 @@ class Lead:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         coordinator = Coordinator(policy, details.world, asyncio.get_running_loop().time)
         to_fill = details.shards - self._filled_early.pop(model, 0)
-        self.models[model] = Model(coordinator, details.optimizer, to_fill, details.holders)
+        self.models[model] = Model(coordinator, details.optimizer, details.shards, to_fill, details.holders)
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
-        timer = self.models.pop(model).timer
-        if timer is not None:
-            timer.cancel()
+        one = self.models.pop(model)
+        self._filled_early[model] = one.shards - one.to_fill  # other shards keep what they have been given
+        if one.timer is not None:
+            one.timer.cancel()
 
     def join(self, model: int, worker: int, details: Details, entry: int = 0) -> None:
         """A worker takes part in a model, or takes part again.

@@ -25,6 +25,7 @@ class Model:
 
     coordinator: Coordinator
     optimizer: OptimizerSpec
+    shards: int
     to_fill: int  # shards that have not got their first values
     holders: int  # shards that hold blocks of it
     announced: dict[Push, About] = field(default_factory=dict)
@@ -112,4 +113,4 @@ def revived(policy: Policy, details: Details, version: int, progress: Progress, 
     losses = Losses(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])
-    return Model(coordinator, details.optimizer, 0, details.holders, losses=losses, note=progress.note)
+    return Model(coordinator, details.optimizer, details.shards, 0, details.holders, losses=losses, note=progress.note)
