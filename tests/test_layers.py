@@ -35,6 +35,7 @@ TIERS = {
     "report": 7,
     "lab": 7,
     "cli": 7.5,
+    "__main__": 7.6,
     "testing": 9,
     "": 10,
 }

@@ -418,7 +418,7 @@ def test_what_prometheus_cannot_have(served: Served, tmp_path: Path, capsys: pyt
 
 def test_beyond_this_machine_figures_are_for_those_with_a_certificate(encrypted: Served, tmp_path: Path) -> None:
     certificate, key, authority = (tmp_path / name for name in ("worker.pem", "worker.key", "authority.pem"))
-    tls = ("--certificate", certificate, "--key", key, "--authority", authority)
+    tls = ("--certificate", tmp_path / "server.pem", "--key", tmp_path / "server.key", "--authority", authority)
     arguments = ("--job", encrypted.address, "--job-name", JOB, "--prometheus", 0, "--bind", "0.0.0.0", *tls)
     with start("top", *arguments, folder=tmp_path) as process:
         assert process.stdout is not None

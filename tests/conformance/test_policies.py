@@ -320,7 +320,7 @@ def serve(state: State, worker: int) -> list[Action]:
 )
 def test_the_check_finds(policy: Policy, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
-        check_policy(policy, interleavings=200)
+        check_policy(policy, interleavings=800)
 
 
 def test_the_check_finds_who_hangs() -> None:

@@ -95,7 +95,7 @@ def test_a_rank_that_is_here(job: Job) -> None:
 SGD = {"kind": "SGD", "groups": ({"lr": 0.1},), "members": (("b",),)}
 FIRST: dict[str, tuple[dict[str, Any], str]] = {
     "no plan": ({"plan": "p"}, "Cannot coordinate by this worker's plan"),
-    "no policy": ({"plan": "[sync]\nkind = 'SPS'\n"}, "Unknown sync 'SPS' (did you mean 'SSP'?)"),
+    "no policy": ({"plan": "[sync]\nkind = 'SPS'\n"}, "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?)"),
     "a type of parameters": ({"blocks": (block(0, "int8"),)}, "Cannot hold parameters of type 'int8' at a server"),
     "a block twice": ({"blocks": (block(), block())}, "Cannot hold 2 blocks: 1 come twice"),
     "a large block": (

@@ -657,7 +657,7 @@ def test_a_frame_that_is_refused_ends_the_session_with_the_reason() -> None:
     play(story)
 
 
-@pytest.mark.parametrize(("metadata", "body"), [(b"m" * (65 << 10), b""), (b"", bytes((16 << 20) + 1))])
+@pytest.mark.parametrize(("metadata", "body"), [(b"m" * (257 << 10), b""), (b"", bytes((16 << 20) + 1))])
 def test_frames_that_are_too_long_are_not_sent(metadata: bytes, body: bytes) -> None:
     async def story() -> None:
         async with serving() as server:

@@ -511,8 +511,9 @@ class Lead:
     def _model(self, model: int, worker: int | None = None) -> Model:
         one = self.models.get(model)
         if one is None or (worker is not None and worker not in one.coordinator.state.members):
-            who = "A shard's" if worker is None else f"Rank {worker}'s"
-            raise PeerError(f"{who} message is about model {model}, in which it does not take part.")
+            if worker is None:
+                raise PeerError(f"A shard speaks of model {model}, which is not trained.")
+            raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 
 
