@@ -305,12 +305,12 @@ class RoundRobin:
 
     def _watched(self, rotation: Rotation, state: State) -> Rotation:
         """With what is to be noticed between turns: a slot that has become free, the end of the warm-up."""
-        members = state.members.values()
-        pushing, pulling = sum(m.is_pushing for m in members), sum(m.released_s is not None for m in members)
+        turns = [member for member in state.members.values() if member.released_s is not None]
         # Links carry both directions at once, so the next one pushes while this one still pulls, but not one more:
         # where pulls take longer than pushes they would pile up. In strict order not even that, as it would pull
         # parts of the next update.
-        free = pushing < self.slots and pulling < (self.slots if self.strict else 2 * self.slots)
+        pushing, most = sum(member.is_pushing for member in turns), self.slots if self.strict else 2 * self.slots
+        free = pushing < self.slots and len(turns) < most
         if not free:
             rotation = changed(rotation, free_since_s=None)
         elif rotation.free_since_s is None:
