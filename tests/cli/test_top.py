@@ -421,19 +421,21 @@ def test_beyond_this_machine_figures_are_for_those_with_a_certificate(encrypted:
     tls = ("--certificate", tmp_path / "server.pem", "--key", tmp_path / "server.key", "--authority", authority)
     arguments = ("--job", encrypted.address, "--job-name", JOB, "--prometheus", 0, "--bind", "0.0.0.0", *tls)
     with start("top", *arguments, folder=tmp_path) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"https://0\.0\.0\.0:(\d+)/metrics", said)
-        assert found, said
-        url = f"https://127.0.0.1:{found[1]}/metrics"
-        context = ssl.create_default_context(cafile=str(authority))
-        context.check_hostname = False
-        with pytest.raises(OSError, match=r"(?i)certificate|reset|closed"):
-            urllib.request.urlopen(url, timeout=10, context=context).read()
-        context.load_cert_chain(certificate, key)
-        with urllib.request.urlopen(url, timeout=10, context=context) as answer:
-            assert "offbeat_" in answer.read().decode()
-        process.terminate()
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.search(r"https://0\.0\.0\.0:(\d+)/metrics", said)
+            assert found, said
+            url = f"https://127.0.0.1:{found[1]}/metrics"
+            context = ssl.create_default_context(cafile=str(authority))
+            context.check_hostname = False
+            with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|EOF"):
+                urllib.request.urlopen(url, timeout=10, context=context).read()
+            context.load_cert_chain(certificate, key)
+            with urllib.request.urlopen(url, timeout=10, context=context) as answer:
+                assert "offbeat_" in answer.read().decode()
+        finally:
+            process.terminate()
 
 
 # -- on a terminal -----------------------------------------------------------------------------------------------------
