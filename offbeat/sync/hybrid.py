@@ -195,6 +195,15 @@ class Hybrid:
             crowds.setdefault(self.group_of(worker), {})[worker] = member
         return crowds
 
+    def _away(self, state: State, crowds: Mapping[int, object]) -> dict[int, float]:
+        """Groups of which everyone has stepped out, with their weight: a round between groups keeps its size, too."""
+        away: dict[int, float] = {}
+        for worker, weight in state.away.items():
+            group = self.group_of(worker)
+            if group not in crowds:
+                away[group] = away.get(group, 0.0) + weight
+        return away
+
     def _not_taken(self, parts: Mapping[int, Part], state: State) -> dict[int, dict[Push, float]]:
         """Pending contributions of each group that its inner policy has not decided about."""
         taken = {push for part in parts.values() for apply in (*part.forming, *part.sent) for push in apply.pushes}
@@ -266,6 +275,7 @@ class Hybrid:
         outer = changed(outer, now_s=state.now_s, wake_s=None if due else outer.wake_s)
         for group in outer.members.keys() - crowds.keys():
             outer = _without(observe(outer, Left(group, state.now_s)), group)
+        outer = changed(outer, away=self._away(state, crowds))
         for group, crowd in crowds.items():
             if group not in outer.members:
                 outer, parts[group] = _begun(outer, group, parts[group], crowd)

@@ -19,6 +19,7 @@ from offbeat.sync import (
     Hybrid,
     Joined,
     KSync,
+    Left,
     LocalSGD,
     Pulled,
     Pushed,
@@ -138,6 +139,19 @@ def test_who_joins_a_group_that_waits_is_waited_for() -> None:
     assert table.tell(Pushed(2, 0, 4.0)) == []
     assert [a for a in table.ready(1, 5.0) if isinstance(a, Release)] == [Release(1)], "all others are there"
     assert table.tell(Pushed(1, 0, 6.0)) == [Release(0), Release(2)]
+
+
+def test_a_group_that_has_stepped_out_still_counts() -> None:
+    """What the others contribute meanwhile weighs no more than before."""
+    server = Server(Hybrid(BSP(), ASP(), groups=2), even(), 4, 0.01, 2).run(40)
+    before = len(server.log)
+    for rank in (2, 3):
+        server._lose(rank)
+        server._tell(Left(rank, server.now_s, returns=True))
+    server.run(80)
+    rates = [a.rate for _, actions in server.log[before + 2 :] for a in actions if isinstance(a, Apply)]
+    assert len(rates) > 10
+    assert set(rates) == {0.5}
 
 
 def test_only_the_worker_that_hangs_is_evicted() -> None:
