@@ -26,7 +26,8 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.cli.documentation
 
-results: $(STAMP)  ## measure again (root, a quiet machine, two hours)
+results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
+	$(BIN)/offbeat bench wire --tls --json benchmarks/results/wire.json
 	for name in $(SCENARIOS); do \
 	  $(BIN)/offbeat lab run benchmarks/scenarios/$$name.toml \
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \

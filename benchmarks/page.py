@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.repeat import reached
@@ -12,7 +14,7 @@ from offbeat.lab.table import table
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from offbeat.lab.results import Report
 
@@ -41,7 +43,8 @@ def page() -> str:
     """The page as Markdown."""
     missing = [name for name in CLAIMS if name not in measured()]
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
-    return _HEAD + "".join(section(results.read(RESULTS / f"{name}.json")) for name in measured()) + last
+    sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
+    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), last])
 
 
 def section(report: Report) -> str:
@@ -60,6 +63,27 @@ def section(report: Report) -> str:
         f"[Raw records]({report.name}.json), [scenario](../scenarios/{report.name}.toml).\n"
     )
     return "".join(parts)
+
+
+def wire(path: Path) -> str:
+    """What `offbeat bench wire` measured, which is no scenario."""
+    report = msgspec.json.decode(path.read_bytes())
+    told, rows = "", []
+    for row in report["rows"]:
+        ratio_ = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        values = (row["median"], min(row["values"]), max(row["values"]))
+        figures = [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in values]
+        rows.append([row["name"], row["unit"], *figures, ratio_])
+        if row["met"] is not None:
+            what = f"{figures[0]} {row['unit']}" + (f", {ratio_} of what it is compared with" if ratio_ else "")
+            told += f"* {row['name']}: {row['target']}. Measured: **{what}** ({'met' if row['met'] else 'missed'}).\n"
+    headings = ["", "unit", "median", "min", "max", "ratio"]
+    return (
+        "\n## wire\n\nLinks between two processes on loopback, by turns with bare blocking sockets: 16 MiB in blocks "
+        f"of 1 MiB, requests of 64 bytes, and the memory of a link.\n\n{told}\n{_lines(headings, rows)}\n"
+        f"`{report['command']}`, {report['date']}, {report['hardware']['cores']} cores, "
+        f"{report['hardware']['processor']}. [Raw records](wire.json).\n"
+    )
 
 
 def _verdict(report: Report) -> Callable[[Claim], str]:
@@ -107,7 +131,10 @@ def _against_ddp(report: Report, rows: list[str]) -> tuple[str, dict[str, float]
 
 
 def _table(report: Report) -> str:
-    headings, rows = table(report)
+    return _lines(*table(report))
+
+
+def _lines(headings: list[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
