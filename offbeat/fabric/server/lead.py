@@ -186,9 +186,7 @@ class Lead:
         one = self._model(model)
         if push[0] not in one.coordinator.state.members:
             return
-        one.nearly[push] = one.nearly.get(push, 0) + 1
-        if one.nearly[push] == one.holders:
-            del one.nearly[push]
+        if one.everywhere(one.nearly, push):
             self._carry_out(model, one.coordinator.tell(Ending(*push, one.coordinator.now_s())))
 
     def whole(self, model: int, push: Push) -> None:
@@ -196,9 +194,7 @@ class Lead:
         one = self._model(model)
         if push[0] not in one.coordinator.state.members:
             return
-        one.whole[push] = one.whole.get(push, 0) + 1
-        if one.whole[push] == one.holders:
-            del one.whole[push]
+        if one.everywhere(one.whole, push):
             one.arrived_s[push[0]] = one.coordinator.now_s()
             self._dealer.whole(model, push)
             self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))

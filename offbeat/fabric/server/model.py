@@ -55,6 +55,18 @@ class Model:
         self.at_once[worker] = clock
         return False
 
+    def everywhere(self, at: dict[Push, int], push: Push) -> bool:
+        """One more shard has come so far with a contribution; whether it was the last.
+
+        Args:
+            at: how many have, `nearly` or `whole`.
+        """
+        at[push] = at.get(push, 0) + 1
+        if at[push] < self.holders:
+            return False
+        del at[push]
+        return True
+
     def progress(self, data: dict[str, Any]) -> Progress:
         """How far the workers are, for a snapshot of what was decided so far.
 

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 
-# A contribution is said to be nearly there when this part of its blocks is still to come, or one block.
-_LAST_PART = 10
+# A contribution is nearly there when no more than one in so many of its blocks, or one block, is still to come.
+_NEARLY = 10
 
 
 class Shard:
@@ -103,7 +103,7 @@ class Shard:
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
         self._shards: list[Guest] = []  # that follow this one
         self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
-        self._early: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
+        self._decided: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
         self._waiting: list[tuple[Guest, int, Details, int]] = []  # that came before this life had begun
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
@@ -322,7 +322,7 @@ class Shard:
             if self._lead is not None:
                 self._lead.begin(model, details)
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
-            for decision in self._early.pop(model, []):
+            for decision in self._decided.pop(model, []):
                 table.decide(decision)
         _compare(guest.rank, details, table.details)
         self._guests[guest.rank] = guest
@@ -360,8 +360,8 @@ class Shard:
         # Not if the worker was sent away in the meantime.
         if not table.expects(push, block):
             return
-        missing, last = table.arrive(push, block, part), max(1, len(table.blocks) // _LAST_PART)
-        if missing == min(last, len(table.blocks) - 1):
+        missing, count = table.arrive(push, block, part), len(table.sizes)
+        if missing == min(max(1, count // _NEARLY), count - 1):
             self._tell_lead(Nearly(model, *push))
         if missing == 0:
             self._tell_lead(Whole(model, *push))
@@ -458,7 +458,7 @@ class Shard:
         if isinstance(decision, Admit):
             self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
-            self._early.setdefault(decision.model, []).append(decision)
+            self._decided.setdefault(decision.model, []).append(decision)
             return None
         loss = self._tables[decision.model].decide(decision, stays=stays)
         if isinstance(decision, Admit):
@@ -469,16 +469,18 @@ class Shard:
         """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
         if self._lead is not None:
             return False
-        return self.table(model).next(guest.rank) is None or guest.models.get(model) != self._admitted.get(
-            (model, guest.rank)
-        )
+        return not self._is_admitted(guest, model) or self.table(model).next(guest.rank) is None
+
+    def _is_admitted(self, guest: Guest, model: int) -> bool:
+        """Whether the coordinator has let it in since it opened the model last."""
+        return guest.models.get(model) == self._admitted.get((model, guest.rank))
 
     def _is_same(self, decision: Admit | Gone) -> bool:
         """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
-        guest, key = self._guests.get(decision.worker), (decision.model, decision.worker)
-        if self._lead is not None or guest is None or guest.models.get(decision.model) != self._admitted.get(key):
+        guest = self._guests.get(decision.worker)
+        if self._lead is not None or guest is None or not self._is_admitted(guest, decision.model):
             return False
-        return isinstance(decision, Gone) or decision.entry == self._admitted.get(key)
+        return isinstance(decision, Gone) or decision.entry == guest.models.get(decision.model)
 
     def _take_what_came_early(self, admit: Admit) -> None:
         guest = self._guests.get(admit.worker)
@@ -560,7 +562,7 @@ class Shard:
 
     def _give(self, worker: int, message: Values, values: torch.Tensor) -> None:
         guest = self._guests.get(worker)
-        if guest is not None and guest.models.get(message.model) == self._admitted.get((message.model, worker)):
+        if guest is not None and self._is_admitted(guest, message.model):
             if not self._to_give:
                 asyncio.get_running_loop().call_soon(self._give_all)
             self._to_give.append((guest, message, values))
