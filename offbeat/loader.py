@@ -121,14 +121,19 @@ class Loader:
         self._longest = max((course.length for course in courses), default=0)
         return self._iterate(courses, epoch, skip)
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were given out; an epoch that was left early counts as done."""
-        epoch, batch = self._at
-        return {"epoch": epoch, "batch": batch}
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its batches were given out, and samples of a usual one, or -1.
 
-    def load_state_dict(self, state: Mapping[str, int], *, seed: int) -> None:
+        An epoch that was left early counts as done.
+        """
+        epoch, batch = self._at
+        return {"epoch": epoch, "batch": batch, "usual": -1.0 if self._usual is None else self._usual}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
         self._epoch, self._skip = self._at = int(state["epoch"]), int(state["batch"])
+        usual = float(state.get("usual", -1.0))
+        self._usual = None if usual < 0 else usual
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(sampler, Shard):
             sampler.seed = seed
@@ -174,15 +179,15 @@ class Loader:
         return 0 if self._apart else self._control.rank
 
     def _weight(self, batch: Any, real: bool, relative: float | None) -> float:
-        if not real:
-            return 0.0
-        if relative is not None:
-            return relative
-        samples = samples_in(batch)
+        if relative is not None or self._apart:
+            return (1.0 if relative is None else relative) if real else 0.0
+        samples = samples_in(batch) if real else 0
         if self._usual is None:
             # The first batches are taken for the usual ones; from then on nobody needs to ask.
             total, those = self._control.sum("the comparison of batch sizes", (samples, float(samples > 0)))
             self._usual = total / those if those else 0.0
+        if not real:
+            return 0.0
         return samples / self._usual if samples and self._usual else 1.0
 
     def _compare_first(self, batch: Any) -> None:
@@ -251,6 +256,13 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
             "loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), or none."
         )
     assert isinstance(own, RandomSampler | SequentialSampler)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if len(own) != size or getattr(own, "replacement", False):
+        how = "with replacement" if getattr(own, "replacement", False) else f"{len(own)} of {size}"
+        raise ModelError(
+            f"Cannot deal out a loader whose {type(own).__name__} draws {how}: offbeat deals out each sample of the "
+            "dataset once. Take a torch.utils.data.Subset, or a sampler for distributed data."
+        )
     return own
 
 

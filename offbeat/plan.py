@@ -56,7 +56,9 @@ class Plan:
         fabric: where it is summed.
         bucket_bytes: size at which a bucket of gradients is closed and sent.
         nonfinite: what to do when a gradient, a worker's own or the mean, holds NaN or Inf: "pass" it on as DDP does,
-            "raise" `NumericsError` on every rank, or "skip" the optimizer step on every rank.
+            "raise" `NumericsError` on every rank, or "skip" the optimizer step on every rank. Where workers go on by
+            themselves (a server, `LocalSGD`), what one brings is looked at by itself: that worker raises, or its part
+            is left out, and said to be.
         tuning: how batches follow the machines' speed; None for batches as large as the loader says.
 
     Raises:
@@ -80,9 +82,10 @@ class Plan:
             PlanError: with what cannot be, why, and a way out.
         """
         for name, protocol in (("sync", "replicated"), ("codec", "exchange"), ("fabric", "offers")):
-            if not hasattr(getattr(self, name), protocol):
+            part = getattr(self, name)
+            if isinstance(part, type) or not hasattr(part, protocol):
                 raise PlanError(
-                    f"Cannot use {getattr(self, name)!r} as {name}: it is no {name} part. "
+                    f"Cannot use {part!r} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
         if not self.sync.replicated and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
@@ -146,8 +149,11 @@ class Plan:
         return tomli_w.dumps({**scalars, **table})
 
     @classmethod
-    def from_toml(cls, text: str) -> Plan:
+    def from_toml(cls, text: str, **instead: Any) -> Plan:
         """Read a plan; what is left out has its default.
+
+        Args:
+            instead: fields to take instead of what the text says.
 
         Raises:
             PlanError: if the text is not TOML, or a key or value is unknown; the text ends with the path.
@@ -160,10 +166,12 @@ class Plan:
         fields = {f.name for f in dataclasses.fields(cls)}
         values = {}
         for key, value in table.items():
+            if key in instead:
+                continue
             if key not in fields:
                 raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
             values[key] = _value(value, cls, key, "plan", "plan")
-        return cls(**values)
+        return cls(**values, **instead)
 
 
 def _takes_single_turns(policy: Policy) -> bool:

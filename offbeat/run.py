@@ -144,16 +144,21 @@ class Run:
         self._owns_group = join(self._waiter)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self._metrics = MetricsFile(None if run_dir is None else run_dir / "metrics.jsonl")
+        self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         self._control = Control(self._bind("gloo"), self._waiter)
         self._watch = start_watch(self._control) if self.world > 1 else None
-        self._server = self._connect(timeout)
         if self._watch is not None:
             self._waiter.witness = Watched(self._watch, self.rank, timeout)
         _runs.add(self)
-        self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
         atexit.register(self._close_at_exit)
+        self._server: Server | None = None
+        try:
+            self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
+            self._server = self._connect(timeout)
+        except OffbeatError as error:
+            self._close(error)
+            raise
 
     def _connect(self, timeout: timedelta) -> Server | None:
         fabric = self.plan.fabric
@@ -254,6 +259,7 @@ class Run:
             parameters=parameters,
             waiter=self._waiter,
             step=policy.step_of(served.begins_at),
+            model=len(self._reducers),
         )
 
     def _replicate(
@@ -287,7 +293,7 @@ class Run:
             outer=self.plan.sync.outer,
             model=number,
         )
-        return Local(exchanger=reducer, averaging=averaging, parameters=parameters, waiter=self._waiter)
+        return Local(exchanger=reducer, averaging=averaging, parameters=parameters, waiter=self._waiter, model=number)
 
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
@@ -393,6 +399,9 @@ class Run:
             )
         for loader in leased:
             loader.crowded()
+        for reducer in self._reducers:
+            reducer.share.give_up()
+        self._meter.give_up()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> None:
         self.has_data = real
@@ -524,7 +533,7 @@ class Run:
         """Take over what `state_dict` returned; after `prepare`.
 
         Raises:
-            ModelError: if another number of models or loaders was prepared.
+            ModelError: if another number of models or loaders was prepared, or it lacks what this plan needs.
         """
         for what, mine in (("models", self._reducers), ("loaders", self._loaders)):
             if len(state[what]) != len(mine):
@@ -532,14 +541,33 @@ class Run:
                     f"Cannot load this state: it has {len(state[what])} {what}, this run {len(mine)}. "
                     "Prepare the same models and loaders before load_state_dict."
                 )
-        saved = Plan.from_toml(state["plan"])
+        self._compare_plans(state["plan"])
+        if self._server is None and any(one.get("reducer", one).get("server") for one in state["models"]):
+            _log.warning(
+                "The checkpoint has the optimizer's state (such as momentum) from a parameter server; on %r it begins "
+                "anew.", self.plan.fabric
+            )  # fmt: skip
+        self._seed = int(state["seed"])
+        try:
+            for reducer, one in zip(self._reducers, state["models"], strict=True):
+                reducer.load_state_dict(one)
+            for loader, place in zip(self._loaders, state["loaders"], strict=True):
+                loader.load_state_dict(place, seed=self._seed)
+        except KeyError as error:
+            raise ModelError(
+                f"Cannot load this state: it has no {error}, which this plan needs. Resume with the plan that it was "
+                f"written with, and with the same model. It was\n{state['plan']}"
+            ) from error
+
+    def _compare_plans(self, written: str) -> None:
+        try:
+            saved = Plan.from_toml(written)
+        except PlanError:  # with a part that is not offbeat's own, or not any more
+            if written != self.plan.to_toml():
+                _log.warning("The checkpoint was written with another plan:\n%s", written)
+            return
         for name, (here, there) in self.plan.diff(saved).items():
             _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
-        self._seed = int(state["seed"])
-        for reducer, one in zip(self._reducers, state["models"], strict=True):
-            reducer.load_state_dict(one)
-        for loader, place in zip(self._loaders, state["loaders"], strict=True):
-            loader.load_state_dict(place, seed=self._seed)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -656,6 +684,13 @@ def _number(value: float | torch.Tensor, name: str) -> float:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder as run_dir.") from error
+
+
+def _open_metrics(folder: Path | None) -> MetricsFile:
+    try:
+        return MetricsFile(None if folder is None else folder / "metrics.jsonl")
     except OSError as error:
         raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder as run_dir.") from error
 

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import NetworkError, OffbeatError
+from offbeat.exits import how_it_ended
 from offbeat.wire import eager
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
     say(address)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
     while (code := process.wait()) != 0:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = how_it_ended(code)
         if not left:
             _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
             return

@@ -13,6 +13,7 @@ ROOT = Path(offbeat.__file__).parent
 TIERS = {
     "errors": -1,
     "clock": 0,
+    "exits": 0,
     "topology": 0,
     "layout": 0,
     "payload": 0,

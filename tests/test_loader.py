@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 import offbeat
 from offbeat.errors import ModelError
@@ -42,6 +43,33 @@ def test_every_worker_goes_through_as_many_batches_as_len_says() -> None:
     assert first["len"] == second["len"] == [6, 6]
     assert first["counts"] == [True] * 6
     assert second["counts"] == [True] * 5 + [False]
+
+
+# -- what offbeat cannot deal out ---------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    told, data = [], numbers(20)
+    with offbeat.init() as run:
+        for sampler in (
+            RandomSampler(data, replacement=True),
+            RandomSampler(data, num_samples=10),
+            SequentialSampler(range(5)),
+        ):
+            try:
+                prepared(run, DataLoader(data, batch_size=2, sampler=sampler))
+            except ModelError as error:
+                told.append(str(error))
+    return told
+
+
+def test_a_sampler_that_draws_otherwise_is_refused() -> None:
+    for told in run_workers(2, refusals):
+        assert [text[:64] for text in told] == [
+            "Cannot deal out a loader whose RandomSampler draws with replacem",
+            "Cannot deal out a loader whose RandomSampler draws 10 of 20: off",
+            "Cannot deal out a loader whose SequentialSampler draws 5 of 20: ",
+        ]
 
 
 # -- going on where a checkpoint was taken -------------------------------------------------------------------------
@@ -89,10 +117,39 @@ def leave_early() -> list[dict[str, int]]:
 
 
 def test_an_epoch_left_early_is_done() -> None:
-    assert leave_early() == [{"epoch": 1, "batch": 0}, {"epoch": 2, "batch": 0}]
+    assert leave_early() == [{"epoch": epoch, "batch": 0, "usual": -1.0} for epoch in (1, 2)]
 
 
 # -- data that is not dealt out ------------------------------------------------------------------------------------
+
+
+def resumed_in_the_padding() -> tuple[list[float], list[float]]:
+    """Rank 0 has three batches, rank 1 six, nobody knows how many; a checkpoint is taken behind the fourth."""
+    rank = int(os.environ["RANK"])
+    mine = [torch.full((2 + rank, 1), 1.0)] * (3 + 3 * rank)
+
+    def go(state: Any, first: int) -> tuple[Any, Any]:
+        at_four = None
+        with offbeat.init() as run:
+            replica, optimizer, loader = prepared(run, (x for x in mine))
+            if state is not None:
+                replica.module.load_state_dict(state[0])
+                run.load_state_dict(state[1])
+            for index, x in enumerate(loader, first):
+                replica(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 3:
+                    at_four = copy.deepcopy([replica.module.state_dict(), run.state_dict()])
+            return at_four, [p.item() for p in replica.parameters()]
+
+    state, whole = go(None, 0)
+    return whole, go(state, 4)[1]
+
+
+def test_a_loader_without_a_length_is_resumed_where_one_worker_has_no_data_left() -> None:
+    for whole, resumed in run_workers(2, resumed_in_the_padding):
+        assert whole == resumed
 
 
 class Numbers(IterableDataset[torch.Tensor]):

@@ -111,6 +111,8 @@ def test_a_bad_file_is_refused_with_the_path(text: str, message: str) -> None:
 
 
 def test_parts_in_the_wrong_place_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"Cannot use .*ASP.*made with \(\) - at `plan.sync`"):
+        Plan(sync=offbeat.sync.ASP)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"Cannot use Dense\(\) as sync.*at `plan.sync`"):
         Plan(sync=Dense())  # type: ignore[arg-type]
 

@@ -54,7 +54,8 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model, twin = task.model, copy.deepcopy(task.model)
     least_s = asked.compute_s * work.compute_factor
-    compute_s = max(least_s, _alone_s(task, twin, optimizer, asked.batch))
+    real_s = _alone_s(task, twin, optimizer, asked.batch)
+    compute_s = max(least_s, real_s)
     bound = bind(work.system, model, optimizer(model.parameters()), bucket_bytes=work.bucket_bytes)
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
@@ -63,11 +64,12 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     share = shares(task.samples, batch=asked.batch, rank=rank, world=world)
     snapshots = []
     for index in range(work.warmup_steps + work.steps):
-        began_s = time.perf_counter()
-        task.loss(bound.model, next(share)).backward()
-        # Many workers on few cores: each computes for as long as a machine of its own would.
-        time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
+        loss = task.loss(bound.model, next(share))
+        # Many workers on few cores: each computes for as long as a machine of its own would. Before backward, in which
+        # some systems wait for the others: what they wait there is no computing.
+        time.sleep(max(0.0, least_s - real_s))
         straggler.pause(compute_s)
+        loss.backward()
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(asked.batch)

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from offbeat.cli.worker import VICTIM
+from offbeat.exits import how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +72,7 @@ class Worker:
         return self.process.poll()
 
     def describe_end(self) -> str:
-        code = self.code
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return "goes on" if self.code is None else how_it_ended(self.code)
 
     def signal(self, number: int) -> None:
         """To the worker and all it started."""

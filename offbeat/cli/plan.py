@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,8 +38,11 @@ def diff(first: PlanFile, second: PlanFile) -> None:
         raise typer.Exit(1)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, **instead: Any) -> Plan:
     """The plan in a TOML file.
+
+    Args:
+        instead: fields to take instead of the file's.
 
     Raises:
         PlanError: if the file cannot be read, or holds no valid plan.
@@ -53,6 +56,6 @@ def read_plan(path: Path) -> Plan:
             f"Cannot read the plan {path}: {error}. Write one with `offbeat plan show > {path}`."
         ) from error
     try:
-        return Plan.from_toml(text)
+        return Plan.from_toml(text, **instead)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from offbeat.cli.launch import Job, Launch
 from offbeat.cli.live import LiveView, final_table
 from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
-from offbeat.errors import PlanError
+from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
 
 
@@ -48,7 +47,8 @@ def run(
     """Start SCRIPT on local workers. The same script runs under torchrun unchanged.
 
     The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
-    the workers disagreed; 76 if a worker left while the others still needed it.
+    the workers disagreed; 76 if a worker left while the others still needed it. With a parameter server the others go
+    on without a worker that is lost, and the exit code is 0 if one of them ends well.
     """
     from offbeat.cli.names import read_part
     from offbeat.plan import Plan
@@ -57,7 +57,7 @@ def run(
         raise PlanError(f"Cannot run {script}: there is no such file.")
     given = {"sync": sync, "codec": codec, "fabric": fabric}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
-    chosen = dataclasses.replace(Plan() if plan is None else read_plan(plan), **parts)
+    chosen = Plan(**parts) if plan is None else read_plan(plan, **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,10 +79,9 @@ def run(
         code = Launch(job, console, view.update).run()
     try:
         _conclude(folder, console, view.skip_bytes)
-    except OSError as error:  # such as a full disk: what was trained is trained
-        console.print(
-            f"Cannot write the report: {error.strerror}. `offbeat report {folder}` tries again.", markup=False
-        )
+    except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        console.print(f"Cannot write the report: {why}. `offbeat report {folder}` tries again.", markup=False)
     raise typer.Exit(code)
 
 

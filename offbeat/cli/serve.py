@@ -73,9 +73,12 @@ def read_token(path: Path) -> str:
     """The secret in a file.
 
     Raises:
-        NetworkError: if it cannot be read.
+        NetworkError: if it cannot be read, or there is none.
     """
     try:
-        return path.read_text().strip()
+        token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot read the token in {path}: {error}.") from error
+    if not token:
+        raise NetworkError(f"Cannot use the token in {path}: the file is empty. Write one: openssl rand -hex 32.")
+    return token

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from offbeat.engine.control import Control
     from offbeat.pacing import BatchTuning, Leases
 
-# The first steps of a worker pay for what later ones do not.
-_UNTOLD = 2
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
 _TOLD_EVERY = 5
 _MOST_TOLD = 256
@@ -85,7 +83,6 @@ class AgreedSource:
             pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
         self._books = Books(pool, tuning)
         self._at = self._books  # behind the last batch that the loop has
-        self._untold = _UNTOLD
 
     def next(self) -> Batch | None:
         """This worker's part of the next step. Collective."""
@@ -162,11 +159,9 @@ class AgreedSource:
         """Exchange the times of the last steps. Collective."""
         mine = tuple(self._take_timings())[-_MOST_TOLD:]
         told = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
-        steps = list(zip(*map(_timings, told), strict=False))
-        skipped = min(self._untold, len(steps))
-        self._untold -= skipped
+        steps = zip(*map(_timings, told), strict=False)
         tuning = self._books.tuning
-        for step in steps[skipped:]:
+        for step in steps:
             # Who waits least waits for nobody: that is how long it takes to send.
             transfer_s = min(timing.wait_s for timing in step)
             for rank, timing in enumerate(step):

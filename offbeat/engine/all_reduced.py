@@ -5,7 +5,7 @@ Buffers travel with each average.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,7 @@ class AllReduced:
         outer: OuterSGD | None,
         model: int = 0,
     ) -> None:
+        self._reducer = reducer
         self._plan, self._share, self._meter = reducer.plan, reducer.share, reducer.meter
         self._outer, self._buffers = outer, buffers
         self._channel = Channel(fabric, waiter, reducer.meter, model)
@@ -64,10 +65,13 @@ class AllReduced:
         for change in self._changes:
             change.anchor.here()
 
-    def average(self, steps: int) -> list[tuple[float, float]]:
+    def stepped(self) -> None:
+        """Nothing to do: nobody else could compute what this worker drew."""
+
+    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
         """Exchange the changes, and apply their mean; when each bucket was issued and done. Collective."""
         channel, share = self._channel, self._share
-        weight = share.weight if steps else 0.0
+        weight = share.weight * part
         issued_s = []
         for change in self._changes:
             issued_s.append(self._meter.now_s())
@@ -95,8 +99,9 @@ class AllReduced:
             own.update(change.state_dict())
         return own
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, and have the reducer take over its own."""
+        self._reducer.load_state_dict(exchanger)
         for change in self._changes:
             change.load_state_dict(state)
 

@@ -7,7 +7,7 @@ stays at the server. Buffers stay each worker's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.anchor import Anchor
 from offbeat.fabric.server import About, outer_hyper
@@ -45,7 +45,11 @@ class AtServer:
         if self._served.step:
             self._served.take_over_optimizer()
 
-    def average(self, steps: int) -> list[tuple[float, float]]:
+    def stepped(self) -> None:
+        """What this worker drew is in its parameters; nobody else is to compute it."""
+        self._served.keep_drawn()
+
+    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
         """Bring this worker's change, and wait for the others'; when it was issued and done. Collective.
 
         Raises:
@@ -54,8 +58,8 @@ class AtServer:
         served = self._served
         for anchor, grad in zip(self._anchors, served.grads, strict=True):
             anchor.change(grad)
-        weight = float(served.share.samples if served.meter.loader_counts else steps) if steps else 0.0
-        span = served.exchange(About(weight, outer_hyper(self._policy.outer), change=True))
+        weight = served.weight(float(steps))
+        span = served.exchange(About(weight * part, outer_hyper(self._policy.outer), change=True))
         for anchor in self._anchors:
             anchor.here()
         return [span]
@@ -74,8 +78,21 @@ class AtServer:
         """Anchors, by parameter name."""
         return {name: {"anchor": value.clone()} for anchor in self._anchors for name, _, value in anchor.slots}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; the server gets rank 0's anchors as its parameters. Collective.
+
+        What this worker's own steps since then have added up to is in its parameters, and stays there.
+
+        Raises:
+            WorkerLostError, NetworkError: if the server is gone.
+        """
+        own = [[parameter.detach().clone() for _, parameter, _ in anchor.slots] for anchor in self._anchors]
         for anchor in self._anchors:
             for name, _, value in anchor.slots:
                 value.copy_(state[name]["anchor"])
+            anchor.return_()
+        self._served.load_state_dict(exchanger)
+        for anchor, mine in zip(self._anchors, own, strict=True):
+            anchor.here()
+            for (_, parameter, _), values in zip(anchor.slots, mine, strict=True):
+                parameter.data.copy_(values)

@@ -28,7 +28,7 @@ class Channel:
 
     def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter, model: int = 0) -> None:
         self._fabric, self._waiter, self._meter = fabric, waiter, meter
-        self._model = model
+        self.model = model
         self.rank, self.world = fabric.rank, fabric.world
         self.step = 0  # exchanges so far
         self.buckets = 0  # how many there are, for reports
@@ -52,7 +52,7 @@ class Channel:
         Raises:
             WorkerLostError, NetworkError: as `Waiter.wait`.
         """
-        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label, self._model))
+        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label, self.model))
 
     def wait_for_bucket(self, pending: Pending, bucket: Bucket) -> Reply:
         """Block until a round of the bucket's exchange is done."""

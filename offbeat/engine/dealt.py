@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.source import Batch
 from offbeat.engine.waiting import Awaited
+from offbeat.errors import NetworkError
 from offbeat.pacing import Lease, Leases, Over
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class DealtSource:
     def drawn(self, batch: Batch) -> None:
         """The next contribution is computed from it."""
         assert batch.lease is not None
-        self._server.used.append((self._loader, batch.lease.number))
+        self._server.drawn.append((self._loader, batch.lease.number))
         self._count = batch.lease.count
 
     def ended(self) -> None:
@@ -53,13 +55,17 @@ class DealtSource:
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Others may have them."""
-        self._server.client.give_back(self._hand, [b.lease.number for b in batches if b.lease is not None])
+        numbers = [b.lease.number for b in batches if b.lease is not None]
+        if numbers:
+            with contextlib.suppress(NetworkError):  # the run is closed, and the server knows that it has ended
+                self._server.client.give_back(self._hand, numbers)
 
     def crowded(self) -> None:
-        """Ask for less; what was computed from is given back, and so is what was dealt out beforehand."""
-        used = [number for loader, number in self._server.used if loader == self._loader]
-        self._server.used = [(loader, number) for loader, number in self._server.used if loader != self._loader]
-        self._server.client.crowded(self._hand, self._count, used)
+        """Ask for less; what was drawn since the last step is given back, and so is what was dealt out beforehand."""
+        server = self._server
+        drawn = [number for loader, number in server.drawn if loader == self._loader]
+        server.drawn = [(loader, number) for loader, number in server.drawn if loader != self._loader]
+        server.client.crowded(self._hand, self._count, drawn)
 
     def explain(self) -> str:
         """The coordinator knows."""
@@ -82,11 +88,11 @@ class DealtSource:
             ModelError: if it is damaged, or of other data.
             NetworkError: if the server is gone.
         """
-        client = self._server.client
+        client, place = self._server.client, state["place"]
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
         if client.rank == 0 and self._loader == 0:  # it is that of all loaders
-            told = client.restock(state["place"])
+            told = client.restock(place)
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
         self._server.settle(self._waiter)  # then everybody has been dealt to afresh
 

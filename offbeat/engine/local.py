@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from offbeat.errors import NumericsError
+from offbeat.engine.finite import leave_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,11 +33,15 @@ class Averaging(Protocol):
     def begin(self) -> None:
         """The first step of a worker's own is about to be taken; the parameters are the same on all workers."""
 
-    def average(self, steps: int) -> list[tuple[float, float]]:
+    def stepped(self) -> None:
+        """This worker's own step has used what it drew."""
+
+    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
         """Bring this worker's change; the parameters are the new anchor.
 
         Args:
-            steps: of this worker's own since the last average; after none its change does not count.
+            steps: of this worker's own since the last average.
+            part: of them that counts; 0 after none.
 
         Returns:
             When each exchange was issued and done, in clock seconds.
@@ -49,8 +53,8 @@ class Averaging(Protocol):
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter name."""
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, and have the exchanger take over its own. Collective."""
 
 
 class Local:
@@ -62,6 +66,7 @@ class Local:
         parameters: trainable parameters by name, in order of registration.
         waiter: the one waiting primitive.
         step: that this worker begins with; above 0 if it joins later.
+        model: which of several prepared, from 0.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Local:
         parameters: Mapping[str, torch.nn.Parameter],
         waiter: Waiter,
         step: int = 0,
+        model: int = 0,
     ) -> None:
         self.plan, self.layout = exchanger.plan, exchanger.layout
         self.share, self.meter = exchanger.share, exchanger.meter
@@ -80,7 +86,8 @@ class Local:
         self._exchanger, self._averaging, self._waiter = exchanger, averaging, waiter
         self._parameters = dict(parameters)
         self._anchored = False
-        self._steps = 0  # of its own since the last average
+        self._model = model
+        self._steps = self._left_out = 0  # of its own since the last average, and those of them that do not count
         self._spans: list[tuple[float, float]] = []
 
     # -- called by the front end ---------------------------------------------------------------------------------
@@ -98,16 +105,18 @@ class Local:
         """The optimizer is about to step.
 
         Raises:
-            NumericsError: if this worker's gradient holds NaN or Inf and the plan says to stop on it.
+            NumericsError: if this worker's gradient holds NaN or Inf and the plan says to raise.
         """
         if self._mode == "gradient":
             self._exchanger.on_step()
             return
-        self.meter.fence_begins(self.step)
+        self.meter.fence_begins()
         if not self._anchored:
             self._anchored = True
             self._averaging.begin()
-        if self.share.padding or self._nonfinite():
+        left_out = not self.share.padding and self._nonfinite()
+        self._left_out += left_out
+        if self.share.padding or left_out:
             for parameter in self._parameters.values():
                 parameter.grad = None  # so that the optimizer leaves it alone: this step does not count
 
@@ -119,9 +128,11 @@ class Local:
         else:
             self._steps += 1
             weight = self.share.weight
+            self.share.stepped()
+            self._averaging.stepped()
             if mode == "change":
                 self._average()
-            self.meter.fence_ends(self.step, self._spans, weight)
+            self.meter.fence_ends(self.step, self._spans, weight, model=self._model)
             self._waiter.witness.exchanged(self.share.stamp)
             self._spans = []
         self.step += 1
@@ -148,10 +159,11 @@ class Local:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.step, self._steps = int(state["step"]), int(state["steps"])
-        self._exchanger.load_state_dict(state["reducer"])
         self._anchored = bool(state["local"])
         if self._anchored:
-            self._averaging.load_state_dict(state["local"])
+            self._averaging.load_state_dict(state["local"], state["reducer"])
+        else:
+            self._exchanger.load_state_dict(state["reducer"])
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -164,17 +176,13 @@ class Local:
         return self.plan.sync.contributes(self.step)
 
     def _average(self) -> None:
-        self._spans += self._averaging.average(self._steps)
-        self._steps = 0
+        part = 1 - self._left_out / self._steps if self._steps else 0.0
+        self._spans += self._averaging.average(self._steps, part)
+        self._steps = self._left_out = 0
         self.share.exchanged()
 
     def _nonfinite(self) -> bool:
         if self.plan.nonfinite == "pass":
             return False
         bad = [n for n, p in self._parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-        if bad and self.plan.nonfinite == "raise":
-            raise NumericsError(
-                f"step {self.step}: the gradient of {', '.join(bad[:3])} holds NaN or Inf on this worker. Lower the "
-                "learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."
-            )
-        return bool(bad)
+        return leave_out(bad, self.plan.nonfinite, what="gradient", step=self.step, meter=self.meter)

@@ -5,8 +5,9 @@
                         |<---- communication --->|
 
 Compute is what the worker did by itself before the fence, so a straggler stays visible: it computes longest and waits
-least. Communication runs from the first bucket issued to the last one done; what is not hidden behind compute is
-waiting. Samples are those that a prepared loader gave out; without one, the batch sizes of forward passes that train.
+least. What it waited there, for the others' data or answers, is waiting, too. Communication runs from the first bucket
+issued to the last one done; what is not hidden behind compute is waiting. Samples are those that a prepared loader gave
+out; without one, the batch sizes of forward passes that train.
 
 Records are encoded and written by a background thread; a step pays for appending to a deque.
 """
@@ -114,20 +115,25 @@ class Meter:
         if not self.loader_counts:
             self.samples += samples_in(inputs)
 
-    def fence_begins(self, step: int) -> None:
+    def fence_begins(self) -> None:
         """The worker's own part of the step is done."""
         self._fence_began_s = self._clock.now_s()
         self._waited_before_s = self._waiter.waited_s
 
-    def fence_ends(self, step: int, spans: list[tuple[float, float]], weight: float, staleness: int = 0) -> None:
+    def fence_ends(
+        self, step: int, spans: list[tuple[float, float]], weight: float, staleness: int = 0, *, model: int = 0
+    ) -> None:
         """All exchanges of the step are done.
 
         Args:
             spans: when each bucket was issued and done, in clock seconds.
             weight: this worker's in the step.
             staleness: updates between the parameters it was computed on and its own.
+            model: which of several prepared, from 0.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
+        early_s = self._waited_before_s - self._waited_at_step_s
+        own_s = self._fence_began_s - began_s - early_s
         first_s = min((issued for issued, _ in spans), default=now_s)
         last_s = max((done for _, done in spans), default=now_s)
         self._file.append(
@@ -137,9 +143,10 @@ class Meter:
                 "step": step,
                 "time_s": began_s + self._offset_s,
                 "step_s": now_s - began_s,
-                "compute_s": self._fence_began_s - began_s,
+                "compute_s": own_s,
                 "communication_s": last_s - first_s,
-                "wait_s": self._waiter.waited_s - self._waited_before_s,
+                "wait_s": self._waiter.waited_s - self._waited_at_step_s,
+                "early_wait_s": early_s,
                 "bytes_sent": self.sent_bytes,
                 "samples": self.samples,
                 "weight": weight,
@@ -147,8 +154,7 @@ class Meter:
                 "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
             }
         )
-        own_s = self._fence_began_s - began_s - (self._waited_before_s - self._waited_at_step_s)
-        self._remember(self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
+        self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self.sent_bytes = self.samples = 0
         self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
 
@@ -166,6 +172,10 @@ class Meter:
         """Values of the user's, such as the loss."""
         self._file.append({"kind": "log", **self._stamp(step), "values": values})
 
+    def give_up(self) -> None:
+        """The samples since the last step are computed by others."""
+        self.samples = 0
+
     def begin(self, **about: Any) -> None:
         """The first record: what runs where."""
         self._file.append({"kind": "start", **self._stamp(0), **about})
@@ -174,10 +184,10 @@ class Meter:
         """The last record."""
         self._file.append({"kind": "end", **self._stamp(step), "steps": step, "error": error})
 
-    def _remember(self, samples: int, compute_s: float, wait_s: float) -> None:
-        if not samples and self._recent:  # a second model's part of the same step
+    def _remember(self, model: int, samples: int, compute_s: float, wait_s: float) -> None:
+        if model and self._recent:  # its part of the first model's step
             before = self._recent.pop()
-            samples, compute_s, wait_s = before[0], before[1] + compute_s, before[2] + wait_s
+            samples, compute_s, wait_s = before[0] + samples, before[1] + compute_s, before[2] + wait_s
         self._recent.append((samples, max(0.0, compute_s), max(0.0, wait_s)))
 
     def _stamp(self, step: int) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class Reducer:
         if not self._any_fired:
             self._open = False  # such as autograd.grad() with respect to an input
             return
-        self.meter.fence_begins(self.step)
+        self.meter.fence_begins()
         for flat in self._flats[len(self._flights) :]:
             self._issue(flat)
         channel, source = self._channel, self.share.source
@@ -308,7 +308,7 @@ class Reducer:
         spans = [(f.issued_s, f.done_s) for f in self._flights if f.done_s is not None]
         step, weight = self.step, self.share.weight
         self._channel.step += 1
-        self.meter.fence_ends(step, spans, weight)
+        self.meter.fence_ends(step, spans, weight, model=self._channel.model)
         self._waiter.witness.exchanged(self.share.stamp)
         self.share.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]

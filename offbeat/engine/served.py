@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from offbeat.engine.finite import leave_out
 from offbeat.engine.flat import view_in
 from offbeat.engine.share import Share
 from offbeat.engine.take_over import load
 from offbeat.engine.waiting import Awaited
-from offbeat.errors import ModelError, NumericsError
+from offbeat.errors import ModelError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.payload import Sum, Total
@@ -76,6 +77,8 @@ class Served:
         self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
         self.step = 0
         self.staleness = 0  # of the last contribution: updates between its parameters and its own
+        self._brought = 0.0  # weight of the last contribution
+        self._computed = False  # a backward has run since the last step
         self._optimizer, self._server, self._client = optimizer, server, server.client
         self._waiter, self._model = waiter, model
         self._parameters, self._in_place = dict(parameters), in_place
@@ -106,26 +109,38 @@ class Served:
         """A forward pass that trains begins."""
         self.meter.forward(inputs)
         self.share.forward()
+        if self._computed and all(parameter.grad is None for parameter in self._parameters.values()):
+            self._computed = False
+            self.share.cleared()  # the optimizer's step was left out (as GradScaler does)
 
     def on_output_grad(self) -> None:
-        """Nothing to do: nothing is sent before the optimizer steps."""
+        """The outermost backward has begun; nothing is sent before the optimizer steps."""
+        self._computed = True
+        self.share.backward()
+
+    def weight(self, otherwise: float) -> float:
+        """How much a contribution counts: the samples since the last, or `otherwise` if no loader has counted any."""
+        # A loader whose batches hold no tensors counts none.
+        return float(self.share.samples if self.meter.loader_counts else 0) or otherwise
+
+    def keep_drawn(self) -> None:
+        """What was drawn is used in the next contribution; nobody else is to compute it."""
+        self._server.keep_drawn()
 
     def on_step(self) -> None:
         """The optimizer is about to step: bring the gradient, and come back with the next parameters.
 
         Raises:
-            NumericsError: if the gradient holds NaN or Inf and the plan says to stop on it.
+            NumericsError: if what is brought holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
-        self.meter.fence_begins(self.step)
-        # A loader whose batches hold no tensors counts no samples.
-        weight = float(self.share.samples) if self.meter.loader_counts and self.share.samples else self.share.weight
-        unused = self._pack()
-        if self._nonfinite():
-            weight = 0.0
-        span = self.exchange(About(weight, hyper(self._optimizer)), unused)
-        self.meter.fence_ends(self.step, [span], weight, self.staleness)
+        self.meter.fence_begins()
+        self._server.keep_drawn()
+        about = About(self.weight(self.share.weight), hyper(self._optimizer))
+        span = self.exchange(about, self._pack())
+        self.meter.fence_ends(self.step, [span], self._brought, self.staleness, model=self._model)
         self.step += 1
+        self._computed = False
         self._waiter.witness.exchanged(self.share.stamp)
         self.share.exchanged()
 
@@ -140,12 +155,16 @@ class Served:
             When it was issued and done, in clock seconds.
 
         Raises:
+            NumericsError: if it holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
         issued_s = self.meter.now_s()
-        about = msgspec.structs.replace(about, used=tuple(self._server.used))
+        wires = self._encode()
+        self._brought = about.weight if self._finite(wires, "change" if about.change else "gradient") else 0.0
+        about = msgspec.structs.replace(about, weight=self._brought, used=tuple(self._server.used))
         self._server.used = []
-        exchange = self._client.exchange(self._model, list(self._encode()), about=about, unused=tuple(unused))
+        parts = [wires[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
+        exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
             exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)
         )
@@ -192,7 +211,8 @@ class Served:
         Raises:
             NetworkError: if the server is gone.
         """
-        return {"step": self.step, "codec": {}, "server": to_bytes(self._fetch())}
+        codec = {name: dict(tensors) for state in self._states for name, tensors in state.items()}
+        return {"step": self.step, "codec": codec, "server": to_bytes(self._fetch())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; rank 0 brings it, and its parameters, to the server. Collective.
@@ -202,6 +222,10 @@ class Served:
             NetworkError: if the server is gone.
         """
         self.step = int(state["step"])
+        for states in self._states:
+            for name, tensors in states.items():
+                for key, tensor in tensors.items():
+                    tensor.copy_(state["codec"][name][key])
         if self._client.rank == 0:
             data = state.get("server")
             portions = list(scatter(from_bytes(data), self._blocks)) if data else []
@@ -251,19 +275,20 @@ class Served:
             parameter.grad = None
         return unused
 
-    def _nonfinite(self) -> bool:
-        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(grad).all()) for grad in self.grads):
-            return False
-        bad = [name for name, _, _, place in self._slots if not bool(torch.isfinite(place).all())]
-        if self.plan.nonfinite == "raise":
-            raise NumericsError(
-                f"step {self.step}: the gradient of {', '.join(bad[:3])} holds NaN or Inf on this worker. Lower the "
-                'learning rate, or let such steps be left out with nonfinite="skip" - at `plan.nonfinite`.'
-            )
-        return True
+    def _finite(self, wires: Sequence[torch.Tensor], what: str) -> bool:
+        """Whether what is sent can be taken; with a narrow codec it may overflow where the gradient did not."""
+        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(wire).all()) for wire in wires):
+            return True
+        bad = [
+            slot.name
+            for bucket, wire in zip(self.layout.buckets, wires, strict=True)
+            for slot in bucket.slots
+            if not bool(torch.isfinite(wire[slot.offset : slot.offset + slot.numel]).all())
+        ]
+        return not leave_out(bad, self.plan.nonfinite, what=what, step=self.step, meter=self.meter)
 
-    def _encode(self) -> Iterator[torch.Tensor]:
-        """Each block of what the codec makes of the gradient."""
+    def _encode(self) -> list[torch.Tensor]:
+        """What the codec makes of each bucket of `grads`."""
         wires = []
         for grad, state in zip(self.grads, self._states, strict=True):
             exchange = self._codec.exchange(grad, state)
@@ -276,8 +301,7 @@ class Served:
             wires.append(payload.tensor)
             if state:
                 _end(exchange, payload.tensor)
-        for block in self._blocks:
-            yield wires[block.bucket][block.offset : block.offset + block.numel]
+        return wires
 
 
 def _end(exchange: Exchange, sent: torch.Tensor) -> None:

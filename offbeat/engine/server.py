@@ -45,8 +45,15 @@ class Server:
         self.client = client
         self.block_bytes = spec.block_bytes
         self.shards = shards
-        self.used: list[tuple[int, int]] = []  # leases of data since the last contribution, by loader and number
+        # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
+        self.drawn: list[tuple[int, int]] = []
+        self.used: list[tuple[int, int]] = []
         self._loop = loop
+
+    def keep_drawn(self) -> None:
+        """What was drawn is used in this worker's next contribution."""
+        self.used += self.drawn
+        self.drawn = []
 
     def sum(self, question: str, numbers: Sequence[float], waiter: Waiter) -> tuple[float, ...]:
         """The sums of numbers over all workers that are there. Collective.

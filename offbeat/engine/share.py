@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from offbeat.errors import ModelError
+
+
+class Drawn(NamedTuple):
+    """Batches that were drawn: how many, how many of them with data, the sum of their weights, and their samples."""
+
+    batches: int = 0
+    with_data: int = 0
+    weight: float = 0.0
+    samples: int = 0
+
+    def plus(self, other: Drawn) -> Drawn:
+        return Drawn(
+            self.batches + other.batches,
+            self.with_data + other.with_data,
+            self.weight + other.weight,
+            self.samples + other.samples,
+        )
+
+    def minus(self, other: Drawn) -> Drawn:
+        return Drawn(
+            self.batches - other.batches,
+            self.with_data - other.with_data,
+            self.weight - other.weight,
+            self.samples - other.samples,
+        )
 
 
 class Share:
@@ -12,10 +39,11 @@ class Share:
         self.stamp = 0  # batches drawn so far
         self.padding = False  # the batch at hand only keeps the loop going
         self.source = 0  # rank whose buffers count
-        self._drawn = self._with_data = 0  # since the last exchange
-        self._weighed = 0.0  # sum of the weights of those drawn since then
+        self._drawn = Drawn()  # since the last exchange
+        self._used = Drawn()  # of these, by steps of the worker's own
+        self._computed = Drawn()  # of these, before the last backward began
         self._scale = 1.0
-        self._samples = self._last_samples = 0
+        self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
 
     def draw(self, *, real: bool, source: int, weight: float = 1.0, samples: int = 0) -> None:
@@ -28,11 +56,8 @@ class Share:
             samples: in the batch, if it is real.
         """
         self.stamp += 1
-        self._drawn += 1
         self._ahead += 1
-        self._with_data += real
-        self._weighed += weight if real else 0.0
-        self._samples += samples if real else 0
+        self._drawn = self._drawn.plus(Drawn(1, 1, weight, samples) if real else Drawn(1))
         self.padding = not real
         self.source = source
 
@@ -60,28 +85,39 @@ class Share:
 
         A second exchange with the same batch counts as the first did.
         """
-        if self._drawn:
-            return self._weighed / self._drawn
+        if self._drawn.batches:
+            return self._drawn.weight / self._drawn.batches
         return 0.0 if self.padding else self._scale
 
     @property
     def samples(self) -> int:
         """In the batches since the last exchange; a second exchange with the same batch counts as the first did."""
-        return self._samples if self._drawn or self.padding else self._last_samples
-
-    @property
-    def drawn(self) -> int:
-        """Batches since the last exchange."""
-        return self._drawn
+        return self._drawn.samples if self._drawn.batches or self.padding else self._last_samples
 
     @property
     def scale(self) -> float:
         """By what this worker's gradient is to be multiplied: the mean weight of its real batches."""
-        return self._weighed / self._with_data if self._with_data else self._scale
+        return self._drawn.weight / self._drawn.with_data if self._drawn.with_data else self._scale
+
+    def backward(self) -> None:
+        """A backward has begun."""
+        self._computed = self._drawn
+
+    def cleared(self) -> None:
+        """The gradients of what was computed are gone: it is in no step, as when GradScaler leaves one out."""
+        if self._drawn.batches > self._computed.batches:  # else it is computed a second time
+            self._drawn = self._used.plus(self._drawn.minus(self._computed))
+            self._computed = self._used
+
+    def stepped(self) -> None:
+        """A step of the worker's own has used what was drawn."""
+        self._used = self._drawn
+
+    def give_up(self) -> None:
+        """What was drawn since the last step is not used."""
+        self._drawn = self._computed = self._used
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""
         self._scale, self._last_samples = self.scale, self.samples
-        self._samples = 0
-        self._drawn = self._with_data = 0
-        self._weighed = 0.0
+        self._drawn = self._used = self._computed = Drawn()

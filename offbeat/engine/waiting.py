@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
+from offbeat.errors import ModelError, NetworkError, OffbeatError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +151,8 @@ class Waiter:
         try:
             if not pending.done() or not pending.wait(self._poll):
                 self._block(pending, awaited)
+        except ModelError:  # the answer is no, and the workers are as they were
+            raise
         except OffbeatError as error:
             self.failure = error
             raise

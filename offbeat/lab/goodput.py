@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.85
 """Below this share of its rate a link is not what the scenario says. Headers alone take 4 %."""
+ATTEMPTS = 3
+"""A machine that was busy for a second is no reason to refuse a scenario of half an hour."""
 _PORT = 29_400
 _PROBE = str(Path(__file__).resolve().with_name("probe.py"))
 _GRACE_S = 20.0
@@ -27,6 +29,25 @@ _SETTLE_QUEUES = 6
 """A stream from nothing needs about so many times what the fullest queue on its way holds."""
 _LEAST_PACKETS = 40
 """Fewer, and one that is on its way when the clock stops would count too much."""
+
+
+def ensure(network: Network) -> dict[str, float]:
+    """Measure, again if a link fell short, up to `ATTEMPTS` times; what `measure` returns.
+
+    Raises:
+        NetworkError: if a stream fails.
+        ScenarioError: if a link falls short each time.
+    """
+    for _ in range(ATTEMPTS - 1):
+        measured = measure(network)
+        try:
+            check(measured, network)
+        except ScenarioError:
+            continue
+        return measured
+    measured = measure(network)
+    check(measured, network)
+    return measured
 
 
 def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:

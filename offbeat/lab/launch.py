@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import WorkerLostError
+from offbeat.exits import how_it_ended
 from offbeat.lab import programs, recorder, state
 from offbeat.lab.network import INTERFACE
 
@@ -242,7 +243,7 @@ class Workers:
         # Of several that ended together, one that a signal killed did not die of the others' death.
         rank = min((rank for rank, code in codes.items() if code), key=lambda rank: (codes[rank] > 0, rank))
         code = codes[rank]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = how_it_ended(code)
         return f"rank {rank} on host {self.places[rank].host} {how}, its last output was\n{self._last_lines(rank)}"
 
     def _overdue(self, running: list[int], timeout_s: float) -> str:

@@ -66,8 +66,7 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
             network = resources.enter_context(Network(scenario.topology))
             scratch = network.scratch
             places = launch.places(network)
-            measured = goodput.measure(network)
-            goodput.check(measured, network)
+            measured = goodput.ensure(network)
         repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
         for index in range(scenario.run.repeats):
             for number, job in list(enumerate(rows))[:: -1 if index % 2 else 1]:

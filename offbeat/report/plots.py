@@ -82,9 +82,12 @@ def _draw_rates(axes: Any, steps: Sequence[Step]) -> None:
     origin_s = min(step.time_s for step in steps)
     bins: dict[int, dict[int, float]] = {}
     for step in steps:
-        line = bins.setdefault(step.rank, {})
-        second = int(step.time_s - origin_s)
-        line[second] = line.get(second, 0.0) + step.samples
+        line, began_s = bins.setdefault(step.rank, {}), step.time_s - origin_s
+        ended_s = began_s + step.step_s
+        for second in range(int(began_s), int(ended_s) + 1):  # over the time that it took
+            within_s = min(ended_s, second + 1) - max(began_s, second)
+            share = within_s / step.step_s if step.step_s else float(second == int(began_s))
+            line[second] = line.get(second, 0.0) + step.samples * share
     # The first and the last second are not whole.
     points = {
         rank: [(float(second), line[second]) for second in sorted(line)[1:-1]]

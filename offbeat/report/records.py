@@ -43,7 +43,12 @@ class Start(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw_only=
 
 
 class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=True):
-    """One exchange of one worker; `buckets` are [issued, done] in seconds since `time_s`."""
+    """One exchange of one worker.
+
+    Args:
+        wait_s: for the others; `early_wait_s` of it before the exchange, for data or answers.
+        buckets: [issued, done] of each, in seconds since `time_s`.
+    """
 
     rank: int
     step: int
@@ -52,6 +57,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=Tr
     compute_s: float
     communication_s: float
     wait_s: float
+    early_wait_s: float = 0.0
     bytes_sent: int
     samples: int
     weight: float
@@ -147,17 +153,19 @@ class Records:
 def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:
     """The records of the last run in a folder that was used more than once, and how many runs came before it.
 
-    A worker begins anew when it starts after its end, or as another process.
+    A worker begins anew when it starts after its end, or as another process; with the second of these begins another
+    run.
     """
-    begun: dict[int, int] = {}
-    again: dict[int, int] = {}
+    begun: dict[int, int] = {}  # of the newest run, by rank
+    earlier = 0
     pids: dict[int, int] = {}
     ended: set[int] = set()
     for index, record in enumerate(records):
         if isinstance(record, Start):
             if record.rank in ended or pids.get(record.rank, record.pid) != record.pid:
+                if not begun or record.rank in begun:
+                    begun, earlier = {}, earlier + 1
                 begun[record.rank] = index
-                again[record.rank] = again.get(record.rank, 0) + 1
                 ended.discard(record.rank)
             pids[record.rank] = record.pid
         elif isinstance(record, End):
@@ -166,4 +174,4 @@ def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:
         return list(records), 0
     first = min(begun.values())  # a rank that only the earlier run had is left out, too
     last = [record for index, record in enumerate(records) if index >= begun.get(record.rank, first)]
-    return last, max(again.values())
+    return last, earlier

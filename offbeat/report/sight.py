@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import PeerError
+from offbeat.report.tally import PACE
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -24,8 +25,6 @@ _Seconds = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # refuses NaN as w
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 _WAITING = ("held", "pushing", "pushed")
-# A worker sets the pace if its steps take this many times as long as the usual one's; less is noise.
-_PACE = 1.15
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +171,7 @@ def pacemaker(scene: Scene) -> str:
         return ""
     slowest = max(known, key=lambda seen: seen.step_s)
     usual_s = statistics.median(seen.step_s for seen in known if seen is not slowest)
-    if slowest.step_s < _PACE * usual_s:
+    if slowest.step_s < PACE * usual_s:
         return (
             f"No worker stands out: a step takes the slowest, rank {slowest.worker}, {_ms(slowest.step_s)}, and the "
             f"others {_ms(usual_s)} (median)."

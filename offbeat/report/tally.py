@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _RECENT = 20  # steps that the live view's rates are taken over
 _FEWEST_STEPS = 5  # to compare workers over
-# A worker sets the pace if it computes this many times as long as the usual one; less is noise on a busy machine.
-_PACE = 1.15
+PACE = 1.15
+"""A worker sets the pace if it takes this many times as long as the usual one; less is noise on a busy machine."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ def pace(records: Sequence[Record]) -> str:
     slowest = max(workers, key=lambda worker: worker.compute_per_step_s)
     others = [worker for worker in workers if worker is not slowest]
     usual_s = statistics.median_low(worker.compute_per_step_s for worker in others)
-    if slowest.compute_per_step_s < _PACE * usual_s:
+    if slowest.compute_per_step_s < PACE * usual_s:
         return f"No worker stands out: all {_habits(workers)} of the time for communication and for each other."
     return (
         f"Rank {slowest.rank} sets the pace: it computes {slowest.compute_per_step_s * 1e3:.1f} ms per step and waits "

@@ -59,11 +59,12 @@ def _shown(records: Sequence[Record]) -> tuple[Sequence[Record], int]:
 
 
 def _step(record: Step, start_us: float, buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
-    fence_us = start_us + record.compute_s * 1e6
+    before_s = record.compute_s + record.early_wait_s
+    fence_us = start_us + before_s * 1e6
     totals = {"step": record.step, "samples": record.samples, "bytes_sent": record.bytes_sent, "weight": record.weight}
     events = [
-        _slice(record.rank, _COMPUTE, f"step {record.step}", start_us, record.compute_s, totals),
-        _slice(record.rank, _WAIT, f"waiting in step {record.step}", fence_us, record.wait_s, {}),
+        _slice(record.rank, _COMPUTE, f"step {record.step}", start_us, before_s, totals),
+        _slice(record.rank, _WAIT, f"waiting in step {record.step}", fence_us, record.wait_s - record.early_wait_s, {}),
     ]
     for index, (issued_s, done_s) in enumerate(record.buckets):
         about: dict[str, Any] = {"step": record.step}

@@ -105,10 +105,10 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
-            if not hasattr(getattr(self, name), "decide"):
+            part = getattr(self, name)
+            if isinstance(part, type) or not hasattr(part, "decide"):
                 raise PlanError(
-                    f"Cannot use {getattr(self, name)!r} as a policy. Use an object, such as BSP() "
-                    f"- at `plan.sync.{name}`."
+                    f"Cannot use {part!r} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
                 )
         if isinstance(self.outer, LocalSGD):
             raise PlanError(

@@ -126,14 +126,20 @@ def explain(
     certain = [c for c in late if c.reason in _FATAL]
     # Who died only because another had died is no culprit if that other is known.
     lost = {words.rank for words in others if words.phase == "lost"}
-    first_hand = [c for c in certain if c.rank not in lost] or certain
+    first_hand = [c for c in certain if c.rank not in lost]
+    gave_up = [c for c in certain if c.rank in lost]
     # Who had left before another died has nothing to do with it.
     first_hand = [c for c in first_hand if c.reason != "done"] or first_hand
     arrived = tuple(sorted([rank, *(w.rank for w in others if verdicts[w.rank] is None and here.same(w))]))
     if first_hand:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(first_hand), True)
-    if late:
-        return Diagnosis(rank, step, place, waited_s, arrived, tuple(late), False)
+    slow = [c for c in late if c.reason not in _FATAL]
+    if gave_up:
+        # It gave up on somebody: on one of those that are still not here, if there are any.
+        note = _DISAGREE if elsewhere and not slow else ""
+        return Diagnosis(rank, step, place, waited_s, arrived, (*(slow or elsewhere), *gave_up), True, note)
+    if slow:
+        return Diagnosis(rank, step, place, waited_s, arrived, tuple(slow), False)
     if elsewhere and waited_s > SETTLED_S:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), True, _DISAGREE)
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)

@@ -110,6 +110,18 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert written == offbeat.Plan(sync=SSP(2), fabric=offbeat.ParameterServer(block_bytes=4096))
 
 
+def test_an_option_mends_a_plan_that_could_not_be_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[sync]\nkind = 'SSP'\nbound = 2\n")
+    path = script(tmp_path, "")
+    code, output = command("run", "--workers", 1, "--run-dir", "out", "--plan", "plan.toml", path, folder=tmp_path)
+    assert (code, "Cannot use SSP(bound=2) on ProcessGroup()" in output) == (2, True), output
+    mended = ("--plan", "plan.toml", "--fabric", "ParameterServer()")
+    code, output = command("run", "--workers", 1, "--run-dir", "out", *mended, path, folder=tmp_path)
+    assert code == 0, output
+    written = offbeat.Plan.from_toml((tmp_path / "out/plan.toml").read_text())
+    assert written == offbeat.Plan(sync=SSP(2), fabric=offbeat.ParameterServer())
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -82,7 +82,12 @@ def test_the_culprit_is_named_with_its_traceback(tmp_path: Path) -> None:
     [
         ("import sys; sys.exit(7)", 7, "ended with exit code 7"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 128 + 11, "was killed by SIGSEGV"),
+        pytest.param(
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            128 + 11,
+            "was killed by SIGSEGV",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: str) -> None:
@@ -106,7 +111,13 @@ def test_who_leaves_early_is_named(tmp_path: Path) -> None:
     assert "exit code 76" not in output
 
 
-@pytest.mark.parametrize("end", ["raise ValueError('no data')", "__import__('os').kill(__import__('os').getpid(), 15)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise ValueError('no data')",
+        pytest.param("__import__('os').kill(__import__('os').getpid(), 15)", marks=pytest.mark.slow),
+    ],
+)
 def test_last_records_are_written_and_the_traceback_is_told_once(tmp_path: Path, end: str) -> None:
     text = LEAVES.replace("FAULT", f"\n    if step == 9 and run.rank == 1: {end}\n    ").replace("    ; ", "    ")
     code, output = offbeat("run", "-n", 3, "--run-dir", "out", script(tmp_path, text), folder=tmp_path)
@@ -203,8 +214,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("line", MODELS)
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(("line", "debug"), list(zip(MODELS, [False, True], strict=True)))
 def test_a_refused_model_ends_with_code_2(tmp_path: Path, line: str, debug: bool) -> None:
     text = TRAIN.replace("model = torch.nn.Linear(4, 2)\n", f"model = torch.nn.Linear(4, 2)\n{line}\n")
     options = ["--debug"] if debug else []

@@ -22,6 +22,7 @@ SERVED = TRAIN.replace(
 WITHOUT_FABRIC = TRAIN.replace("offbeat.init()", "offbeat.init(offbeat.Plan(sync=offbeat.ASP()))")
 
 
+@pytest.mark.slow
 def test_shards_beside_the_workers(tmp_path: Path) -> None:
     path = script(tmp_path, SERVED + "print('norm', float(model.weight.norm()) if run.settle() is None else 0)\n")
     code, output = offbeat("run", "--workers", 2, "--servers", 2, path, folder=tmp_path)
@@ -61,6 +62,7 @@ def test_collocated_shards_under_torchrun(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path: Path) -> None:
     path = script(tmp_path, SERVED + "raise RuntimeError('the disk is full')\n")
     code, output = offbeat("run", "--workers", 2, path, folder=tmp_path)
@@ -115,6 +117,13 @@ def test_a_server_that_others_can_reach_needs_a_secret(tmp_path: Path) -> None:
     assert code == 2
     assert output.startswith("offbeat: Cannot open a server on 0.0.0.0 without a token or certificates")
     assert len(output.strip().splitlines()) == 1
+
+
+def test_an_empty_secret_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("\n")
+    code, output = offbeat("serve", "--token-file", "token", folder=tmp_path)
+    assert (code, output.strip().splitlines()[1:]) == (2, [])
+    assert output.startswith("offbeat: Cannot use the token in token: the file is empty")
 
 
 GOES_ON = """

@@ -513,6 +513,7 @@ def look_from_outside(where: object, folder: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_while_onlookers_are_stopped_and_killed(tmp_path: Path) -> None:
     with start("run", "--run-dir", "out", script(tmp_path, WAITS), folder=tmp_path) as job, ExitStack() as onlookers:
         left = tmp_path / "out/server.json"

@@ -272,7 +272,7 @@ class TestInNamespaces:
         gradient_bytes = size_bytes(timed(wanted.workload))
         wire_s = wanted.topology.allreduce_bound_s(gradient_bytes)
         assert {raw.digest for raw in report.raw} == {report.raw[0].digest}
-        assert all(90 <= goodput <= 97 for goodput in report.goodput_mbps.values())
+        assert all(85 <= goodput <= 97 for goodput in report.goodput_mbps.values()), "85: what the lab itself refuses"
         for raw in report.raw:
             assert raw.gradient_bytes == gradient_bytes
             assert raw.gradient_error is not None
@@ -285,6 +285,7 @@ class TestInNamespaces:
             assert len(row.wait_s_per_worker) == 2
 
     @pytest.mark.timeout(180)
+    @pytest.mark.slow
     def test_the_link_of_the_server_is_watched(self, tmp_path: Path) -> None:
         """What passed there is what two workers sent; where no row uses it, that of rank 0 is."""
         served = 'system = "offbeat"\nplan = { fabric = { kind = "ParameterServer", block_bytes = 65536 } }'

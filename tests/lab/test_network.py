@@ -23,7 +23,7 @@ from tests.cli.commands import alive
 from tests.lab.rights import Owner, namespaces_of, needs_root, soon
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 pytestmark = needs_root
 
@@ -38,11 +38,20 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     state.clean(force=True, directory=tmp_path)
 
 
+def carried(net: Network, least_mbps: Mapping[str, float], *, seconds: float = 1.5) -> dict[str, float]:
+    """Measured until each link carries so much, four times at most: other programs may have had the machine."""
+    for _ in range(4):
+        measured = goodput.measure(net, seconds=seconds)
+        if all(measured[host] >= least for host, least in least_mbps.items()):
+            break
+    return measured
+
+
 @pytest.mark.parametrize("rate_mbps", [20, 200])
 def test_links_carry_their_rate(tmp_path: Path, rate_mbps: float) -> None:
     """Three hosts, all sending and receiving at once: headers and acknowledgements take 3 to 10 %."""
     with Network(Topology.star(["a", "b", "c"], rate_mbps=rate_mbps), directory=tmp_path) as net:
-        measured = goodput.measure(net, seconds=1.5)
+        measured = carried(net, dict.fromkeys("abc", 0.9 * rate_mbps))
     assert set(measured) == {"a", "b", "c"}
     for share in (stream / rate_mbps for stream in measured.values()):
         assert 0.90 <= share <= 0.97, measured
@@ -53,7 +62,7 @@ def test_each_direction_is_shaped_where_it_starts(tmp_path: Path) -> None:
     hosts = (Host("fast"), Host("other"), Host("slow"))
     links = (Link("fast", "switch", 100), Link("other", "switch", 100), Link("slow", "switch", 10))
     with Network(Topology(hosts, links), directory=tmp_path) as net:
-        measured = goodput.measure(net, seconds=1.5)
+        measured = carried(net, {"fast": 90, "other": 9, "slow": 9})
         goodput.check(measured, net)
         # The same streams on a network that promised more.
         net.topology = Topology.star(["fast", "other", "slow"], rate_mbps=100)
@@ -62,6 +71,18 @@ def test_each_direction_is_shaped_where_it_starts(tmp_path: Path) -> None:
     assert 90 <= measured["fast"] <= 97, "fast to other"
     assert 9 <= measured["other"] <= 9.7, "other to slow"
     assert 9 <= measured["slow"] <= 9.7, "slow to fast"
+
+
+@pytest.mark.parametrize("busy", [2, 3])
+def test_a_busy_second_is_not_taken_for_a_bad_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: int) -> None:
+    streams = [{"a": 20.0, "b": 95.0}] * busy + [{"a": 95.0, "b": 95.0}]
+    monkeypatch.setattr(goodput, "measure", lambda network: streams.pop(0))
+    with Network(Topology.star(["a", "b"], rate_mbps=100), directory=tmp_path) as net:
+        if busy < goodput.ATTEMPTS:
+            assert goodput.ensure(net)["a"] == 95
+        else:
+            with pytest.raises(ScenarioError, match="Cannot shape the link of a"):
+                goodput.ensure(net)
 
 
 def test_links_without_a_rate_are_not_shaped(tmp_path: Path) -> None:
@@ -175,7 +196,7 @@ def test_two_labs_do_not_meet(owner: Owner) -> None:
             address = (second.address("b"), 4000)
             with inside(f"offbeat-{owner.lab}-h0", lambda: socket.create_connection(address, timeout=5)):
                 pass
-        measured = goodput.measure(second, seconds=1)
+        measured = carried(second, {"a": 45, "b": 45})
         assert all(45 <= stream <= 48.5 for stream in measured.values()), measured
     assert len(namespaces_of(owner.lab)) == 3
     assert alive(set(owner.workers)) == set(owner.workers)

@@ -188,5 +188,23 @@ def other_data(kind: str) -> str:
         return str(caught.value)
 
 
+def with_another_plan() -> str:
+    served, replicated = offbeat.Plan(fabric=ParameterServer()), offbeat.Plan()
+    with offbeat.init(served) as run:
+        data_of(run, "adam")
+        state = run.state_dict()
+    with offbeat.init(replicated) as run:
+        data_of(run, "adam")
+        with pytest.raises(ModelError) as caught:
+            run.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_place_in_data_that_is_dealt_out_otherwise_is_refused() -> None:
+    for text in run_workers(2, with_another_plan):
+        assert text.startswith("Cannot load this state: it has no 'epoch', which this plan needs.")
+        assert 'kind = "ParameterServer"' in text
+
+
 def test_a_place_in_other_data_is_refused() -> None:
     assert "the checkpoint was made with 51" in run_workers(2, other_data, "adam", timeout_s=45)[0]

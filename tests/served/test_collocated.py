@@ -76,7 +76,11 @@ def test_shards_beside_the_workers_have_the_bits_of_one(policy: Policy) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "width"),
-    [(ASP(), 60), (RoundRobin(slots=WORLD), 60), (SSP(bound=1), 4)],  # 4: fewer blocks than shards
+    [
+        pytest.param(ASP(), 60, marks=pytest.mark.slow),
+        (RoundRobin(slots=WORLD), 60),
+        pytest.param(SSP(bound=1), 4, marks=pytest.mark.slow),  # 4: fewer blocks than shards
+    ],
     ids=str,
 )
 def test_every_policy_trains_on_them(policy: Policy, width: int) -> None:
@@ -109,7 +113,7 @@ def loses_a_worker(victim: int) -> tuple[int, bool, float]:
         return run.step, serves, mean
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_leaves_its_shard_behind(victim: int) -> None:
     for rank, result in enumerate(run_workers(WORLD, loses_a_worker, victim, faulty=victim, timeout_s=120)):
         if rank != victim:

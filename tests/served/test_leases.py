@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ import offbeat
 from offbeat.errors import DisagreementError, ModelError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
-from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, LocalSGD, Policy, RoundRobin
 from tests.served.survival import serve
 from tests.workers import run_workers
 
@@ -76,7 +77,7 @@ def epochs(policy: Policy, count: int, num_workers: int) -> tuple[list[list[int]
         return seen, len(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_each_epoch_has_every_sample_once(num_workers: int) -> None:
     results = run_workers(3, epochs, ASP(), 3, num_workers)
     for epoch in range(3):
@@ -128,7 +129,7 @@ def leaves_early(num_workers: int) -> list[int]:
         return seen
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loop_that_is_left_goes_on_in_the_same_epoch(num_workers: int) -> None:
     seen = Counter(itertools.chain.from_iterable(run_workers(2, leaves_early, num_workers)))
     assert seen == Counter(range(SAMPLES))
@@ -242,6 +243,25 @@ def test_a_checkpoint_knows_the_place_in_leased_data(tmp_path: Path) -> None:
     assert seen == Counter(range(SAMPLES))
 
 
+def crowded_between_averages() -> list[int]:
+    """The last of four batches does not fit; three steps have been taken from those before."""
+    seen = []
+    with offbeat.init(offbeat.Plan(sync=LocalSGD(8), fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, batch=4, size=64)
+        for number, x in enumerate(loader):
+            if run.rank == 0 and number == 3:
+                run.out_of_memory()
+                continue
+            seen += x.flatten().int().tolist()
+            train(model, optimizer, x)
+    return seen
+
+
+def test_what_local_steps_have_used_is_not_computed_again() -> None:
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, crowded_between_averages)))
+    assert seen == Counter(range(64))
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -277,10 +297,10 @@ def test_batches_that_cannot_be_tuned_are_refused() -> None:
         assert second.startswith("Cannot leave out a batch that others cannot be given")
 
 
-def crowded() -> tuple[list[int], list[int]]:
+def crowded(folder: str) -> tuple[list[int], list[int], list[int]]:
     """Batches above 5 do not fit into this worker's memory."""
-    seen, sizes = [], []
-    with offbeat.init(offbeat.Plan(sync=BSP(), fabric=SERVER, tuning=BatchTuning())) as run:
+    seen, sizes, trained = [], [], []
+    with offbeat.init(offbeat.Plan(sync=BSP(), fabric=SERVER, tuning=BatchTuning()), run_dir=folder) as run:
         model, optimizer, loader = prepared(run, batch=8, size=200)
         for x in loader:
             sizes.append(len(x))
@@ -288,14 +308,19 @@ def crowded() -> tuple[list[int], list[int]]:
                 run.out_of_memory()
                 continue
             seen += x.flatten().int().tolist()
+            trained.append(len(x))
             train(model, optimizer, x)
-    return seen, sizes
+    return seen, sizes, trained
 
 
-def test_a_batch_that_does_not_fit_is_computed_by_others() -> None:
-    results = run_workers(2, crowded)
-    seen = Counter(itertools.chain.from_iterable(of_worker for of_worker, _ in results))
+def test_a_batch_that_does_not_fit_is_computed_by_others(tmp_path: Path) -> None:
+    results = run_workers(2, crowded, str(tmp_path))
+    seen = Counter(itertools.chain.from_iterable(of_worker for of_worker, _, _ in results))
     assert seen == Counter(range(200))
+    records = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    for rank, (_, _, trained) in enumerate(results):
+        steps = [(r["weight"], r["samples"]) for r in records if r["kind"] == "step" and r["rank"] == rank]
+        assert steps == [(count, count) for count in trained], "what was given up weighs nothing"
     small = results[0][1]
     assert max(small) > 5, "the fault fired"
     assert max(small[3:]) <= 5

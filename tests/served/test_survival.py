@@ -178,6 +178,7 @@ def end(run: offbeat.Run) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_job_that_has_ended_meanwhile_is_said_in_a_sentence(tmp_path: Path) -> None:
     _, said = run_workers(2, stopped_for_too_long, tmp_path, timeout_s=110)
     assert "Cannot come back to the job" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat
-from offbeat.errors import DisagreementError, ModelError, NetworkError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.parity import jobs
@@ -203,12 +204,22 @@ def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, 
         return run.step, longest, run.mean(1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-@pytest.mark.parametrize(
-    "policy",
-    [BSP(), RoundRobin(), pytest.param(ASP(), marks=pytest.mark.slow), LocalSGD(4, after=8)],
-    ids=["BSP", "RoundRobin", "ASP", "LocalSGD"],
-)
+WHO_GOES_ON = [
+    pytest.param(policy, number, id=f"{type(policy).__name__}-{number.name}", marks=[pytest.mark.slow] if slow else [])
+    for number, policy, slow in (
+        (signal.SIGKILL, BSP(), False),
+        (signal.SIGKILL, RoundRobin(), False),
+        (signal.SIGKILL, ASP(), True),
+        (signal.SIGKILL, LocalSGD(4, after=8), False),
+        (signal.SIGSTOP, BSP(), True),
+        (signal.SIGSTOP, RoundRobin(), False),
+        (signal.SIGSTOP, ASP(), True),
+        (signal.SIGSTOP, LocalSGD(4, after=8), True),
+    )
+]
+
+
+@pytest.mark.parametrize(("policy", "number"), WHO_GOES_ON)
 def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
     """Also when it is rank 0, which started the server."""
     victim = 0 if number == signal.SIGKILL else 1
@@ -221,6 +232,37 @@ def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
             assert longest < (1.5 if number == signal.SIGKILL else 8)
             if number == signal.SIGKILL and policy == BSP():
                 assert longest > 0.5, "it was waited for"
+
+
+def overflows(choice: str) -> tuple[str, float, list[str]]:
+    """Rank 1's second gradient does not fit fp16."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    plan = offbeat.Plan(codec=offbeat.Cast("fp16"), fabric=SERVER, nonfinite=choice)  # type: ignore[arg-type]
+    try:
+        with offbeat.init(plan) as run:
+            replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+            for step in range(3):
+                x = 100_000.0 if (run.rank, step) == (1, 1) else 1.0
+                replica(torch.tensor([[x]])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.settle()
+    except NumericsError as error:
+        return str(error), 0.0, told
+    return "", net.weight.item(), told
+
+
+def test_what_does_not_fit_the_codec_does_not_reach_the_parameters() -> None:
+    (_, first, _), (_, second, told) = run_workers(2, overflows, "skip")
+    assert first == second == -3.0
+    assert told == ["step 1: the gradient of weight holds NaN or Inf on this worker; it is left out."]
+    error, _, _ = run_workers(2, overflows, "raise")[1]
+    assert error.startswith("step 1: the gradient of weight holds NaN or Inf on this worker. Lower the learning rate")
 
 
 def server_dies() -> tuple[str, str, float]:

@@ -122,6 +122,20 @@ def test_who_died_of_another_is_no_culprit() -> None:
     assert [c.rank for c in only.culprits] == [1]
 
 
+@pytest.mark.parametrize(
+    ("late", "reason"),
+    [
+        ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere"),
+        ({"phase": "computing", "step": 7, "busy": 1.0}, "computing"),
+    ],
+)
+def test_who_gave_up_first_does_not_hide_the_one_it_gave_up_on(late: dict[str, Any], reason: str) -> None:
+    found = look(late, {"phase": "lost", "step": 7, "traceback": "WorkerLostError"}, waited_s=1.0)
+    assert [(c.rank, c.reason) for c in found.culprits] == [(1, reason), (2, "raised")]
+    assert found.fatal
+    assert ("disagree" in found.text) == (reason == "elsewhere")
+
+
 def test_the_certain_come_before_the_slow() -> None:
     found = look({"phase": "computing", "busy": 1.0}, {"process": "dead"})
     assert [(c.rank, c.reason) for c in found.culprits] == [(2, "dead")]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
-from offbeat.fabric.server.deals import Dealt, Stock
+from offbeat.fabric.server.deals import Dealt
 from offbeat.fabric.server.exchange import Exchange
 from offbeat.fabric.server.hands import Hands
 from offbeat.fabric.server.memory import bytes_of
@@ -38,19 +38,16 @@ from offbeat.fabric.server.messages import (
     Open,
     Opened,
     Part,
-    Piece,
     Pulled,
     Refused,
     Safe,
-    Sight,
     Told,
     Values,
     pack,
-    scenes_of,
-    to_worker,
 )
 from offbeat.fabric.server.place import Place
 from offbeat.fabric.server.route import Route
+from offbeat.fabric.server.side import ShardSide
 from offbeat.fabric.server.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -435,7 +432,7 @@ class Client:
             case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement):
                 _, asked = self._questions.pop(number, (None, None))
                 if asked is not None:
-                    asked.numbers, asked.workers = numbers, workers
+                    asked.numbers = numbers
                     if not disagreement:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
@@ -479,7 +476,7 @@ class Client:
         if go.values:
             exchange = place.exchange
             exchange.is_used = was_in or place.parts is None
-            exchange.step, exchange.version, exchange.staleness = go.step, go.version, go.staleness
+            exchange.step, exchange.staleness = go.step, go.staleness
         place.going = go
         self._finish(place)
         self._ask_again(was_in)
@@ -530,56 +527,6 @@ class Client:
             self._route.progressed()
             self._say(Pulled(place.model, place.clock))
             place.exchange.finish()
-
-
-class ShardSide:
-    """What a link to a shard hands frames to.
-
-    Args:
-        client: the worker's.
-        shard: which one it is.
-        entry: of the worker, to which the link belongs.
-    """
-
-    def __init__(self, client: Client, shard: int, entry: int) -> None:
-        self._client, self._shard, self._entry = client, shard, entry
-
-    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Where a block's values go: straight into the parameters.
-
-        Raises:
-            PeerError: if they are not expected, or of another size.
-        """
-        message = to_worker(metadata)
-        if isinstance(message, Sight | Stock):
-            return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
-        if isinstance(message, Piece):
-            return self._client.transfers.lands(message, size_bytes, self._client.place(message.model))
-        if not isinstance(message, Values):
-            raise PeerError(f"{type(message).__name__} has no body.")
-        place = self._client.place(message.model)
-        if message.block not in place.missing:
-            raise PeerError(f"The server sends block {message.block} of model {message.model}, which was not expected.")
-        view = bytes_of(place.values[message.block])
-        if view.nbytes != size_bytes:
-            raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
-        return view
-
-    def received(self, metadata: bytes, body: memoryview) -> None:
-        """A message is here, whole."""
-        message = to_worker(metadata)
-        if isinstance(message, Sight):
-            self._client.see(message.number, scenes_of(body))
-        elif isinstance(message, Stock):
-            self._client.transfers.stock(message, bytes(body))
-        elif isinstance(message, Piece):
-            pass  # it is in its place
-        else:
-            self._client.hear(self._shard, message)
-
-    def lost(self, error: OffbeatError | None) -> None:
-        """The shard is gone for good."""
-        self._client.lose(error or NetworkError("The parameter server has ended."), self._entry)
 
 
 def _apart(questions: str) -> DisagreementError:

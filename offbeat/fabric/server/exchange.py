@@ -24,11 +24,9 @@ class Exchange:
     def __init__(self, sent_bytes: int = 0) -> None:
         self.sent_bytes = sent_bytes
         self.step = -1  # that this worker was released for
-        self.version = 0  # of the parameters
         self.staleness = 0  # of the contribution
         self.error: OffbeatError | None = None
         self.numbers: tuple[float, ...] = ()
-        self.workers = 0
         self.scenes: tuple[Scene, ...] = ()
         self.portions: list[Portion] = []
         self.place = b""  # in the data

@@ -249,7 +249,7 @@ class Chief:
             case Begin():
                 self._shard.begin(message)
             case Mark():
-                self._shard.mark(message, {})
+                self._shard.mark(message)
             case _:
                 self._shard.decide(message)
 

@@ -16,13 +16,11 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
 from offbeat.fabric.server.guest import Chief, Guest
-from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.lead import Lead
+from offbeat.fabric.server.marks import Marks
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     Admit,
@@ -41,7 +39,6 @@ from offbeat.fabric.server.messages import (
     Piece,
     Pulled,
     Refused,
-    Safe,
     Save,
     Saved,
     Sight,
@@ -49,7 +46,7 @@ from offbeat.fabric.server.messages import (
     Whole,
     pack,
 )
-from offbeat.fabric.server.snapshot import Identity, ModelOf
+from offbeat.fabric.server.snapshot import Identity
 from offbeat.fabric.server.table import Table
 
 if TYPE_CHECKING:
@@ -62,7 +59,6 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.lead import Parts
     from offbeat.fabric.server.ledger import Loss
     from offbeat.fabric.server.messages import Decision, Details, FromShard, ToWorker
-    from offbeat.fabric.server.snapshot import Progress
     from offbeat.sync import Push
     from offbeat.wire.link import Link
 
@@ -108,14 +104,18 @@ class Shard:
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
         self._lead = None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life)
-        self._keeping = None if archive is None else Keeping(archive, job, self._written)
-        self._every, self._rhythm = every, Rhythm(every, least=0, life=self.life)
-        self._marked: dict[int, Progress] = {}
-        self._saves: list[asyncio.Future[None]] = []  # done with the next snapshot
+        self._marks = Marks(
+            archive,
+            job,
+            every,
+            life=self.life,
+            tables=self._tables,
+            lead=self._lead,
+            followers=self._shards,
+            say=self._say,
+            tell_chief=self._tell_chief,
+        )
         self._to_give: list[tuple[Guest, Values, torch.Tensor]] = []
-        self._looks_soon = False
-        self._last_number = 0
-        self._is_last = False  # the next snapshot is
         self.begun = asyncio.Event()
         self.was_visited = False
         self.is_over = False  # set by the process: what it hears now is of no interest any more
@@ -147,26 +147,15 @@ class Shard:
 
         From then on nothing is decided, so that nobody is told of an update that is not in it.
         """
-        is_idle = self._lead is not None and not self._lead.started
-        if self._keeping is None or not self._tables or is_idle:
-            return
-        future = asyncio.get_running_loop().create_future()
-        self._saves.append(future)
-        if self._chief is not None:
-            self._tell_chief(Save())
-        else:
-            self._is_last = True
-            self._look_soon()
-        await future
+        await self._marks.last()
 
     async def be_quiet(self) -> None:
         """Wait until no file is being written."""
-        if self._keeping is not None and self._keeping.writing is not None:
-            await asyncio.wait([self._keeping.writing])
+        await self._marks.be_quiet()
 
     def begin(self, begin: Begin) -> None:
         """The life begins, from a snapshot or from nothing."""
-        self.life = begin.life
+        self.life = self._marks.life = begin.life
         try:
             if begin.snapshot is not None:
                 self._restore(Identity(*begin.snapshot))
@@ -179,35 +168,22 @@ class Shard:
             with contextlib.suppress(PeerError):  # it has been told
                 guest.open(model, details, entry)
 
-    def mark(self, mark: Mark, progress: dict[int, Progress]) -> None:
-        """Keep all models as they are after what was decided so far."""
-        if self._keeping is None:
-            self._written(mark.number, False, 0.0)
-            return
-        self._last_number = mark.number if mark.is_last else 0
-        plain = {model: msgspec.structs.replace(table.details, back=None) for model, table in self._tables.items()}
-        self._keeping.begin(
-            Identity(mark.number, self.life),
-            None if mark.keep is None else Identity(*mark.keep),
-            shards=len(self._shards) + 1,
-            models=[ModelOf(m, self._tables[m].version, details, progress.get(m)) for m, details in plain.items()],
-            blocks={model: table.blocks for model, table in self._tables.items()},
-        )
-        for table in self._tables.values():
-            table.mark()
+    def mark(self, mark: Mark) -> None:
+        """The coordinator has all shards make a snapshot."""
+        self._marks.keep(mark)
 
     def _restore(self, identity: Identity) -> None:
         assert self._archive is not None
         snapshot = self._archive.read(identity)
         for one in snapshot.header.models:
-            table = Table(one.model, one.details, self._give, keeping=self._keeping, version=one.version)
+            table = Table(one.model, one.details, self._give, keeping=self._marks.keeping, version=one.version)
             self._tables[one.model] = table
             if self._lead is not None and one.progress is not None:
                 self._lead.restore(one.model, one.details, one.version, one.progress)
         for what, tensor in snapshot.tensors:
             self.table(what.model).restore(what, tensor)
         if self._lead is not None:
-            self._rhythm.start_from(identity, self._lead.version)
+            self._marks.go_on_from(identity, self._lead.version)
         versions = ", ".join(str(one.version) for one in snapshot.header.models)
         _log.warning("Goes on from its snapshot of version %s.", versions)
 
@@ -221,7 +197,7 @@ class Shard:
         if held and not common:
             _log.error("Cannot go on: no snapshot is there on every shard.")
         least = max([0 if self._archive is None else self._archive.least, *(e.least for e in self._held.values())])
-        self._rhythm = Rhythm(self._every, least=least, life=self.life)
+        self._marks.number_from(least)
         chosen = (common[0].number, common[0].life) if common else None
         for shard in self._shards:
             shard.say(Begin(self.life, chosen))
@@ -236,60 +212,6 @@ class Shard:
         if self.begun.is_set():
             guest.say(Begin(self.life))
         self._begin_if_all_are_here()
-
-    def _look_soon(self) -> None:
-        """See whether a snapshot is due, when all that follows from the present event has been decided."""
-        if self._keeping is not None and self._lead is not None and not self._looks_soon:
-            self._looks_soon = True
-            asyncio.get_running_loop().call_soon(self._mark_if_due)
-
-    def _mark_if_due(self) -> None:
-        self._looks_soon = False
-        lead, rhythm = self._lead, self._rhythm
-        assert lead is not None
-        if (
-            lead.is_over
-            or not lead.started
-            or rhythm.is_under_way
-            or any(table.unfilled for table in self._tables.values())
-        ):
-            return
-        now_s = asyncio.get_running_loop().time()
-        if not self._is_last and not rhythm.is_due(lead.version, now_s):
-            return
-        lead.is_over = self._is_last
-        self._marked = {model: lead.progress(model) for model in lead.models}
-        last = rhythm.last
-        number = rhythm.next(lead.version, len(self._shards) + 1)
-        mark = Mark(number, None if last is None else (last.number, last.life), lead.is_over)
-        for shard in self._shards:
-            shard.say(mark)
-        self.mark(mark, self._marked)
-
-    def _written(self, number: int, well: bool, cost_s: float) -> None:
-        """This shard has written a snapshot, or could not."""
-        if self._chief is not None:
-            self._tell_chief(Saved(number, well, cost_s))
-            self._end_saves(number)
-        else:
-            self._saved(number, well, cost_s)
-
-    def _saved(self, number: int, well: bool, cost_s: float) -> None:
-        if self._rhythm.saved(number, well, cost_s, asyncio.get_running_loop().time()):
-            for model, progress in self._marked.items():
-                for worker, clock in progress.next.items():
-                    self._say(worker, Safe(model, clock))
-        if not self._rhythm.is_under_way:
-            self._end_saves(number)
-            self._look_soon()
-
-    def _end_saves(self, number: int) -> None:
-        if number != self._last_number:
-            return
-        saves, self._saves = self._saves, []
-        for future in saves:
-            if not future.done():
-                future.set_result(None)
 
     # -- what is said --------------------------------------------------------------------------------------------
 
@@ -318,7 +240,7 @@ class Shard:
                     f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
-            table = Table(model, details, self._give, keeping=self._keeping)
+            table = Table(model, details, self._give, keeping=self._marks.keeping)
             if self._lead is not None:
                 self._lead.begin(model, details)
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
@@ -411,10 +333,9 @@ class Shard:
             case Enlist():
                 self._enlist(guest, message)
             case Save():
-                self._is_last = True
-                self._look_soon()
+                self._marks.ask_for_last()
             case Saved(number=number, well=well, cost_s=cost_s):
-                self._saved(number, well, cost_s)
+                self._marks.saved(number, well, cost_s)
             case Filled(model=model):
                 lead.filled(model)
             case Nearly() | Whole():
@@ -553,7 +474,7 @@ class Shard:
     def _decide(self, decision: Decision) -> Loss | None:
         for shard in self._shards:
             shard.say(decision)
-        self._look_soon()
+        self._marks.look_soon()
         return self.decide(decision)
 
     def _say(self, worker: int, message: ToWorker) -> None:

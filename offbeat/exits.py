@@ -1,0 +1,19 @@
+"""How a process ended, in words."""
+
+from __future__ import annotations
+
+import signal
+
+
+def how_it_ended(code: int) -> str:
+    """What `subprocess` gives as a return code, as the end of a sentence.
+
+    >>> how_it_ended(-9), how_it_ended(-40), how_it_ended(3)
+    ('was killed by SIGKILL', 'was killed by signal 40', 'ended with exit code 3')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"was killed by signal {-code}"

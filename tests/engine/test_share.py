@@ -1,0 +1,45 @@
+"""What counts of the batches that were drawn."""
+
+from __future__ import annotations
+
+from offbeat.engine.share import Share
+
+
+def drawn(*sizes: int) -> Share:
+    share = Share()
+    for size in sizes:
+        share.draw(real=True, source=0, samples=size)
+    return share
+
+
+def test_what_is_given_up_weighs_nothing() -> None:
+    share = drawn(64)
+    share.give_up()
+    share.draw(real=True, source=0, samples=32)
+    assert share.samples == 32
+    share.exchanged()
+    assert share.samples == 32, "a second exchange with the same batch"
+
+
+def test_what_a_step_of_its_own_used_is_not_given_up() -> None:
+    share = drawn(64)
+    share.stepped()
+    share.draw(real=True, source=0, samples=32)
+    share.give_up()
+    assert share.samples == 64
+
+
+def test_a_step_that_was_left_out_after_its_backward_weighs_nothing() -> None:
+    share = drawn(64)
+    share.backward()
+    share.draw(real=True, source=0, samples=32)
+    share.cleared()
+    assert share.samples == 32
+    assert share.weight == 1.0
+
+
+def test_a_batch_that_is_computed_a_second_time_weighs_once() -> None:
+    share = drawn(64)
+    share.backward()  # such as a generator's, through this model
+    share.cleared()
+    assert share.samples == 64
