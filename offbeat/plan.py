@@ -88,11 +88,12 @@ class Plan:
                     f"Cannot use {part!r} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
-        if not self.sync.replicated and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
+        local = isinstance(self.sync, LocalSGD)
+        if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
-                f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, and not all begin at the "
-                "same parameters, while a server holds one set. Use LocalSGD(...) for all workers, or a policy in "
-                "which every step contributes its gradient, such as KSync(k) - at `plan.sync`."
+                f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, which only LocalSGD can "
+                "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
+                "gradient, such as KSync(k) - at `plan.sync`."
             )
         if not self.sync.replicated and not self.fabric.offers.served:
             raise PlanError(

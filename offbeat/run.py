@@ -53,7 +53,7 @@ from offbeat.engine import (
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
-from offbeat.fabric import InMemory, ProcessGroup, never_destroy
+from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer
 from offbeat.layout import arrange
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
@@ -109,6 +109,10 @@ def init(
     if timeout is None:
         text = os.environ.get("OFFBEAT_TIMEOUT_S")
         timeout = _timeout(text) if text else _TIMEOUT
+    if not isinstance(timeout, timedelta):
+        raise PlanError(
+            f"Cannot explain waits after {timeout!r}: give a datetime.timedelta, such as timedelta(seconds=5)."
+        )
     if timeout <= timedelta(0):
         raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
     if run_dir is None:
@@ -130,7 +134,7 @@ class Run:
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._loaders: list[Loader | LeasedLoader] = []
-        self._closed = False
+        self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
@@ -307,6 +311,9 @@ class Run:
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Exchanger) -> None:
+        if self.plan.tuning is not None and self.world > 1 and not self._loaders and not self._told_untuned:
+            self._told_untuned = True
+            _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
             for p in group["params"]:
@@ -413,9 +420,14 @@ class Run:
         fabric: Fabric
         if self.world == 1:
             fabric = InMemory().bind()
-        elif isinstance(self.plan.fabric, (ProcessGroup, ParameterServer)):
-            # Beside a server it carries what is agreed on at the beginning.
-            spec = self.plan.fabric if isinstance(self.plan.fabric, ProcessGroup) else ProcessGroup()
+        elif not isinstance(self.plan.fabric, InMemory):
+            # Beside a server a process group carries what is agreed on at the beginning.
+            spec = ProcessGroup() if self.plan.fabric.offers.served else self.plan.fabric
+            if not isinstance(spec, Binds):
+                raise PlanError(
+                    f"Cannot run over {spec!r}: it has no bind(backend=...), which returns this worker's end - at "
+                    "`plan.fabric`."
+                )
             fabric = self._waiter.call(lambda: spec.bind(backend=backend), Awaited("the connection to the others"))
         else:
             raise PlanError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import DisagreementError, ModelError, NumericsError, PlanError
+from offbeat.fabric import Fabric, Offers, ProcessGroup
 from tests.parity import jobs
 from tests.workers import run_workers
 
@@ -236,6 +238,50 @@ def test_nan_raises_on_every_rank_and_names_the_culprit() -> None:
     for result in run_workers(3, nonfinite, "raise"):
         assert "NaN or Inf in the gradient of rank 1: 4.weight" in result["error"]
         assert "rank 0:" not in result["error"]
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A fabric that is not offbeat's own."""
+
+    @property
+    def offers(self) -> Offers:
+        return ProcessGroup().offers
+
+    def bind(self, *, backend: str) -> Fabric:
+        return ProcessGroup().bind(backend=backend)
+
+
+@dataclass(frozen=True)
+class Unbound:
+    """One that cannot be bound."""
+
+    @property
+    def offers(self) -> Offers:
+        return ProcessGroup().offers
+
+
+def with_their_fabric() -> tuple[list[float], str]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with offbeat.init(offbeat.Plan(fabric=Theirs(), tuning=offbeat.BatchTuning())) as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        replica(torch.tensor([[float(run.rank)]])).sum().backward()
+        optimizer.step()
+    with pytest.raises(PlanError) as caught:
+        offbeat.init(offbeat.Plan(fabric=Unbound()))
+    return model.weight.flatten().tolist(), str(caught.value)
+
+
+def test_a_fabric_of_somebody_else() -> None:
+    for weight, refused in run_workers(2, with_their_fabric):
+        assert weight == [-0.5]
+        assert refused.startswith("Cannot run over Unbound(): it has no bind(backend=...)")
+
+
+def test_a_timeout_is_a_span_of_time() -> None:
+    with pytest.raises(PlanError, match=r"Cannot explain waits after 60: give a datetime.timedelta"):
+        offbeat.init(timeout=60)  # type: ignore[arg-type]
 
 
 def overflow(policy: str) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import argparse
 import copy
 import hashlib
 import os
+import statistics
 import time
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 
 from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work, alone_s
@@ -54,22 +56,28 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model, twin = task.model, copy.deepcopy(task.model)
     least_s = asked.compute_s * work.compute_factor
-    real_s = _alone_s(task, twin, optimizer, asked.batch)
-    compute_s = max(least_s, real_s)
+    compute_s = max(least_s, _alone_s(task, twin, optimizer, asked.batch))
     bound = bind(work.system, model, optimizer(model.parameters()), bucket_bytes=work.bucket_bytes)
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
     recorder.note(task.note)
     straggler = Straggler(work.straggle, rank)
     share = shares(task.samples, batch=asked.batch, rank=rank, world=world)
+    # Where a server holds the parameters, backward waits for nobody.
+    waits = bound.run is None or not bound.run.plan.fabric.offers.served
+    backward_s = _backward_s(task, twin, asked.batch) if waits and least_s else 0.0
     snapshots = []
     for index in range(work.warmup_steps + work.steps):
+        # Many workers on few cores: each computes for as long as a machine of its own would. What is waited for others
+        # in backward is no computing, so there the rest of the time comes before it.
+        began_s = time.perf_counter()
         loss = task.loss(bound.model, next(share))
-        # Many workers on few cores: each computes for as long as a machine of its own would. Before backward, in which
-        # some systems wait for the others: what they wait there is no computing.
-        time.sleep(max(0.0, least_s - real_s))
+        if not waits:
+            loss.backward()
+        time.sleep(max(0.0, began_s + least_s - backward_s - time.perf_counter()))
         straggler.pause(compute_s)
-        loss.backward()
+        if waits:
+            loss.backward()
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(asked.batch)
@@ -78,6 +86,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
             snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
     if bound.run is not None:
         bound.run.settle()
+        recorder.waited()
     snapshots.append((recorder.moment, model.state_dict()))
     for moment, state in snapshots if rank == 0 else ():
         twin.load_state_dict(state)
@@ -94,6 +103,20 @@ def shares(samples: int, *, batch: int, rank: int, world: int) -> Iterator[torch
         order = torch.randperm(samples, generator=generator)
         for start in range(0, samples - batch * world + 1, batch * world):
             yield order[start + rank * batch : start + (rank + 1) * batch]
+
+
+def _backward_s(task: Task, twin: torch.nn.Module, batch: int, tries: int = 15) -> float:
+    """Median seconds of a backward that communicates with nobody, while the other workers are in theirs."""
+    times = []
+    for _ in range(tries):
+        loss = task.loss(twin, torch.arange(batch))
+        if dist.is_initialized():
+            dist.barrier()
+        began_s = time.perf_counter()
+        loss.backward()
+        times.append(time.perf_counter() - began_s)
+    twin.zero_grad()
+    return statistics.median(times)
 
 
 def _alone_s(task: Task, twin: torch.nn.Module, optimizer: Optimizer, batch: int) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from offbeat.engine.anchor import Anchor
 from offbeat.engine.channel import Channel
+from offbeat.engine.finite import leave_out
 from offbeat.layout import arrange
 from offbeat.payload import Sum, Total
 from offbeat.sync.local_sgd import apply_change_
@@ -68,14 +69,19 @@ class AllReduced:
     def stepped(self) -> None:
         """Nothing to do: nobody else could compute what this worker drew."""
 
-    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
+    def average(self, step: int, steps: int, part: float) -> list[tuple[float, float]]:
         """Exchange the changes, and apply their mean; when each bucket was issued and done. Collective."""
         channel, share = self._channel, self._share
         weight = share.weight * part
+        bad = [name for change in self._changes for name in change.make(self._plan, weight, channel.world)]
+        if leave_out(bad, self._plan.nonfinite, what="change", step=step, meter=self._meter):
+            weight = 0.0
+            for change in self._changes:
+                change.make(self._plan, weight, channel.world)
         issued_s = []
         for change in self._changes:
             issued_s.append(self._meter.now_s())
-            change.start(self._plan, channel, weight)
+            change.send(channel, weight)
         source = share.source
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         done_s = []
@@ -122,20 +128,29 @@ class Change:
         self._change, self._tail = memory[:-1], memory[-1:]  # the tail is the worker's weight
         self._momentum = torch.zeros_like(self._change)
         self._exchange: Exchange
+        self._payload: Sum
         self._pending: Pending
 
-    def start(self, plan: Plan, channel: Channel, weight: float) -> None:
-        """Send how far this worker came, weighed."""
+    def make(self, plan: Plan, weight: float, world: int) -> list[str]:
+        """What is to be sent: how far this worker came, weighed; parameters in it with NaN or Inf, if that matters."""
         if weight:
             self.anchor.change(self._change)
-            self._change.mul_(weight / channel.world)
+            self._change.mul_(weight / world)
         else:
             self._change.zero_()
         self._exchange = plan.codec.exchange(self._change, self._state)
         payload = next(self._exchange)
-        self._tail.fill_(weight)
         assert isinstance(payload, Sum)
-        self._pending = channel.start(Sum(payload.tensor, self._tail.to(payload.tensor.dtype)))
+        self._payload = payload
+        if plan.nonfinite == "pass" or bool(torch.isfinite(payload.tensor).all()):
+            return []
+        views = self.anchor.views_in(payload.tensor)
+        return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
+
+    def send(self, channel: Channel, weight: float) -> None:
+        """Send it."""
+        self._tail.fill_(weight)
+        self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
 
     def finish(self, channel: Channel, outer: OuterSGD | None) -> None:
         """Receive the mean change and apply it; the parameters are the new anchor."""

@@ -49,7 +49,7 @@ class AtServer:
         """What this worker drew is in its parameters; nobody else is to compute it."""
         self._served.keep_drawn()
 
-    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
+    def average(self, step: int, steps: int, part: float) -> list[tuple[float, float]]:
         """Bring this worker's change, and wait for the others'; when it was issued and done. Collective.
 
         Raises:
@@ -59,7 +59,7 @@ class AtServer:
         for anchor, grad in zip(self._anchors, served.grads, strict=True):
             anchor.change(grad)
         weight = served.weight(float(steps))
-        span = served.exchange(About(weight * part, outer_hyper(self._policy.outer), change=True))
+        span = served.exchange(About(weight * part, outer_hyper(self._policy.outer), change=True), step=step)
         for anchor in self._anchors:
             anchor.here()
         return [span]

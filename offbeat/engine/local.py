@@ -36,12 +36,13 @@ class Averaging(Protocol):
     def stepped(self) -> None:
         """This worker's own step has used what it drew."""
 
-    def average(self, steps: int, part: float) -> list[tuple[float, float]]:
+    def average(self, step: int, steps: int, part: float) -> list[tuple[float, float]]:
         """Bring this worker's change; the parameters are the new anchor.
 
         Args:
+            step: the present one.
             steps: of this worker's own since the last average.
-            part: of them that counts; 0 after none.
+            part: of those with data that counts; 0 after none.
 
         Returns:
             When each exchange was issued and done, in clock seconds.
@@ -87,7 +88,8 @@ class Local:
         self._parameters = dict(parameters)
         self._anchored = False
         self._model = model
-        self._steps = self._left_out = 0  # of its own since the last average, and those of them that do not count
+        # Since the last average: steps, those of them with data of this worker's, and of these those that do not count.
+        self._steps = self._with_data = self._left_out = 0
         self._spans: list[tuple[float, float]] = []
 
     # -- called by the front end ---------------------------------------------------------------------------------
@@ -115,6 +117,7 @@ class Local:
             self._anchored = True
             self._averaging.begin()
         left_out = not self.share.padding and self._nonfinite()
+        self._with_data += not self.share.padding
         self._left_out += left_out
         if self.share.padding or left_out:
             for parameter in self._parameters.values():
@@ -153,12 +156,19 @@ class Local:
         """Steps, and by parameter name what belongs to the averages: anchors, outer momentum, codec state."""
         own = self._averaging.state_dict() if self._anchored else {}
         return {
-            "step": self.step, "codec": {}, "local": own, "steps": self._steps, "reducer": self._exchanger.state_dict()
-        }  # fmt: skip
+            "step": self.step,
+            "codec": {},
+            "local": own,
+            "steps": [self._steps, self._with_data, self._left_out],
+            "share": self.share.state_dict(),
+            "reducer": self._exchanger.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.step, self._steps = int(state["step"]), int(state["steps"])
+        self.step = int(state["step"])
+        self._steps, self._with_data, self._left_out = map(int, state["steps"])
+        self.share.load_state_dict(state["share"])
         self._anchored = bool(state["local"])
         if self._anchored:
             self._averaging.load_state_dict(state["local"], state["reducer"])
@@ -176,9 +186,9 @@ class Local:
         return self.plan.sync.contributes(self.step)
 
     def _average(self) -> None:
-        part = 1 - self._left_out / self._steps if self._steps else 0.0
-        self._spans += self._averaging.average(self._steps, part)
-        self._steps = self._left_out = 0
+        part = 1 - self._left_out / self._with_data if self._with_data else 0.0
+        self._spans += self._averaging.average(self.step, self._steps, part)
+        self._steps = self._with_data = self._left_out = 0
         self.share.exchanged()
 
     def _nonfinite(self) -> bool:

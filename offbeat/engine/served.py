@@ -109,14 +109,19 @@ class Served:
         """A forward pass that trains begins."""
         self.meter.forward(inputs)
         self.share.forward()
-        if self._computed and all(parameter.grad is None for parameter in self._parameters.values()):
-            self._computed = False
-            self.share.cleared()  # the optimizer's step was left out (as GradScaler does)
+        self._look_for_cleared()
 
     def on_output_grad(self) -> None:
         """The outermost backward has begun; nothing is sent before the optimizer steps."""
+        self._look_for_cleared()
         self._computed = True
         self.share.backward()
+
+    def _look_for_cleared(self) -> None:
+        """Gradients that are gone are in no step: the optimizer's was left out (as GradScaler does)."""
+        if self._computed and all(parameter.grad is None for parameter in self._parameters.values()):
+            self._computed = False
+            self.share.cleared()
 
     def weight(self, otherwise: float) -> float:
         """How much a contribution counts: the samples since the last, or `otherwise` if no loader has counted any."""
@@ -144,12 +149,13 @@ class Served:
         self._waiter.witness.exchanged(self.share.stamp)
         self.share.exchanged()
 
-    def exchange(self, about: About, unused: Sequence[str] = ()) -> tuple[float, float]:
+    def exchange(self, about: About, unused: Sequence[str] = (), *, step: int | None = None) -> tuple[float, float]:
         """Bring what is in `grads`, and wait for the next parameters.
 
         Args:
             about: what it is; `unused` and `used` are filled in.
             unused: names of parameters that have no gradient.
+            step: for reports; that of this model's gradients if None.
 
         Returns:
             When it was issued and done, in clock seconds.
@@ -160,20 +166,22 @@ class Served:
         """
         issued_s = self.meter.now_s()
         wires = self._encode()
-        self._brought = about.weight if self._finite(wires, "change" if about.change else "gradient") else 0.0
+        step = self.step if step is None else step
+        is_finite = self._finite(wires, "change" if about.change else "gradient", step)
+        self._brought = about.weight if is_finite else 0.0
         about = msgspec.structs.replace(about, weight=self._brought, used=tuple(self._server.used))
         self._server.used = []
         parts = [wires[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
-            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", self.step, model=self._model, outlives=True)
+            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", step, model=self._model, outlives=True)
         )
         self._take_values()
         if not exchange.is_used:
             _log.warning(
                 "Rank %d is back: what it had computed in step %d was outdated, and is not used.",
                 self._client.rank,
-                self.step,
+                step,
             )
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
@@ -275,7 +283,7 @@ class Served:
             parameter.grad = None
         return unused
 
-    def _finite(self, wires: Sequence[torch.Tensor], what: str) -> bool:
+    def _finite(self, wires: Sequence[torch.Tensor], what: str, step: int) -> bool:
         """Whether what is sent can be taken; with a narrow codec it may overflow where the gradient did not."""
         if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(wire).all()) for wire in wires):
             return True
@@ -285,7 +293,7 @@ class Served:
             for slot in bucket.slots
             if not bool(torch.isfinite(wire[slot.offset : slot.offset + slot.numel]).all())
         ]
-        return not leave_out(bad, self.plan.nonfinite, what=what, step=self.step, meter=self.meter)
+        return not leave_out(bad, self.plan.nonfinite, what=what, step=step, meter=self.meter)
 
     def _encode(self) -> list[torch.Tensor]:
         """What the codec makes of each bucket of `grads`."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Drawn(NamedTuple):
@@ -116,6 +119,16 @@ class Share:
     def give_up(self) -> None:
         """What was drawn since the last step is not used."""
         self._drawn = self._computed = self._used
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was drawn since the last exchange, for a checkpoint between two steps."""
+        return {"drawn": list(self._drawn), "scale": self._scale, "last_samples": self._last_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        batches, with_data, weight, samples = state["drawn"]
+        self._drawn = self._used = self._computed = Drawn(int(batches), int(with_data), float(weight), int(samples))
+        self._scale, self._last_samples = float(state["scale"]), int(state["last_samples"])
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""

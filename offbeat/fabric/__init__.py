@@ -1,17 +1,19 @@
 """Where is it summed?
 
-* `fabric` - the nouns: `FabricSpec` describes, `Fabric` is bound and has handles, `Pending` is an exchange under way
+* `fabric` - the nouns: `FabricSpec` describes, what `Binds` makes a `Fabric`, which has handles, and `Pending` is an
+  exchange under way
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
 * `server` - parameters and optimizer at a sharded server
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """
 
-from offbeat.fabric.fabric import Fabric, FabricSpec, Offers, Pending
+from offbeat.fabric.fabric import Binds, Fabric, FabricSpec, Offers, Pending
 from offbeat.fabric.in_memory import InMemory, Meeting
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
 from offbeat.fabric.server import ParameterServer
 
 __all__ = [
+    "Binds",
     "Fabric",
     "FabricSpec",
     "InMemory",

@@ -12,7 +12,7 @@ A fabric never decides how long to wait and never prints: the engine's one waiti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from offbeat.payload import Gather, Payload, Reply, Sum
 
@@ -90,7 +90,19 @@ class Fabric(Protocol):
 
 
 class FabricSpec(Protocol):
-    """Describes a fabric in a plan."""
+    """Describes a fabric in a plan. All but `ParameterServer` also have `bind(backend=...)`."""
 
     @property
     def offers(self) -> Offers: ...
+
+
+@runtime_checkable
+class Binds(Protocol):
+    """A fabric that this worker's process can be bound to."""
+
+    def bind(self, *, backend: str) -> Fabric:
+        """This worker's end. Collective: every rank calls it.
+
+        Args:
+            backend: "gloo" or "nccl": where tensors are.
+        """

@@ -38,16 +38,17 @@ def ensure(network: Network) -> dict[str, float]:
         NetworkError: if a stream fails.
         ScenarioError: if a link falls short each time.
     """
-    for _ in range(ATTEMPTS - 1):
+    attempts = 1
+    while True:
         measured = measure(network)
         try:
             check(measured, network)
         except ScenarioError:
-            continue
-        return measured
-    measured = measure(network)
-    check(measured, network)
-    return measured
+            attempts += 1
+            if attempts > ATTEMPTS:
+                raise
+        else:
+            return measured
 
 
 def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:

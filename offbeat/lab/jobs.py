@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.lab.launch import Place
+    from offbeat.sync import Policy
 
 _ROUNDING = 1e-5
 """Largest error of a mean of standard-normal float32 numbers."""
@@ -43,6 +44,7 @@ class Job:
     served: bool = False  # whether its plan has a parameter server
     together: bool = True  # whether one update takes the contributions of all workers
     tuned: bool = False  # whether its batches follow the machines
+    sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
 
     @property
     def command(self) -> list[str]:
@@ -127,7 +129,10 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
             f'servers = 1 (hosts.servers), or role = "server" (host.role).'
         )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
-    tolerance = tolerances.get(type(made.codec))
+    tolerance = tolerances.get(type(made.codec)) if _adds_up(made.sync) else None
+    each = all(
+        made.sync.contributes(step) == "gradient" for step in range(scenario.run.warmup_steps + scenario.run.steps)
+    )
     return Job(
         row,
         scenario,
@@ -138,7 +143,17 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         served,
         made.sync.replicated,
         made.tuning is not None,
+        sends_each_gradient=each and not served and made.tuning is None,
     )
+
+
+def _adds_up(policy: Policy) -> bool:
+    """Whether parameters move by the plain sum of what all workers computed; nothing else can be checked."""
+    from offbeat.sync import Hybrid, KSync, LocalSGD
+
+    if isinstance(policy, Hybrid):
+        return _adds_up(policy.inner) and _adds_up(policy.outer)
+    return not isinstance(policy, KSync) and not (isinstance(policy, LocalSGD) and policy.outer is not None)
 
 
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:

@@ -60,7 +60,6 @@ def bind(
     Args:
         system: "offbeat" (with the plan in the environment), "ddp", "ddp+bf16" or "ddp+powersgd".
         bucket_bytes: DDP's bucket size; None is its default. offbeat's stands in its plan.
-
         loader: a `DataLoader` that is prepared if the plan tunes batches.
 
     Raises:

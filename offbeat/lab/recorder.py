@@ -70,7 +70,8 @@ class Metric(msgspec.Struct, frozen=True, tag="metric"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """The worker's totals over the measured steps; `digest` is that of the last gradient, equal on all replicas.
+    """The worker's totals over the measured steps; `digest` is that of the last gradient, or of the parameters:
+    equal on all replicas.
 
     `span_s` is when those steps began and ended, by the clock that all processes of a machine share.
     """
@@ -132,6 +133,10 @@ class Recorder:
     def moment(self) -> tuple[int, float]:
         """Steps and seconds of training so far, for a `metric` that is measured later."""
         return self._done, round(self._mark_s - self._start_s - self._paused_s, 6)
+
+    def waited(self) -> None:
+        """What was waited for since the last step, such as in `run.settle()`, was training, too."""
+        self._mark_s = time.perf_counter()
 
     def metric(self, value: float, moment: tuple[int, float] | None = None) -> None:
         """An evaluation gave `value`.

@@ -159,7 +159,7 @@ def _report(
     for job in rows:
         runs = repeats[job.row.name]
         # Only where both send the same, along the same ways, is the difference the system's own.
-        if runs[0].buckets and job.tolerance == tolerance and not job.served:
+        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient:
             pairs = zip(runs, baseline, strict=True)
             more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)

@@ -358,7 +358,11 @@ class RoundRobin:
     def _slot_s(self, state: State) -> float:
         """How often a slot becomes free if all of them are always taken."""
         members = state.members.values()
-        times_s = [s for m in members if (s := m.turn_s if self.strict else m.push_s) is not None]
+        if self.strict:
+            times_s = [m.turn_s for m in members if m.turn_s is not None]
+        else:  # links carry both directions at once: the slower one counts
+            both_s = [(m.push_s, m.turn_s) for m in members if m.push_s is not None and m.turn_s is not None]
+            times_s = [max(push_s, turn_s - push_s) for push_s, turn_s in both_s]
         return fmean(times_s) / self.slots if times_s else 0.0
 
     # -- who takes too long --------------------------------------------------------------------------------------

@@ -136,8 +136,9 @@ def explain(
     slow = [c for c in late if c.reason not in _FATAL]
     if gave_up:
         # It gave up on somebody: on one of those that are still not here, if there are any.
-        note = _DISAGREE if elsewhere and not slow else ""
-        return Diagnosis(rank, step, place, waited_s, arrived, (*(slow or elsewhere), *gave_up), True, note)
+        settled = elsewhere if waited_s > SETTLED_S else []
+        note = _DISAGREE if settled and not slow else ""
+        return Diagnosis(rank, step, place, waited_s, arrived, (*(slow or settled), *gave_up), True, note)
     if slow:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(slow), False)
     if elsewhere and waited_s > SETTLED_S:

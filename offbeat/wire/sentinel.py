@@ -156,7 +156,7 @@ class Duty:
         died = self._sentinel.died
         while not died.is_set():
             words = self._sentinel.look()
-            mark = (words.phase, words.step, words.bucket, words.process)
+            mark = (words.phase, words.operation, words.model, words.step, words.bucket, words.process)
             if mark != told or time.monotonic() - told_s > _REPORT_S:
                 self._voice.report(words)
                 told, told_s = mark, time.monotonic()

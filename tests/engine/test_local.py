@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from typing import Any
 
@@ -155,3 +156,27 @@ def interrupted(stop: int) -> Any:
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_resumed_run_is_the_uninterrupted_one(stop: int) -> None:
     assert run_workers(WORLD, interrupted, stop) == [True] * WORLD
+
+
+def overflowing() -> tuple[float, list[str]]:
+    """Rank 1's gradients are finite, and its change is not."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    with offbeat.init(offbeat.Plan(sync=LocalSGD(2), nonfinite="skip")) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=10.0))
+        for _ in range(2):
+            replica(torch.tensor([[3e38 if run.rank == 1 else 1.0]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(net.weight), told
+
+
+def test_a_change_that_overflows_is_left_out() -> None:
+    (first, quiet), (second, told) = run_workers(2, overflowing)
+    assert first == second == -20.0
+    assert quiet == []
+    assert told == ["step 1: the change of weight holds NaN or Inf on this worker; it is left out."]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.errors import ModelError, PeerError
+from offbeat.errors import ModelError, NetworkError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.coordinator import Coordinator
@@ -221,6 +221,15 @@ def test_a_question_before_any_model_is_refused(together: Callable[[Policy, int]
     (client,) = together(BSP(), 1).clients
     with pytest.raises(ModelError, match="Cannot ask all workers for the mean"):
         client.ask("the mean", (1.0,)).wait(SOON)
+
+
+def test_what_is_fetched_ends_when_nothing_can_come_any_more(together: Callable[[Policy, int], Together]) -> None:
+    job = together(BSP(), 1)
+    workers(job)
+    fetched = job.clients[0].fetch(0)
+    job.loop.call(job.clients[0].fail, NetworkError("A shard is gone."))  # before the answer can be here
+    with pytest.raises(NetworkError, match="A shard is gone"):
+        fetched.wait(SOON)
 
 
 def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was() -> None:

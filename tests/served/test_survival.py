@@ -115,6 +115,7 @@ def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, floa
                 else:
                     while not woken.exists():
                         time.sleep(0.01)
+                run.state_dict()  # also of one that has to come again first
             if rank == 0 and step == 20:
                 while not pid.exists() or look(run)[1].phase != "gone":
                     counter.step()  # others have to wait for it, or nobody misses it

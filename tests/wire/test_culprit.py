@@ -130,7 +130,7 @@ def test_who_died_of_another_is_no_culprit() -> None:
     ],
 )
 def test_who_gave_up_first_does_not_hide_the_one_it_gave_up_on(late: dict[str, Any], reason: str) -> None:
-    found = look(late, {"phase": "lost", "step": 7, "traceback": "WorkerLostError"}, waited_s=1.0)
+    found = look(late, {"phase": "lost", "step": 7, "traceback": "WorkerLostError"}, waited_s=1.6)
     assert [(c.rank, c.reason) for c in found.culprits] == [(1, reason), (2, "raised")]
     assert found.fatal
     assert ("disagree" in found.text) == (reason == "elsewhere")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -48,7 +48,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.place import Place
 from offbeat.fabric.server.route import Route
 from offbeat.fabric.server.side import ShardSide
-from offbeat.fabric.server.transfers import Transfers
+from offbeat.fabric.server.transfers import Due, Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,7 @@ class Client:
         self._enrolled = 0  # the entry in which it has enrolled
         self._draws: dict[int, Exchange] = {}  # by loader
         self.transfers = Transfers(self._links)
-        self._transfers_due: list[tuple[Exchange, Callable[..., None], tuple[Any, ...]]] = []
+        self._transfers_due: list[Due] = []
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -187,13 +187,13 @@ class Client:
     def books(self) -> Exchange:
         """Where the data is, for a checkpoint; in `Exchange.place`."""
         exchange = Exchange()
-        self._loop.call(self._transfer, exchange, self.transfers.books, exchange, None)
+        self._loop.call(self._transfer, Due(exchange, self.transfers.books))
         return exchange
 
     def restock(self, place: bytes) -> Exchange:
         """Go on where `books` was called, on all workers; done when all are told so."""
         exchange = Exchange()
-        self._loop.call(self._transfer, exchange, self.transfers.books, exchange, place)
+        self._loop.call(self._transfer, Due(exchange, self.transfers.restock, (place,)))
         return exchange
 
     def reseed(self, hand: Hand, seed: int) -> None:
@@ -219,13 +219,14 @@ class Client:
     def fetch(self, model: int) -> Exchange:
         """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
         exchange = Exchange()
-        self._loop.call(self._transfer, exchange, self.transfers.fetch, self.place(model), exchange)
+        self._loop.call(self._transfer, Due(exchange, self.transfers.fetch, (self.place(model),)))
         return exchange
 
     def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here."""
         exchange = Exchange()
-        self._loop.call(self._transfer, exchange, self.transfers.put, self.place(model), tuple(portions), exchange)
+        due = Due(exchange, self.transfers.put, (self.place(model), tuple(portions)))
+        self._loop.call(self._transfer, due)
         return exchange
 
     def abort(self) -> None:
@@ -319,13 +320,22 @@ class Client:
         if not self._failed(exchange) and self._route.is_up:
             self._say(Look(number))
 
-    def _transfer(self, exchange: Exchange, begin: Callable[..., None], *arguments: Any) -> None:
-        if self._failed(exchange):
-            return
-        if self._route.is_up and all(place.is_in for place in self._places.values()):
-            begin(*arguments)
-        else:  # it is asked when all models are open again
-            self._transfers_due.append((exchange, begin, arguments))
+    def _transfer(self, due: Due) -> None:
+        if not self._failed(due.exchange):
+            self._transfers_due.append(due)
+            self._begin_transfers()
+
+    @property
+    def _can_transfer(self) -> bool:
+        """Whether all shards know this worker as one that trains all its models, also if it has to come again first."""
+        return self._route.is_up and all(place.is_in or place.is_outdated for place in self._places.values())
+
+    def _begin_transfers(self) -> None:
+        """If they cannot begin now, they do when all models are open again."""
+        if self._can_transfer:
+            due, self._transfers_due = self._transfers_due, []
+            for one in due:
+                self.transfers.begin(one)
 
     def _enrol(self, hand: Hand | None = None) -> None:
         """Take part in this loader's data; in all loaders' after coming to the job again."""
@@ -372,7 +382,7 @@ class Client:
 
     def stranded(self, error: OffbeatError) -> None:
         """There are no links any more."""
-        self.transfers.fail(error)
+        self._transfers_due += self.transfers.interrupt(error)
         for place in self._places.values():
             place.is_in = place.is_outdated = False
 
@@ -391,9 +401,10 @@ class Client:
     def fail(self, error: OffbeatError) -> None:
         """Nothing can be exchanged any more."""
         self._error = self._error or error
+        self.transfers.fail(self._error)
         exchanges = [place.exchange for place in self._places.values()]
         questions = [asked for _, asked in self._questions.values()]
-        due = [exchange for exchange, _, _ in self._transfers_due]
+        due = [one.exchange for one in self._transfers_due]
         for exchange in [*exchanges, *questions, *self._looks.values(), *self._draws.values(), *due]:
             if not exchange.done():
                 exchange.finish(self._error)
@@ -453,6 +464,7 @@ class Client:
                 self._enrol()  # it may wait for data, and without has nothing to come with
             if place.parts is not None or self._questions:  # it has its contribution by now
                 self._come_again(place)
+            self._begin_transfers()
             return
         if shard in place.unopened:
             place.unopened.discard(shard)
@@ -486,9 +498,7 @@ class Client:
         if not was_in and all(place.is_in for place in self._places.values()):
             for ask, _ in self._questions.values():
                 self._say(ask)
-            due, self._transfers_due = self._transfers_due, []
-            for _, begin, arguments in due:
-                begin(*arguments)
+            self._begin_transfers()
 
     def see(self, number: int, scenes: tuple[Scene, ...]) -> None:
         """The answer to a look."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from offbeat.errors import ModelError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import ModelError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Books, Restock, Stock
 from offbeat.fabric.server.memory import bytes_of
@@ -14,47 +14,65 @@ from offbeat.fabric.server.messages import Fetch, Piece, Put, PutAll, pack
 from offbeat.fabric.server.snapshot import STATE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat.fabric.server.exchange import Exchange
     from offbeat.fabric.server.place import Place
     from offbeat.wire.link import Link
 
 
+class Due(NamedTuple):
+    """One that is to begin, or has begun.
+
+    Args:
+        exchange: who waits for it.
+        begin: a method of `Transfers`; called with a number, `exchange` and `arguments`.
+    """
+
+    exchange: Exchange
+    begin: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+
+
 class Transfers:
     """Those that are under way.
 
     Args:
-        links: to all shards, the coordinator's first; empty while there are none.
+        links: to all shards, the coordinator's first.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
-        self._under_way: dict[int, Exchange] = {}
+        self._under_way: dict[int, Due] = {}
         self._count = 0
 
-    def books(self, exchange: Exchange, place: bytes | None) -> None:
-        """Ask where the data is; or, with a `place`, have everybody go on there."""
-        number = self._begin(exchange, shards=1)
-        for link in self._links[:1]:
-            if place is None:
-                link.send(pack(Books(number)))
-            else:
-                link.send(pack(Restock(number)), place)
+    def begin(self, due: Due) -> None:
+        """Now; all shards are there."""
+        number, self._count = self._count, self._count + 1
+        self._under_way[number] = due
+        due.begin(number, due.exchange, *due.arguments)
 
-    def fetch(self, place: Place, exchange: Exchange) -> None:
+    def books(self, number: int, exchange: Exchange) -> None:
+        """Ask where the data is."""
+        self._links[0].send(pack(Books(number)))
+
+    def restock(self, number: int, exchange: Exchange, place: bytes) -> None:
+        """Have everybody go on in the data at `place`."""
+        self._links[0].send(pack(Restock(number)), place)
+
+    def fetch(self, number: int, exchange: Exchange, place: Place) -> None:
         """Ask all shards for the optimizer's state."""
-        number = self._begin(exchange, shards=len(self._links))
+        exchange.portions, exchange.left = [], len(self._links)
         for link in self._links:
             link.send(pack(Fetch(place.model, number)))
 
-    def put(self, place: Place, portions: Sequence[Portion], exchange: Exchange) -> None:
+    def put(self, number: int, exchange: Exchange, place: Place, portions: Sequence[Portion]) -> None:
         """Have the shards take over the optimizer's state and the values of all blocks."""
-        number = self._begin(exchange, shards=len(self._links))
-        for block in place.blocks if self._links else ():
+        exchange.left = len(self._links)
+        for block in place.blocks:
             link = self._links[place.shards[block.index]]
             link.send(pack(Put(place.model, block.index)), bytes_of(place.values[block.index]))
-        for it in portions if self._links else ():
+        for it in portions:
             tensor = it.tensor.contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
             put = Put(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
@@ -68,9 +86,9 @@ class Transfers:
         Raises:
             PeerError: if it was not asked for, or cannot be.
         """
-        transfer = self._under_way.get(message.number)
+        due = self._under_way.get(message.number)
         dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
-        if transfer is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
+        if due is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
             raise PeerError("The server sends a state that was not asked for.")
         pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
         numel = 1 if message.single else pieces.get(names[message.name], 0)
@@ -78,37 +96,37 @@ class Transfers:
             raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
         flat = torch.empty(numel, dtype=dtype)
         name = names[message.name]
-        transfer.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
+        due.exchange.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
         return bytes_of(flat)
 
     def stock(self, message: Stock, place: bytes) -> None:
         """Where the data is, or why it cannot be there."""
-        transfer = self._under_way.pop(message.number, None)
-        if transfer is not None:
-            transfer.place = place
-            transfer.finish(ModelError(message.refused) if message.refused else None)
+        due = self._under_way.pop(message.number, None)
+        if due is not None:
+            due.exchange.place = place
+            due.exchange.finish(ModelError(message.refused) if message.refused else None)
 
     def done(self, number: int) -> None:
         """A shard is done with it."""
-        transfer = self._under_way.get(number)
-        if transfer is not None:
-            transfer.left -= 1
-            if not transfer.left:
+        due = self._under_way.get(number)
+        if due is not None:
+            due.exchange.left -= 1
+            if not due.exchange.left:
                 del self._under_way[number]
-                transfer.finish()
+                due.exchange.finish()
+
+    def interrupt(self, error: OffbeatError) -> list[Due]:
+        """The shards are lost, and may come back: what is to begin again then; what cannot has failed."""
+        under_way, self._under_way = self._under_way, {}
+        again = []
+        for due in under_way.values():
+            if due.begin in (self.books, self.fetch):
+                again.append(due)
+            else:  # the values that it puts are overwritten by those of the server
+                due.exchange.finish(error)
+        return again
 
     def fail(self, error: OffbeatError) -> None:
         """The shards are lost: none comes to its end."""
-        under_way, self._under_way = self._under_way, {}
-        for transfer in under_way.values():
-            transfer.finish(error)
-
-    def _begin(self, exchange: Exchange, *, shards: int) -> int:
-        number, self._count = self._count, self._count + 1
-        self._under_way[number] = exchange
-        exchange.left = shards
-        if not self._links:
-            exchange.finish(
-                NetworkError("Cannot reach the parameter server now: it is being started again. Try again.")
-            )
-        return number
+        for due in self.interrupt(error):
+            due.exchange.finish(error)
