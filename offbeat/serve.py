@@ -32,7 +32,7 @@ from offbeat.wire import eager
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.fabric.server.archive import Archive
+    from offbeat.fabric.server.shard.archive import Archive
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import Link
 
@@ -167,7 +167,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> None:
         NetworkError: if the address, the credentials or the folder for snapshots cannot be used, or the coordinator
             cannot be reached.
     """
-    from offbeat.fabric.server.archive import Archive
+    from offbeat.fabric.server.shard.archive import Archive
 
     archive = None
     if settings.snapshots:
@@ -183,7 +183,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> None:
 async def _live(
     settings: Settings, archive: Archive | None, stop: asyncio.Event, say: Callable[[str], None]
 ) -> str | None:
-    """One life of the shard (see `offbeat.fabric.server.resume`); where it was, if it is to begin another one."""
+    """One life of the shard (see `offbeat.fabric.server.lead.resume`); where it was, if it is to begin another one."""
     from offbeat.fabric.server import Shard
     from offbeat.plan import Plan
     from offbeat.wire.session import Limits

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.fabric.server.dealer import Dealer
 from offbeat.fabric.server.deals import Deal, Dealt, Enrol, dealt, leases_of
+from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.pacing import BatchTuning, Lease, Leases, Over
 
 SAMPLES = 37

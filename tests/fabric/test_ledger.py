@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.fabric.server.ledger import Give, Keep, Ledger, Loss, Make
+from offbeat.fabric.server.shard.ledger import Give, Keep, Ledger, Loss, Make
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.fabric.server.coordinator import Coordinator
+from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
 from offbeat.fabric.server.messages import Back
-from offbeat.fabric.server.resume import Losses, Verdict, judge
 from offbeat.sync import ASP, Apply, Ready
 
 

@@ -13,8 +13,8 @@ import torch
 from offbeat.errors import ModelError, NetworkError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.fabric.server.blocks import Block, Piece
-from offbeat.fabric.server.coordinator import Coordinator
-from offbeat.fabric.server.store import Store
+from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.fabric.server.shard.store import Store
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from tests.fabric.links import Together

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.fabric.server.archive import Archive
-from offbeat.fabric.server.keeping import Rhythm
+from offbeat.fabric.server.shard.archive import Archive
+from offbeat.fabric.server.shard.keeping import Rhythm
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from offbeat.fabric.server.messages import (
     Refused,
     pack,
 )
-from offbeat.fabric.server.table import _memory_bytes
+from offbeat.fabric.server.shard.table import _memory_bytes
 from tests.refusals.job import (
     BAD,
     OTHER_PLAN,

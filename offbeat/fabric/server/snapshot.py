@@ -36,7 +36,7 @@ class Identity(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     Args:
         number: later ones have greater numbers.
-        life: of the server that made it (see `offbeat.fabric.server.resume`).
+        life: of the server that made it (see `offbeat.fabric.server.lead.resume`).
     """
 
     number: _Count
@@ -53,7 +53,7 @@ class Progress(msgspec.Struct, frozen=True):
             number, samples.
         records: by worker: contributions applied, dropped and lost, and samples applied.
         note: what happened to the server before.
-        data: where the data is; see `offbeat.fabric.server.dealer`. With the first model only.
+        data: where the data is; see `offbeat.fabric.server.lead.dealer`. With the first model only.
     """
 
     next: dict[int, _Count]

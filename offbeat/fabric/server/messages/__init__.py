@@ -21,7 +21,7 @@ worker                                       shard (the coordinator is the first
 
 The other shards say Enlist, Filled, Nearly, Whole, Save and Saved to the coordinator, and it tells them what it
 decides: Begin, Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its details (see
-`offbeat.fabric.server.resume`).
+`offbeat.fabric.server.lead.resume`).
 """
 
 from __future__ import annotations

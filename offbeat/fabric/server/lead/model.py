@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offbeat.fabric.server.coordinator import Coordinator, Record
-from offbeat.fabric.server.resume import Losses
+from offbeat.fabric.server.lead.coordinator import Coordinator, Record
+from offbeat.fabric.server.lead.resume import Losses
 from offbeat.fabric.server.snapshot import Progress
 from offbeat.sync import State
 

@@ -6,7 +6,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.fabric.server.exchange import Exchange
+from offbeat.fabric.server.client.exchange import Exchange
 from offbeat.fabric.server.messages import BlockOf, PieceOf
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import msgspec
 from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.checkpoint import Portion
-from offbeat.fabric.server.ledger import Keep, Ledger, Loss, Make
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
 from offbeat.fabric.server.optimizers import check_spec, outer_of
+from offbeat.fabric.server.shard.ledger import Keep, Ledger, Loss, Make
+from offbeat.fabric.server.shard.store import DTYPES, Store
 from offbeat.fabric.server.snapshot import about
-from offbeat.fabric.server.store import DTYPES, Store
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.fabric.server.keeping import Keeping
     from offbeat.fabric.server.messages import About, Decision, Details
+    from offbeat.fabric.server.shard.keeping import Keeping
     from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
 

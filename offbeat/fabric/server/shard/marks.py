@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.fabric.server.keeping import Keeping, Rhythm
 from offbeat.fabric.server.messages import Mark, Safe, Save, Saved
+from offbeat.fabric.server.shard.keeping import Keeping, Rhythm
 from offbeat.fabric.server.snapshot import Identity, ModelOf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat.fabric.server.archive import Archive
-    from offbeat.fabric.server.guest import Guest
-    from offbeat.fabric.server.lead import Lead
+    from offbeat.fabric.server.lead.lead import Lead
     from offbeat.fabric.server.messages import FromShard, ToWorker
+    from offbeat.fabric.server.shard.archive import Archive
+    from offbeat.fabric.server.shard.guest import Guest
+    from offbeat.fabric.server.shard.table import Table
     from offbeat.fabric.server.snapshot import Progress
-    from offbeat.fabric.server.table import Table
 
 
 class Marks:

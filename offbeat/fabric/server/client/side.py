@@ -10,7 +10,7 @@ from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import Piece, Sight, Values, scenes_of, to_worker
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.client import Client
+    from offbeat.fabric.server.client.client import Client
 
 
 class ShardSide:

@@ -1,7 +1,7 @@
 """One shard of a parameter server, at work: between the links, the tables and, on the first shard, the lead.
 
 Everything happens on one event loop, so an update of a block is atomic to whoever reads it. A `Shard` has one life (see
-`offbeat.fabric.server.resume`): it ends when the last worker has gone, or begins another one as a new `Shard`.
+`offbeat.fabric.server.lead.resume`): it ends when the last worker has gone, or begins another one as a new `Shard`.
 
 Call order: (the process) `accept` whoever dials, and on shards that do not coordinate `follow` the one that does;
 `begin_with_who_is_here_after` when it goes on from a snapshot; `save` before it ends for another reason than by itself.
@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
-from offbeat.fabric.server.guest import Chief, Guest
-from offbeat.fabric.server.lead import Lead
-from offbeat.fabric.server.marks import Marks
+from offbeat.fabric.server.lead.lead import Lead
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     Admit,
@@ -46,19 +44,21 @@ from offbeat.fabric.server.messages import (
     Whole,
     pack,
 )
+from offbeat.fabric.server.shard.guest import Chief, Guest
+from offbeat.fabric.server.shard.marks import Marks
+from offbeat.fabric.server.shard.table import Table
 from offbeat.fabric.server.snapshot import Identity
-from offbeat.fabric.server.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
-    from offbeat.fabric.server.archive import Archive
     from offbeat.fabric.server.deals import FromData
-    from offbeat.fabric.server.lead import Parts
-    from offbeat.fabric.server.ledger import Loss
+    from offbeat.fabric.server.lead.lead import Parts
     from offbeat.fabric.server.messages import Decision, Details, FromShard, ToWorker
+    from offbeat.fabric.server.shard.archive import Archive
+    from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.sync import Push
     from offbeat.wire.link import Link
 

@@ -16,8 +16,8 @@ from offbeat.fabric.server.snapshot import STATE_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.fabric.server.exchange import Exchange
-    from offbeat.fabric.server.place import Place
+    from offbeat.fabric.server.client.exchange import Exchange
+    from offbeat.fabric.server.client.place import Place
     from offbeat.wire.link import Link
 
 

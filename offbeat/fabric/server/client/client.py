@@ -5,7 +5,7 @@ All links are served by one event loop on a thread of their own.
 
 When a shard is lost, or says that the job went on without this worker, the client lets go of all shards, dials all of
 them again, and opens its models again, saying where it was; what becomes of it then is decided there (see
-`offbeat.fabric.server.resume`). What the training thread waits for goes on waiting meanwhile.
+`offbeat.fabric.server.lead.resume`). What the training thread waits for goes on waiting meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
+from offbeat.fabric.server.client.exchange import Exchange
+from offbeat.fabric.server.client.hands import Hands
+from offbeat.fabric.server.client.place import Place
+from offbeat.fabric.server.client.route import Route
+from offbeat.fabric.server.client.side import ShardSide
+from offbeat.fabric.server.client.transfers import Due, Transfers
 from offbeat.fabric.server.deals import Dealt
-from offbeat.fabric.server.exchange import Exchange
-from offbeat.fabric.server.hands import Hands
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     About,
@@ -45,10 +49,6 @@ from offbeat.fabric.server.messages import (
     Values,
     pack,
 )
-from offbeat.fabric.server.place import Place
-from offbeat.fabric.server.route import Route
-from offbeat.fabric.server.side import ShardSide
-from offbeat.fabric.server.transfers import Due, Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.server.blocks import Block
     from offbeat.fabric.server.checkpoint import Portion
+    from offbeat.fabric.server.client.hands import Hand
+    from offbeat.fabric.server.client.route import Dial
     from offbeat.fabric.server.deals import Enrol, FromData
-    from offbeat.fabric.server.hands import Hand
     from offbeat.fabric.server.messages import Scene, ToWorker
     from offbeat.fabric.server.optimizers import OptimizerSpec
-    from offbeat.fabric.server.route import Dial
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
 

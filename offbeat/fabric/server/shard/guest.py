@@ -29,16 +29,16 @@ from offbeat.fabric.server.messages import (
     from_guest,
     pack,
 )
+from offbeat.fabric.server.shard.store import DTYPES
 from offbeat.fabric.server.snapshot import STATE_DTYPES
-from offbeat.fabric.server.store import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from offbeat.fabric.server.deals import Stock
     from offbeat.fabric.server.messages import Details, FromChief, FromShard, FromWorker, Piece, ToWorker
-    from offbeat.fabric.server.shard import Shard
-    from offbeat.fabric.server.table import Table
+    from offbeat.fabric.server.shard.shard import Shard
+    from offbeat.fabric.server.shard.table import Table
     from offbeat.sync import Push
     from offbeat.wire.link import Link
 

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from offbeat.errors import PeerError, PlanError
-from offbeat.fabric.server.coordinator import Coordinator
-from offbeat.fabric.server.dealer import Dealer
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
+from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.fabric.server.lead.dealer import Dealer
+from offbeat.fabric.server.lead.model import Model, revived
+from offbeat.fabric.server.lead.questions import Questions
+from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.messages import (
     Admit,
     Applied,
@@ -24,18 +27,15 @@ from offbeat.fabric.server.messages import (
     Released,
     Told,
 )
-from offbeat.fabric.server.model import Model, revived
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
-from offbeat.fabric.server.questions import Questions
-from offbeat.fabric.server.resume import Verdict, judge
 from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from offbeat.fabric.server.ledger import Loss
     from offbeat.fabric.server.messages import Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.pacing import BatchTuning, Lease, Over
     from offbeat.sync import Action, Member, Policy, Push

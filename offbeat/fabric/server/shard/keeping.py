@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.fabric.server.archive import Archive
+    from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.snapshot import TensorOf
 
 # Making snapshots takes at most this share of the time.

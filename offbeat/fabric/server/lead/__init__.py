@@ -1,0 +1,8 @@
+"""What the first shard does beside: it decides for all shards and workers.
+
+* `lead` - tells them what was decided; `model` - what it knows about one model
+* `coordinator` - asks the policy, and keeps count
+* `dealer` - who computes which samples next, and how many
+* `resume` - who may come back, and with what
+* `questions` - what all workers are asked beside the data
+"""
