@@ -104,7 +104,7 @@ class Meter:
         self._offset_s = clock.unix_s() - clock.now_s()
         self._step_began_s = clock.now_s()
         self._fence_began_s = self._step_began_s
-        self._waited_before_s = self._waited_at_step_s = 0.0
+        self._waited_before_s = self._waited_at_step_s = waiter.waited_s
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_MOST_RECENT)
 
     def now_s(self) -> float:
