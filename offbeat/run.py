@@ -645,7 +645,8 @@ class Run:
         if self._watch is None:
             return
         if isinstance(error, (WorkerLostError, NetworkError)):
-            self._watch.last_words("lost", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            told = "\n".join(line for line in str(error).splitlines() if not line.startswith("    |"))  # without stacks
+            self._watch.last_words("lost", f"{type(error).__name__}: {told}")
         else:
             self._watch.last_words("raised", "".join(traceback.format_exception(error)))
 

@@ -52,6 +52,7 @@ def test_training_leaves_a_run_folder(tmp_path: Path) -> None:
     assert sum(r["kind"] == "end" and r["error"] is None for r in records) == 2
 
 
+@pytest.mark.slow
 def test_the_plan_reaches_the_workers(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[codec]\nkind = 'Cast'\n")
     text = "import offbeat\nwith offbeat.init() as run: print(run.plan.codec)"
@@ -81,7 +82,12 @@ def test_the_culprit_is_named_with_its_traceback(tmp_path: Path) -> None:
     ("fault", "code", "says"),
     [
         ("import sys; sys.exit(7)", 7, "ended with exit code 7"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
+        pytest.param(
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            128 + 9,
+            "was killed by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
             128 + 11,
@@ -100,6 +106,7 @@ def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: 
 LEAVES = TRAIN.replace("range(4)", "range(40)").replace("model(torch", "FAULT; model(torch")
 
 
+@pytest.mark.slow
 def test_who_leaves_early_is_named(tmp_path: Path) -> None:
     """Exit code 0 is no failure of its own, and yet the others can go no further."""
     text = LEAVES.replace("FAULT", "step == 9 and run.rank == 1 and __import__('sys').exit(0)")

@@ -144,6 +144,7 @@ print("rounds", -float(model.module.weight.mean()))
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_a_server_that_is_told_to_end_and_started_again_has_lost_nothing(tmp_path: Path) -> None:
     serving = ("serve", "--job", "j", "--port", free_port(), "--snapshots", tmp_path / "kept", "--every", "1000")
     with start(*serving, folder=tmp_path) as server:

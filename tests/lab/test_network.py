@@ -39,8 +39,8 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 
 
 def carried(net: Network, least_mbps: Mapping[str, float], *, seconds: float = 1.5) -> dict[str, float]:
-    """Measured until each link carries so much, four times at most: other programs may have had the machine."""
-    for _ in range(4):
+    """Measured until each link carries so much, eight times at most: other programs may have had the machine."""
+    for _ in range(8):
         measured = goodput.measure(net, seconds=seconds)
         if all(measured[host] >= least for host, least in least_mbps.items()):
             break

@@ -64,9 +64,8 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize(
-    "policy", [BSP(), pytest.param(LocalSGD(3, after=3, outer=OuterSGD()), marks=pytest.mark.slow)], ids=repr
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [BSP(), LocalSGD(3, after=3, outer=OuterSGD())], ids=repr)
 def test_shards_beside_the_workers_have_the_bits_of_one(policy: Policy) -> None:
     beside, single = (run_workers(WORLD, train, policy, fabric, timeout_s=120) for fabric in (BESIDE, SINGLE))
     assert [len(one["shards"]) for one in beside] == [1, 1, 1], "one beside every worker"
