@@ -178,5 +178,6 @@ def overflowing() -> tuple[float, list[str]]:
 def test_a_change_that_overflows_is_left_out() -> None:
     (first, quiet), (second, told) = run_workers(2, overflowing)
     assert first == second == -20.0
-    assert quiet == []
-    assert told == ["step 1: the change of weight holds NaN or Inf on this worker; it is left out."]
+    first_skips, skips = ([text for text in one if "NaN" in text] for one in (quiet, told))
+    assert first_skips == []
+    assert skips == ["step 1: the change of weight holds NaN or Inf on this worker; it is left out."]

@@ -260,7 +260,8 @@ def overflows(choice: str) -> tuple[str, float, list[str]]:
 def test_what_does_not_fit_the_codec_does_not_reach_the_parameters() -> None:
     (_, first, _), (_, second, told) = run_workers(2, overflows, "skip")
     assert first == second == -3.0
-    assert told == ["step 1: the gradient of weight holds NaN or Inf on this worker; it is left out."]
+    skips = [text for text in told if "NaN" in text]  # a busy machine may have stalls to tell of, too
+    assert skips == ["step 1: the gradient of weight holds NaN or Inf on this worker; it is left out."]
     error, _, _ = run_workers(2, overflows, "raise")[1]
     assert error.startswith("step 1: the gradient of weight holds NaN or Inf on this worker. Lower the learning rate")
 
