@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import offbeat
 from offbeat.errors import ModelError
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 
 def prepared(run: offbeat.Run, loader: Any) -> tuple[Any, Any, Any]:
@@ -161,10 +160,7 @@ class Numbers(IterableDataset[torch.Tensor]):
 
 
 def warnings(sharded: bool) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offbeat").addHandler(handler)
+    heard = listen()
     with offbeat.init() as run:
         data = Numbers(run.rank, run.world) if sharded else Numbers(0, 1)
         _, _, loader = prepared(run, DataLoader(data, batch_size=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing as mp
 import os
 import tempfile
@@ -22,6 +23,15 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
 
 class WorkerFailed(AssertionError):
     """A worker raised; the text holds its traceback."""
+
+
+def listen() -> list[str]:
+    """What offbeat tells people in this process from now on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    return told
 
 
 def run_workers(

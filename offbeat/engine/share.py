@@ -114,7 +114,7 @@ class Share:
 
     def stepped(self) -> None:
         """A step of the worker's own has used what was drawn."""
-        self._used = self._drawn
+        self._used = self._computed = self._drawn
 
     def give_up(self) -> None:
         """What was drawn since the last step is not used."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from torch import nn
 
 import offbeat
 from offbeat.sync import LocalSGD, OuterSGD
-from tests.workers import run_workers
+from tests.resuming import is_the_same_when_resumed
+from tests.workers import listen, run_workers
 
 WORLD, STEPS = 2, 7
 POLICIES = {
@@ -128,29 +127,8 @@ def test_who_has_less_data_counts_less_and_does_not_coast() -> None:
         assert float(state["weight"]) == pytest.approx(expected, rel=1e-6)
 
 
-def interrupted(stop: int) -> Any:
-    """Train, save after `stop` steps, go on in a new model and a new run."""
-    rank = int(os.environ["RANK"])
-    plan = offbeat.Plan(sync=POLICIES["outer"])
-
-    def go(state: Any, first: int, last: int) -> Any:
-        net = model()
-        optimizer = optimizer_of(net)
-        with offbeat.init(plan) as run:
-            replica, optimizer = run.prepare(net, optimizer)
-            if state is not None:
-                net.load_state_dict(state[0])
-                optimizer.load_state_dict(state[1])
-                run.load_state_dict(state[2])
-            for x, y in batches(rank)[first:last]:
-                F.cross_entropy(replica(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return copy.deepcopy([net.state_dict(), optimizer.state_dict(), run.state_dict()])
-
-    whole = go(None, 0, STEPS)
-    resumed = go(go(None, 0, stop), stop, STEPS)
-    return all(torch.equal(tensor, resumed[0][name]) for name, tensor in whole[0].items())
+def interrupted(stop: int) -> bool:
+    return is_the_same_when_resumed(offbeat.Plan(sync=POLICIES["outer"]), model, optimizer_of, batches, stop)
 
 
 @pytest.mark.parametrize("stop", [3, 4])
@@ -160,10 +138,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(stop: int) -> None:
 
 def overflowing() -> tuple[float, list[str]]:
     """Rank 1's gradients are finite, and its change is not."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offbeat").addHandler(handler)
+    told = listen()
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     with offbeat.init(offbeat.Plan(sync=LocalSGD(2), nonfinite="skip")) as run:

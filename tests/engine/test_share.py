@@ -43,3 +43,13 @@ def test_a_batch_that_is_computed_a_second_time_weighs_once() -> None:
     share.backward()  # such as a generator's, through this model
     share.cleared()
     assert share.samples == 64
+
+
+def test_what_a_step_of_its_own_used_is_not_counted_again_when_gradients_are_cleared() -> None:
+    share = drawn(64)
+    share.backward()
+    share.draw(real=True, source=0, samples=32)  # ahead of the step
+    share.stepped()
+    share.draw(real=True, source=0, samples=16)
+    share.cleared()
+    assert share.samples == 64 + 32 + 16

@@ -15,6 +15,7 @@ from torch import nn
 import offbeat
 from offbeat.fabric import FabricSpec, ParameterServer, ProcessGroup
 from offbeat.sync import LocalSGD, OuterSGD
+from tests.resuming import is_the_same_when_resumed
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.timeout(180)  # two jobs in a test, with up to three servers each
@@ -112,26 +113,9 @@ def test_a_server_changes_no_bit(name: str) -> None:
 
 
 def interrupted(stop: int) -> bool:
-    """Whether training, saving between two averages, and going on with a new server is the same as going on."""
-
-    def go(state: Any, first: int, last: int) -> Any:
-        net = model()
-        optimizer = heavy(net)
-        with offbeat.init(offbeat.Plan(sync=LocalSGD(4, outer=NESTEROV), fabric=SERVER)) as run:
-            replica, optimizer = run.prepare(net, optimizer)
-            if state is not None:
-                net.load_state_dict(state[0])
-                optimizer.load_state_dict(state[1])
-                run.load_state_dict(state[2])
-            for x, y in batches(run.rank)[first:last]:
-                F.cross_entropy(replica(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return copy.deepcopy([net.state_dict(), optimizer.state_dict(), run.state_dict()])
-
-    whole = go(None, 0, STEPS)
-    resumed = go(go(None, 0, stop), stop, STEPS)
-    return all(torch.equal(tensor, resumed[0][name]) for name, tensor in whole[0].items())
+    """Between two averages, and with a new server."""
+    plan = offbeat.Plan(sync=LocalSGD(4, outer=NESTEROV), fabric=SERVER)
+    return is_the_same_when_resumed(plan, model, heavy, batches, stop)
 
 
 @pytest.mark.timeout(120)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -19,7 +18,7 @@ from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.parity import jobs
 from tests.parity.jobs import Job, both
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 SERVER = ParameterServer(block_bytes=4096)
 LR = 0.1
@@ -236,10 +235,7 @@ def test_the_others_go_on(policy: Policy, number: signal.Signals) -> None:
 
 def overflows(choice: str) -> tuple[str, float, list[str]]:
     """Rank 1's second gradient does not fit fp16."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offbeat").addHandler(handler)
+    told = listen()
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
     plan = offbeat.Plan(codec=offbeat.Cast("fp16"), fabric=SERVER, nonfinite=choice)  # type: ignore[arg-type]
