@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True)
 
-_HEADING_WIDTH = 8
+_HEADING_WIDTH = 6
+_LEAST_WIDTH = 80
+_UNBOUNDED_WIDTH = 1000
+_SPARED = ("uneven", "idle", "max", "min")
+"""Columns a narrow terminal does without, the first ones first; the file has them all."""
 _LEAST_REPEATS = 3
 """With fewer, a difference of microseconds is noise."""
 
@@ -159,18 +163,38 @@ def _check_writable(*paths: Path | None) -> None:
 def _show_table(report: Report) -> None:
     from offbeat.lab.table import table as cells_of
 
+    console = Console(width=max(_LEAST_WIDTH, Console().width))
+    unbounded = console.options.update(width=_UNBOUNDED_WIDTH)
     headings, rows = cells_of(report)
-    table = Table(title=report.name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    left_out: list[str] = []
+    while console.measure(drawn := _drawn(report.name, headings, rows), options=unbounded).minimum > console.width:
+        spared = next((heading for heading in _SPARED if heading in headings), None)
+        if spared is None:
+            break
+        index = headings.index(spared)
+        headings, rows = _without(index, headings), [_without(index, cells) for cells in rows]
+        left_out.append(spared)
+    console.print(drawn, crop=False)
+    if left_out:
+        typer.echo(f"left out to fit the terminal: {', '.join(reversed(left_out))}")
+    if report.rows[0].repeats < _LEAST_REPEATS:
+        return
+    for name, overhead_us in report.overhead_us_per_bucket.items():
+        typer.echo(f"{name}: {overhead_us:+.0f} us per bucket against {report.rows[0].baseline}")
+
+
+def _drawn(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, (heading, *cells) in enumerate(zip(headings, *rows, strict=True)):
-        # Long headings are broken, to fit 80 columns; a number cut short would be another number.
-        lines = textwrap.wrap(heading, max(_HEADING_WIDTH, *map(len, cells)))
+        # Long headings are broken, to save room; a number cut short would be another number.
+        lines = textwrap.wrap(heading, max(_HEADING_WIDTH, *map(len, cells)), break_long_words=False)
         width = max(map(len, (*lines, *cells)))
         justify: JustifyMethod = "right" if index else "left"
         table.add_column("\n".join(lines), justify=justify, no_wrap=True, min_width=width, vertical="bottom")
     for cells in rows:
         table.add_row(*cells)
-    Console().print(table, crop=False)
-    if report.rows[0].repeats < _LEAST_REPEATS:
-        return
-    for name, overhead_us in report.overhead_us_per_bucket.items():
-        typer.echo(f"{name}: {overhead_us:+.0f} us per bucket against {report.rows[0].baseline}")
+    return table
+
+
+def _without(index: int, cells: list[str]) -> list[str]:
+    return cells[:index] + cells[index + 1 :]
