@@ -177,7 +177,9 @@ class Plan:
 
 def _takes_single_turns(policy: Policy) -> bool:
     """Whether only one worker at a time, or the workers of one group, may use the server's links."""
-    return _takes_single_turns(policy.outer) if isinstance(policy, Hybrid) else getattr(policy, "slots", 0) == 1
+    if isinstance(policy, Hybrid):
+        return _takes_single_turns(policy.outer)
+    return isinstance(policy, RoundRobin) and (policy.slots or (1 if policy.strict else 0)) == 1
 
 
 def part_of(room: str, table: Any) -> Any:

@@ -129,11 +129,11 @@ def test_a_policy_that_needs_a_server_is_refused_elsewhere(policy: Policy) -> No
 
 def test_turns_of_one_worker_on_collocated_shards_are_refused() -> None:
     beside = ParameterServer(collocated=True)
-    for policy in (RoundRobin(), Hybrid(BSP(), RoundRobin(strict=True), groups=2)):
+    for policy in (RoundRobin(slots=1), Hybrid(BSP(), RoundRobin(strict=True), groups=2)):
         with pytest.raises(PlanError, match=r"would be idle\. Use slots=.*at `plan\.sync\.slots`"):
             Plan(sync=policy, fabric=beside)
         Plan(sync=policy, fabric=ParameterServer())
-    others: list[Policy] = [RoundRobin(slots=3), Hybrid(RoundRobin(), BSP(), groups=2), SSP(bound=1)]
+    others: list[Policy] = [RoundRobin(), RoundRobin(slots=3), Hybrid(RoundRobin(), BSP(), groups=2), SSP(bound=1)]
     for other in others:
         Plan(sync=other, fabric=beside)
 

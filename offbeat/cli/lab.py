@@ -26,7 +26,7 @@ app = typer.Typer(help="Measure on real, shaped links: hosts are network namespa
 _HEADING_WIDTH = 6
 _LEAST_WIDTH = 80
 _UNBOUNDED_WIDTH = 1000
-_SPARED = ("uneven", "idle", "max", "min")
+_SPARED = ("uneven", "idle", "max", "min", "MB sent")
 """Columns a narrow terminal does without, the first ones first; the file has them all."""
 _LEAST_REPEATS = 3
 """With fewer, a difference of microseconds is noise."""
@@ -69,6 +69,9 @@ def run(
             nonlocal begun
             progress.update(task, description=f"repeat {repeat + 1}: {row}", completed=begun)
             begun += 1
+            if progress.disable:  # into a file: a line per run, as minutes pass between two
+                total = parsed.run.repeats * len(parsed.row)
+                console.print(f"{begun} of {total}: repeat {repeat + 1}, {row}", markup=False, highlight=False)
 
         signal.signal(signal.SIGTERM, _stop)
         report = rounds.run(parsed, text, scenario.parent, command=machine.command_line(), tell=tell)

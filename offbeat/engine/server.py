@@ -150,6 +150,7 @@ def connect(
         rank=control.rank,
         world=control.world,
         dials=[functools.partial(dial, address) for address in addresses],
+        hosts=[address.rpartition(":")[0] for address in addresses],
         patience=timedelta(seconds=spec.patience_s),
         tell=tell,
     )

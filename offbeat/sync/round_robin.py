@@ -79,9 +79,10 @@ class RoundRobin:
     soon as it is ready; so one straggler does not hold up all. No gradient gets older than N - 1 + `lead` updates by
     that.
     `strict` never lets anybody pass: the order of turns is then a fixed permutation (by rank, whatever the timing), and
-    with one slot the job is deterministic to the bit. One slow worker then holds up all. So that nothing depends on
-    when something happens between two turns, a worker that leaves counts until its turn has come, and contributions are
-    weighed against what the others brought in their last turns, not against what they have meanwhile.
+    with one slot (the default there) the job is deterministic to the bit. One slow worker then holds up all. So that
+    nothing depends on when something happens between two turns, a worker that leaves counts until its turn has come,
+    and contributions are weighed against what the others brought in their last turns, not against what they have
+    meanwhile.
 
     Who takes far longer than usual while others wait for it is evicted, also in strict order, so that a worker that
     hangs never hangs the job. It may join again, at the end of the rotation or as far from other newcomers as can be.
@@ -95,8 +96,10 @@ class RoundRobin:
 
     Args:
         strict: never let a worker pass another.
-        slots: pushes at the same time (in strict order, turns); about the sum of the servers' link rates over that of
-            one worker.
+        slots: pushes at the same time (in strict order, turns); best the sum of the servers' link rates over that of
+            one worker. None for as many as there are hosts with shards, and for 1 in strict order.
+        half_duplex: the server's link carries one direction at a time, as Wi-Fi does, so that a turn lasts until its
+            pull is through.
         gap_factor: part of the median cycle that a round is to take; a little less than 1, so that a worker becomes
             ready just after its turn has come.
         grace: how long to wait for the next worker before another may go ahead, in gaps.
@@ -113,7 +116,8 @@ class RoundRobin:
     """
 
     strict: bool = False
-    slots: int = 1
+    slots: int | None = None
+    half_duplex: bool = False
     gap_factor: float = 1 / 1.2
     grace: float = 0.5
     lead: int = 3
@@ -124,6 +128,8 @@ class RoundRobin:
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("lead", 0), ("warmup", 0)):
             value = getattr(self, name)
+            if name == "slots" and value is None:
+                continue
             if not isinstance(value, int) or value < least:
                 raise PlanError(
                     f"Cannot rotate with {name}={value!r}: choose a whole number from {least} - at `plan.sync.{name}`."
@@ -148,6 +154,11 @@ class RoundRobin:
     @property
     def bound(self) -> int | None:
         return 1 if self.strict else None
+
+    @property
+    def _whole(self) -> bool:
+        """Whether a turn lasts until its pull is through, not only its push."""
+        return self.strict or self.half_duplex
 
     @property
     def drops(self) -> bool:
@@ -309,8 +320,8 @@ class RoundRobin:
         # Links carry both directions at once, so the next one pushes while this one still pulls, but not one more:
         # where pulls take longer than pushes they would pile up. In strict order not even that, as it would pull
         # parts of the next update.
-        pushing, most = sum(member.is_pushing for member in turns), self.slots if self.strict else 2 * self.slots
-        free = pushing < self.slots and len(turns) < most
+        slots, pushing = self._slots(state), sum(member.is_pushing for member in turns)
+        free = pushing < slots and len(turns) < (slots if self._whole else 2 * slots)
         if not free:
             rotation = changed(rotation, free_since_s=None)
         elif rotation.free_since_s is None:
@@ -355,15 +366,18 @@ class RoundRobin:
         # The gap is no shorter than a transfer takes, or transfers overlap and each takes longer still.
         return max(self.gap_factor * median(cycles_s.values()) / len(state.members), self._slot_s(state))
 
+    def _slots(self, state: State) -> int:
+        return self.slots or (1 if self.strict else state.links)
+
     def _slot_s(self, state: State) -> float:
         """How often a slot becomes free if all of them are always taken."""
         members = state.members.values()
-        if self.strict:
+        if self._whole:
             times_s = [m.turn_s for m in members if m.turn_s is not None]
         else:  # links carry both directions at once: the slower one counts
             both_s = [(m.push_s, m.turn_s) for m in members if m.push_s is not None and m.turn_s is not None]
             times_s = [max(push_s, turn_s - push_s) for push_s, turn_s in both_s]
-        return fmean(times_s) / self.slots if times_s else 0.0
+        return fmean(times_s) / self._slots(state) if times_s else 0.0
 
     # -- who takes too long --------------------------------------------------------------------------------------
 

@@ -128,6 +128,7 @@ def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
     assert report.command.startswith("offbeat lab run ") or "lab run" in report.command
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "quick" in output
+    assert "1 of 4: repeat 1, ddp" in output, "a line per run, where nobody sees a bar"
     assert "ours" in output
     assert "\x1b[" not in output, "not a terminal: no progress, no colours"
 

@@ -167,6 +167,12 @@ def test_no_more_push_at_the_same_time_than_slots(slots: int) -> None:
     assert slots < most_at_once(server, Pulled) <= 2 * slots, "the next pushes while one still pulls"
 
 
+@pytest.mark.parametrize(("policy", "slots"), [(RoundRobin(warmup=2), 2), (RoundRobin(strict=True, warmup=2), 1)])
+def test_there_are_as_many_slots_as_hosts_with_shards_but_one_in_strict_order(policy: RoundRobin, slots: int) -> None:
+    server = Server(policy, jitter(sigma=0.5), 6, 0.5, 4, state=State(links=2)).run(200)
+    assert most_at_once(server, Ending) == slots
+
+
 def test_the_moment_between_two_turns_is_hidden() -> None:
     """It takes a word to the next worker, and its first bytes; eight times in a round, which is 0.16 s here."""
     for load in (1.0, 2.0):
@@ -175,8 +181,9 @@ def test_the_moment_between_two_turns_is_hidden() -> None:
         assert 8 * (far - near) < 0.05
 
 
-def test_in_strict_order_nobody_pushes_while_another_pulls() -> None:
-    server = Server(RoundRobin(strict=True, warmup=2), jitter(sigma=0.5), 6, 0.5, 4).run(200)
+@pytest.mark.parametrize("policy", [RoundRobin(strict=True, warmup=2), RoundRobin(half_duplex=True, warmup=2)])
+def test_in_strict_order_and_on_half_duplex_links_nobody_pushes_while_another_pulls(policy: RoundRobin) -> None:
+    server = Server(policy, jitter(sigma=0.5), 6, 0.5, 4).run(200)
     assert most_at_once(server, Pulled) == 1
 
 

@@ -75,6 +75,7 @@ class Client:
         loop: where the links live.
         rank, world: worker `rank` of the `world` that the job begins with.
         dials: how to reach each shard; if empty, a shard that is lost is lost for good.
+        hosts: on which each shard runs; if empty, all on one.
         patience: for how long to dial a server that is gone; 0 gives up at once.
         tell: called, on the event loop's thread, with what people should know.
     """
@@ -86,11 +87,13 @@ class Client:
         rank: int,
         world: int,
         dials: Sequence[Dial] = (),
+        hosts: Sequence[str] = (),
         patience: timedelta = timedelta(seconds=60),
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._loop = loop
         self.rank, self.world = rank, world
+        self._shard_hosts = tuple(hosts)
         self._tell = tell
         self._route = Route(self, rank=rank, dials=dials, patience=patience)
         self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
@@ -271,8 +274,13 @@ class Client:
             blocks=place.held_by(shard),
             optimizer=place.optimizer,
             back=self._back(place),
+            links=self._hosts_of(place),
         )
         self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
+
+    def _hosts_of(self, place: Place) -> int:
+        """On how many hosts its blocks are."""
+        return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
 
     def _back(self, place: Place) -> Back | None:
         if not place.life:

@@ -28,7 +28,7 @@ from offbeat.fabric.server.messages import (
     Told,
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
-from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, Wake
+from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Lead:
             policy = self._read_plan(details.plan).sync
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
-        coordinator = Coordinator(policy, details.world, asyncio.get_running_loop().time)
+        now_s = asyncio.get_running_loop().time
+        coordinator = Coordinator(policy, details.world, now_s, State(links=details.links))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         self.models[model] = Model(coordinator, details.optimizer, details.shards, to_fill, details.holders)
 
