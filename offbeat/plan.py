@@ -176,10 +176,10 @@ class Plan:
 
 
 def _takes_single_turns(policy: Policy) -> bool:
-    """Whether only one worker at a time, or the workers of one group, may use the server's links."""
+    """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
     if isinstance(policy, Hybrid):
         return _takes_single_turns(policy.outer)
-    return isinstance(policy, RoundRobin) and (policy.slots or (1 if policy.strict else 0)) == 1
+    return isinstance(policy, RoundRobin) and policy.slots_over(hosts=2) == 1
 
 
 def part_of(room: str, table: Any) -> Any:

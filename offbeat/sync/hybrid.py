@@ -233,7 +233,7 @@ class Hybrid:
                 now_s=state.now_s,
                 wake_s=None if due else part.wake_s,
                 memory=part.memory,
-                links=state.links,
+                hosts=state.hosts,
             ),
         )
         actions: list[Action] = []
@@ -276,7 +276,7 @@ class Hybrid:
         outer = changed(outer, now_s=state.now_s, wake_s=None if due else outer.wake_s)
         for group in outer.members.keys() - crowds.keys():
             outer = _without(observe(outer, Left(group, state.now_s)), group)
-        outer = changed(outer, away=self._away(state, crowds), links=state.links)
+        outer = changed(outer, away=self._away(state, crowds), hosts=state.hosts)
         for group, crowd in crowds.items():
             if group not in outer.members:
                 outer, parts[group] = _begun(outer, group, parts[group], crowd)

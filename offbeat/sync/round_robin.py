@@ -155,6 +155,10 @@ class RoundRobin:
     def bound(self) -> int | None:
         return 1 if self.strict else None
 
+    def slots_over(self, hosts: int) -> int:
+        """How many slots there are where the parameters are spread over so many hosts."""
+        return self.slots or (1 if self.strict else hosts)
+
     @property
     def _whole(self) -> bool:
         """Whether a turn lasts until its pull is through, not only its push."""
@@ -320,7 +324,7 @@ class RoundRobin:
         # Links carry both directions at once, so the next one pushes while this one still pulls, but not one more:
         # where pulls take longer than pushes they would pile up. In strict order not even that, as it would pull
         # parts of the next update.
-        slots, pushing = self._slots(state), sum(member.is_pushing for member in turns)
+        slots, pushing = self.slots_over(state.hosts), sum(member.is_pushing for member in turns)
         free = pushing < slots and len(turns) < (slots if self._whole else 2 * slots)
         if not free:
             rotation = changed(rotation, free_since_s=None)
@@ -366,9 +370,6 @@ class RoundRobin:
         # The gap is no shorter than a transfer takes, or transfers overlap and each takes longer still.
         return max(self.gap_factor * median(cycles_s.values()) / len(state.members), self._slot_s(state))
 
-    def _slots(self, state: State) -> int:
-        return self.slots or (1 if self.strict else state.links)
-
     def _slot_s(self, state: State) -> float:
         """How often a slot becomes free if all of them are always taken."""
         members = state.members.values()
@@ -377,7 +378,7 @@ class RoundRobin:
         else:  # links carry both directions at once: the slower one counts
             both_s = [(m.push_s, m.turn_s) for m in members if m.push_s is not None and m.turn_s is not None]
             times_s = [max(push_s, turn_s - push_s) for push_s, turn_s in both_s]
-        return fmean(times_s) / self._slots(state) if times_s else 0.0
+        return fmean(times_s) / self.slots_over(state.hosts) if times_s else 0.0
 
     # -- who takes too long --------------------------------------------------------------------------------------
 

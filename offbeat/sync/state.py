@@ -139,7 +139,7 @@ class State:
         memory: the policy's own; None for a policy that has just been adopted.
         past: of workers that are gone: the number of the contribution they would bring next.
         away: of those that have stepped out and will return: their weight.
-        links: hosts over whose links the parameters are spread.
+        hosts: over how many the parameters are spread.
     """
 
     members: Mapping[int, Member] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class State:
     memory: Any = None
     past: Mapping[int, int] = field(default_factory=dict)
     away: Mapping[int, float] = field(default_factory=dict)
-    links: int = 1
+    hosts: int = 1
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -32,12 +32,12 @@ class Line:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "shards", "links"),
+    ("hosts", "shards", "count"),
     [((), (0, 1, 2), 1), (("a", "a", "b"), (0, 1, 2), 2), (("a", "a", "b"), (1, 1, 1), 1)],
     ids=["unknown", "two", "only one holds anything"],
 )
 def test_a_worker_says_on_how_many_hosts_the_parameters_are(
-    hosts: tuple[str, ...], shards: tuple[int, ...], links: int
+    hosts: tuple[str, ...], shards: tuple[int, ...], count: int
 ) -> None:
     loop = Loop()
     try:
@@ -58,6 +58,6 @@ def test_a_worker_says_on_how_many_hosts_the_parameters_are(
         )
         loop.run(asyncio.sleep(0))
         said = msgspec.msgpack.decode(lines[1].bodies[0], type=Details)
-        assert said.links == links
+        assert said.hosts == count
     finally:
         loop.close()

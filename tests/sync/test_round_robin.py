@@ -169,7 +169,7 @@ def test_no_more_push_at_the_same_time_than_slots(slots: int) -> None:
 
 @pytest.mark.parametrize(("policy", "slots"), [(RoundRobin(warmup=2), 2), (RoundRobin(strict=True, warmup=2), 1)])
 def test_there_are_as_many_slots_as_hosts_with_shards_but_one_in_strict_order(policy: RoundRobin, slots: int) -> None:
-    server = Server(policy, jitter(sigma=0.5), 6, 0.5, 4, state=State(links=2)).run(200)
+    server = Server(policy, jitter(sigma=0.5), 6, 0.5, 4, state=State(hosts=2)).run(200)
     assert most_at_once(server, Ending) == slots
 
 

@@ -300,6 +300,7 @@ def test_an_open_door_without_credentials(bind: str) -> None:
 def test_with_a_token_it_opens() -> None:
     async def story() -> None:
         listener = await listen("0.0.0.0", 0, accept=Taker, job="j", credentials=TOKEN)
+        assert listener.address.startswith("0.0.0.0:")
         listener.close()
 
     play(story)

@@ -274,7 +274,7 @@ class Client:
             blocks=place.held_by(shard),
             optimizer=place.optimizer,
             back=self._back(place),
-            links=self._hosts_of(place),
+            hosts=self._hosts_of(place),
         )
         self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
 

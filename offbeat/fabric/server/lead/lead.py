@@ -103,7 +103,7 @@ class Lead:
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         now_s = asyncio.get_running_loop().time
-        coordinator = Coordinator(policy, details.world, now_s, State(links=details.links))
+        coordinator = Coordinator(policy, details.world, now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         self.models[model] = Model(coordinator, details.optimizer, details.shards, to_fill, details.holders)
 

@@ -119,7 +119,7 @@ class Model:
 def revived(policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float]) -> Model:
     """The model of a snapshot, without workers yet."""
     coordinator = Coordinator(policy, len(progress.present), now_s)
-    coordinator.state = State(past=dict(progress.next), version=version, links=details.links)
+    coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
     losses = Losses(version)

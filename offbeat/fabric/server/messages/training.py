@@ -82,7 +82,7 @@ class Details(msgspec.Struct, frozen=True):
         names: of all its parameters.
         blocks: those that this shard holds.
         back: if the worker took part before.
-        links: hosts on which these holders run.
+        hosts: on how many these holders run.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -94,7 +94,7 @@ class Details(msgspec.Struct, frozen=True):
     blocks: Annotated[tuple[BlockOf, ...], msgspec.Meta(max_length=1 << 20)]
     optimizer: OptimizerSpec
     back: Back | None = None
-    links: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
