@@ -64,7 +64,7 @@ from offbeat.rendezvous import join
 from offbeat.replica import Replica
 from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
-from offbeat.wire.culprit import END_OF_RUN
+from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -645,8 +645,7 @@ class Run:
         if self._watch is None:
             return
         if isinstance(error, (WorkerLostError, NetworkError)):
-            told = "\n".join(line for line in str(error).splitlines() if not line.startswith("    |"))  # without stacks
-            self._watch.last_words("lost", f"{type(error).__name__}: {told}")
+            self._watch.last_words("lost", f"{type(error).__name__}: {without_quoted(str(error))}")
         else:
             self._watch.last_words("raised", "".join(traceback.format_exception(error)))
 

@@ -17,12 +17,12 @@ import traceback
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
+from offbeat.wire.culprit import QUOTED
 
 if TYPE_CHECKING:
     from types import FrameType
 
 VICTIM = 76
-_QUOTED = "    | "
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +72,7 @@ def _brief(text: str) -> str:
     kept = [
         line
         for line, after in zip(lines, following, strict=True)
-        if not (line.startswith(_QUOTED) and after.startswith(_QUOTED))
+        if not (line.startswith(QUOTED) and after.startswith(QUOTED))
     ]
     return "\n".join(kept)
 

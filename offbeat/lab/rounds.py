@@ -20,6 +20,7 @@ from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
+from offbeat.wire.culprit import without_quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,18 +120,15 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         )
     told = _told(folder / "run" / "metrics.jsonl")
     events = [note for worker in measured for note in worker.notes if worker.rank == 0]
-    events += [f"rank {record.rank}: {record.what}: {_brief(record.text)}" for record in told if record.kind == "event"]
+    # Where the files of this machine lie is of no interest.
+    said = [(record, without_quoted(record.text)) for record in told if record.kind == "event"]
+    events += [f"rank {record.rank}: {record.what}: {text}" for record, text in said]
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
     link = None if watch is None else watch.between(begin_s, end_s)
     return Repeat(measured, events, buckets, staleness, link)
-
-
-def _brief(text: str) -> str:
-    """Without the stacks that a stall is told with: where the files of this machine lie is of no interest."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("    |"))
 
 
 def _told(path: Path) -> list[_Told]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GIL_S = 1.0
 # Last words may be up to a second old; who waits where is only taken for settled after this.
 SETTLED_S = 1.5
+QUOTED = "    | "  # before each line of a stack or a traceback
 _IDLE = 0.05
 _STACK_LINES = 8
 _STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker.py"')
@@ -82,7 +83,7 @@ class Diagnosis:
         lines = [f"step {self.step}: rank {self.rank} has waited {self.waited_s:.1f} s in {self.place}."]
         for culprit in self.culprits:
             lines.append(f"  rank {culprit.rank} on {culprit.host or 'an unknown host'} {culprit.text}")
-            lines += [f"    | {line}" for line in culprit.detail.splitlines()]
+            lines += [f"{QUOTED}{line}" for line in culprit.detail.splitlines()]
         if self.arrived:
             lines.append(f"  arrived: {_ranks(self.arrived)}")
         if self.note:
@@ -144,6 +145,11 @@ def explain(
     if elsewhere and waited_s > SETTLED_S:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), True, _DISAGREE)
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
+
+
+def without_quoted(text: str) -> str:
+    """What `Diagnosis.text` says, without stacks and tracebacks."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith(QUOTED.rstrip()))
 
 
 @dataclass(frozen=True)
