@@ -299,7 +299,7 @@ def _without_later(said: Any) -> Any:
 def _check_hosts(hosts: Hosts) -> None:
     if not 1 <= hosts.count <= MAX_HOSTS:
         raise ScenarioError(
-            f"Cannot build {hosts.count} hosts: a lab has 1 to {MAX_HOSTS}. Choose a number in that range "
+            f"Cannot build {hosts.count} hosts: a scenario has 1 to {MAX_HOSTS}. Choose a number in that range "
             "(hosts.count)."
         )
     if hosts.network == "loopback":

@@ -24,8 +24,10 @@ MIN_RATE_MBPS = 0.1
 """Below this a single full frame takes more than 0.1 s and no training step ends."""
 MAX_RATE_MBPS = 10_000.0
 """Above this no token bucket on one machine keeps its promise; measured rates saturate well below."""
-MAX_HOSTS = 250
-"""One /24 of addresses."""
+MAX_HOSTS = 10_000
+"""More are a mistake in a file rather than a cluster."""
+_QUEUE_S = 0.025
+_QUEUE_MIN_BYTES = 128 * 1024
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
@@ -63,7 +65,8 @@ class Topology:
     def __post_init__(self) -> None:
         if not 1 <= len(self.hosts) <= MAX_HOSTS:
             raise ScenarioError(
-                f"Cannot build {len(self.hosts)} hosts: a lab has 1 to {MAX_HOSTS}. Change the number of hosts (hosts)."
+                f"Cannot build {len(self.hosts)} hosts: a scenario has 1 to {MAX_HOSTS}. Change the number of "
+                "hosts (hosts)."
             )
         check_names([host.name for host in self.hosts], taken=self.switches, path="hosts")
         for index, host in enumerate(self.hosts):
@@ -205,6 +208,11 @@ def check_compute_factor(compute_factor: float, path: str) -> None:
             f"Cannot slow a host down by {compute_factor:g}: a compute factor lies between 0.01 and 100 "
             f"(1 is the reference, 2 half as fast). Choose one in that range ({path})."
         )
+
+
+def queue_bytes(rate_mbps: float) -> int:
+    """Size of the queue at the head of each link of `rate_mbps`: 25 ms, as of a switch with shallow buffers."""
+    return max(int(rate_mbps * 1e6 / 8 * _QUEUE_S), _QUEUE_MIN_BYTES)
 
 
 def _rate(link: Link) -> str:

@@ -126,7 +126,7 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
         (HOSTS, TWICE, "Cannot build host 'a' twice: host[1] has the name of host[0].* (host[1].name)."),
         (HOSTS, "", "Cannot tell the hosts: neither `hosts` nor `host` is given.* (hosts)."),
         (HOSTS, f"{HOSTS}\n{TWICE}", "Cannot tell the hosts: both `hosts` and `host` are given.* (hosts)."),
-        ("count = 2", "count = 0", "Cannot build 0 hosts: a lab has 1 to 250.* (hosts.count)."),
+        ("count = 2", "count = 0", "Cannot build 0 hosts: a scenario has 1 to 10000.* (hosts.count)."),
         ("count = 2", "count = 2\ncompute_factor = 0", "Cannot slow a host down by 0: .* (hosts.compute_factor)."),
         # Keys and names that nobody knows.
         ("rate_mbps", "rate_mpbs", "Unknown key 'rate_mpbs' (did you mean 'rate_mbps'?).* (hosts.rate_mpbs)."),

@@ -15,7 +15,7 @@ STAR = Topology.star(["a", "b", "c", "d"], rate_mbps=200)
 @pytest.mark.parametrize(
     ("hosts", "links", "says"),
     [
-        ([], [], r"Cannot build 0 hosts: a lab has 1 to 250\..*\(hosts\)"),
+        ([], [], r"Cannot build 0 hosts: a scenario has 1 to 10000\..*\(hosts\)"),
         (["a", "b", "a"], [], r"'a' twice: hosts\[2\] has the name of hosts\[0\]\..*\(hosts\[2\].name\)"),
         (["a", "switch"], [], r"Cannot build host 'switch' twice: hosts\[1\] has the name of a switch\."),
         (["A b"], [], r"Cannot name a host 'A b'.*\(hosts\[0\].name\)"),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work, alone_s
-from offbeat.lab.straggler import Straggler
+from offbeat.luck import Straggler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -75,7 +75,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         if not waits:
             loss.backward()
         time.sleep(max(0.0, began_s + least_s - backward_s - time.perf_counter()))
-        straggler.pause(compute_s)
+        time.sleep(straggler.lost_s(compute_s))
         if waits:
             loss.backward()
         bound.optimizer.step()

@@ -18,6 +18,7 @@ from offbeat.cli.plan import app as plan_app
 from offbeat.cli.report import report
 from offbeat.cli.run import run
 from offbeat.cli.serve import serve
+from offbeat.cli.simulate import simulate
 from offbeat.cli.top import top
 from offbeat.errors import OffbeatError
 
@@ -32,6 +33,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(serve)
 app.command()(top)
+app.command()(simulate)
 app.command()(doctor)
 app.command()(certs)
 app.add_typer(plan_app, name="plan")

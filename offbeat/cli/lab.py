@@ -26,7 +26,7 @@ app = typer.Typer(help="Measure on real, shaped links: hosts are network namespa
 _HEADING_WIDTH = 6
 _LEAST_WIDTH = 80
 _UNBOUNDED_WIDTH = 1000
-_SPARED = ("uneven", "idle", "max", "min", "MB sent")
+_SPARED = ("simulated", "uneven", "idle", "max", "min", "MB sent")
 """Columns a narrow terminal does without, the first ones first; the file has them all."""
 _LEAST_REPEATS = 3
 """With fewer, a difference of microseconds is noise."""
@@ -47,11 +47,11 @@ def run(
 
     from offbeat.lab import machine, plots, results, rounds
 
-    parsed, text = _read(scenario)
+    parsed, text = read_scenario(scenario)
     changes = {name: value for name, value in (("repeats", repeats), ("steps", steps)) if value is not None}
     if changes:
         parsed = msgspec.structs.replace(parsed, run=msgspec.structs.replace(parsed.run, **changes))
-    _check_writable(json, png)
+    check_writable(json, png)
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
@@ -91,7 +91,7 @@ def show(scenario: ScenarioFile) -> None:
     """Draw a scenario's hosts and links, and say what it measures."""
     from offbeat.scenario import Replay
 
-    parsed, _ = _read(scenario)
+    parsed, _ = read_scenario(scenario)
     workload = parsed.workload
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{parsed.scenario.name}: {parsed.scenario.description}", markup=False)
@@ -99,7 +99,7 @@ def show(scenario: ScenarioFile) -> None:
     names = ", ".join(host.name for host in parsed.topology.hosts)
     console.print(f"\n{drawing + names if parsed.loopback else parsed.topology.draw()}\n", markup=False)
     if isinstance(workload, Replay):
-        from offbeat.lab import profiles
+        from offbeat import profiles
 
         layers = profiles.timed(workload)
         size_bytes = profiles.size_bytes(layers)
@@ -135,7 +135,7 @@ def clean(
         typer.echo("nothing to remove")
 
 
-def _read(path: Path) -> tuple[Scenario, str]:
+def read_scenario(path: Path) -> tuple[Scenario, str]:
     """The scenario in a file, and its text.
 
     Raises:
@@ -156,8 +156,8 @@ def _read(path: Path) -> tuple[Scenario, str]:
         raise ScenarioError(f"{path}: {error}") from error
 
 
-def _check_writable(*paths: Path | None) -> None:
-    """Minutes of measuring should not end in a folder that is not there."""
+def check_writable(*paths: Path | None) -> None:
+    """Refuse paths whose folders are not there: minutes of measuring should not end in a folder that is not there."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise ScenarioError(f"Cannot write {path}: there is no folder {path.parent}. Make it, or choose another.")
@@ -170,14 +170,14 @@ def _show_table(report: Report) -> None:
     unbounded = console.options.update(width=_UNBOUNDED_WIDTH)
     headings, rows = cells_of(report)
     left_out: list[str] = []
-    while console.measure(drawn := _drawn(report.name, headings, rows), options=unbounded).minimum > console.width:
+    while console.measure(shown := drawn(report.name, headings, rows), options=unbounded).minimum > console.width:
         spared = next((heading for heading in _SPARED if heading in headings), None)
         if spared is None:
             break
         index = headings.index(spared)
         headings, rows = _without(index, headings), [_without(index, cells) for cells in rows]
         left_out.append(spared)
-    console.print(drawn, crop=False)
+    console.print(shown, crop=False)
     if left_out:
         typer.echo(f"left out to fit the terminal: {', '.join(reversed(left_out))}")
     if report.rows[0].repeats < _LEAST_REPEATS:
@@ -186,7 +186,8 @@ def _show_table(report: Report) -> None:
         typer.echo(f"{name}: {overhead_us:+.0f} us per bucket against {report.rows[0].baseline}")
 
 
-def _drawn(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+def drawn(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    """A table for the terminal: long headings are broken, numbers are not."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, (heading, *cells) in enumerate(zip(headings, *rows, strict=True)):
         # Long headings are broken, to save room; a number cut short would be another number.

@@ -14,7 +14,6 @@ and measures. Nothing is built in the machine's own network, so two labs never m
 `probe.py`         what the links really carry (a program by itself)
 `launch.py`        one worker per host with the environment of torchrun
 `peers.py`         offbeat and the systems it is compared with, behind one function
-`profiles.py`      the gradient sizes and work of ResNet-50, VGG-16 and a small transformer
 `replay.py`        the worker program that replays a profile
 `recorder.py`      what a worker measures, as JSON lines
 `results.py`       the records of a result file

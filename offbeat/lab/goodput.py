@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import programs
-from offbeat.lab.network import bucket_bytes, queue_bytes
+from offbeat.lab.network import bucket_bytes
+from offbeat.topology import queue_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import programs, state
 from offbeat.lab.namespace import inside
+from offbeat.topology import queue_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 INTERFACE = "eth0"
 """The one interface of every host."""
 CONGESTION_CONTROL = "reno"
-
-_QUEUE_S = 0.025
-_QUEUE_MIN_BYTES = 128 * 1024
+MAX_HOSTS = 250
+"""One /24 of addresses."""
 
 
 class Network:
@@ -56,6 +56,11 @@ class Network:
         if len(topology.switches) != 1:
             raise ScenarioError(
                 f"Cannot build {len(topology.switches)} switches: the lab builds exactly 1. Use one switch (switches)."
+            )
+        if len(topology.hosts) > MAX_HOSTS:
+            raise ScenarioError(
+                f"Cannot build {len(topology.hosts)} hosts: a lab has at most {MAX_HOSTS}, one per address. Use fewer, "
+                "or `offbeat simulate` (hosts)."
             )
         self.topology = topology
         self.lab = secrets.token_hex(4)
@@ -180,11 +185,6 @@ def bucket_bytes(rate_mbps: float) -> tuple[int, int]:
     """Largest packet and size of the token bucket, in bytes, with which a link of `rate_mbps` is shaped."""
     packet = int(min(max(rate_mbps * 1e6 / 8 * 0.0006, 4096), 65536))
     return packet, 2 * packet
-
-
-def queue_bytes(rate_mbps: float) -> int:
-    """Size of the queue before the token bucket, in bytes, of a link of `rate_mbps`."""
-    return max(int(rate_mbps * 1e6 / 8 * _QUEUE_S), _QUEUE_MIN_BYTES)
 
 
 def _shape(kernel: Any, interface: int, rate_mbps: float | None) -> None:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from offbeat import profiles
 from offbeat.errors import ScenarioError
-from offbeat.lab import profiles, proof
+from offbeat.lab import proof
 from offbeat.lab.peers import Bound, bind
 from offbeat.lab.recorder import Recorder, Work
-from offbeat.lab.straggler import Straggler, jitter
+from offbeat.luck import Straggler, jitter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -147,7 +148,7 @@ def main() -> None:
     for step in range(steps):
         count = data.next()
         _step(model, bound, step, work.replay.work_of(count))
-        straggler.pause(compute_s)
+        time.sleep(straggler.lost_s(compute_s))
         if averages and step in (work.warmup_steps - 2, steps - 1):
             shares = data.shares(world)
             error, digest = proof.check(emitting(model), world=world, tolerance=work.tolerance, shares=shares)

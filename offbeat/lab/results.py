@@ -22,6 +22,7 @@ import msgspec
 
 from offbeat.errors import ScenarioError
 from offbeat.lab.recorder import End, Metric, Note, Step
+from offbeat.sim import Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +162,7 @@ class Report(_Strict, frozen=True, kw_only=True):
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
-    where the scenario has a server.
+    where the scenario has a server. `simulated` is what `offbeat.sim` says of the rows that it models.
     """
 
     format: int = FORMAT
@@ -179,6 +180,7 @@ class Report(_Strict, frozen=True, kw_only=True):
     raw: list[Raw]
     bounds: dict[str, str] = {}
     links: list[LinkUse] = []
+    simulated: list[Prediction] = []
 
 
 def write(report: Report, path: Path) -> None:

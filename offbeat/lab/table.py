@@ -31,6 +31,9 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
             ("max", lambda row: _ms(row.seconds_per_step.max)),
             ("limit", lambda row: _ms(row.bound_s)),
         ]
+    if report.simulated:
+        predicted = {one.row: one.seconds_per_step for one in report.simulated}
+        columns.append(("simulated", lambda row: _ms(predicted[row.row]) if row.row in predicted else ""))
     columns.append((f"x {report.rows[0].baseline}", lambda row: f"{row.ratio_to_baseline:.3f}"))
     if any(row.staleness.max for row in report.rows):
         columns.append(("stale, mean/max", lambda row: f"{row.staleness.mean:.1f}/{row.staleness.max}"))

@@ -16,7 +16,7 @@ from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
 from offbeat.lab import launch, limits, results, rounds, state
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
-from offbeat.lab.profiles import size_bytes, timed
+from offbeat.profiles import size_bytes, timed
 from offbeat.scenario import Replay, Scenario
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
 from tests.lab.rights import needs_root, soon

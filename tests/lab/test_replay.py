@@ -11,9 +11,9 @@ import torch
 
 from offbeat.errors import NumericsError
 from offbeat.lab import proof
-from offbeat.lab.profiles import TimedLayer
 from offbeat.lab.replay import Pace, ReplayModel, emitting
-from offbeat.lab.straggler import jitter
+from offbeat.luck import jitter
+from offbeat.profiles import TimedLayer
 from offbeat.scenario import Replay
 
 LAYERS = [

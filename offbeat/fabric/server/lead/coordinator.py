@@ -16,7 +16,7 @@ from offbeat.sync.state import changed, observe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.sync import Action, Event, Policy
+    from offbeat.sync import Action, Event, Member, Policy
 
 
 @dataclass
@@ -175,12 +175,13 @@ class Coordinator:
         )
 
     def _count(self, state: State, actions: tuple[Action, ...]) -> None:
-        version, bases = state.version, {worker: member.base for worker, member in state.members.items()}
+        version, bases = state.version, dict[int, int]()  # of those that are released here
         for action in actions:
             if isinstance(action, Apply):
                 for worker, clock in action.pushes:
                     record = self.records.setdefault(worker, Record())
-                    stale = version - bases.get(worker, version)
+                    member = state.members.get(worker)
+                    stale = version - bases.get(worker, version if member is None else member.base)
                     record.applied += 1
                     record.samples += state.pending.get((worker, clock), 0.0)
                     record.staleness += stale
@@ -197,5 +198,19 @@ class Coordinator:
                     record = self.records[action.worker]
                     ready_s = state.members[action.worker].ready_s
                     record.waited_s += 0.0 if ready_s is None else self.state.now_s - ready_s
-                    others = [m.brought for w, m in self.state.members.items() if w != action.worker]
-                    record.lead = max([record.lead, *(member.pace - member.rests - brought for brought in others)])
+                    lead = member.pace - member.rests - self.state.slowest_but(action.worker)
+                    record.lead = max(record.lead, lead)
+
+
+def times_s(member: Member, arrived_s: float | None, now_s: float) -> tuple[float, float]:
+    """How long a worker that has just pulled had pushed and pulled, and how long it had waited for others.
+
+    Args:
+        arrived_s: when its contribution was there.
+    """
+    ready_s = member.last_ready_s if member.last_ready_s is not None else now_s
+    released_s = member.released_s if member.released_s is not None else now_s
+    granted_s = member.granted_s if member.granted_s is not None else released_s
+    pushed_s = max(0.0, min(released_s, released_s if arrived_s is None else arrived_s) - granted_s)
+    transfer_s = pushed_s + now_s - released_s
+    return transfer_s, max(0.0, now_s - ready_s - transfer_s)

@@ -10,7 +10,7 @@ import msgspec
 
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
-from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, revived
 from offbeat.fabric.server.lead.questions import Questions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.pacing import BatchTuning, Lease, Over
-    from offbeat.sync import Action, Member, Policy, Push
+    from offbeat.sync import Action, Policy, Push
 
 
 class Parts(Protocol):
@@ -216,7 +216,7 @@ class Lead:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
         if one.applied.get(worker) == step - 1:  # what it pulled has it in it; word of the last block may come later
             self._dealer.whole(model, (worker, step - 1))
-        self._dealer.stepped(worker, *_times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
+        self._dealer.stepped(worker, *times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
         self._pace()
 
@@ -522,13 +522,3 @@ def _check_kind(policy: Policy, worker: int, message: Announce) -> None:
             f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
             f"that is {kinds[wanted]}."
         )
-
-
-def _times_s(member: Member, arrived_s: float | None, now_s: float) -> tuple[float, float]:
-    """How long a worker that has just pulled had pushed and pulled, and how long it had waited for others."""
-    ready_s = member.last_ready_s if member.last_ready_s is not None else now_s
-    released_s = member.released_s if member.released_s is not None else now_s
-    granted_s = member.granted_s if member.granted_s is not None else released_s
-    pushed_s = max(0.0, min(released_s, released_s if arrived_s is None else arrived_s) - granted_s)
-    transfer_s = pushed_s + now_s - released_s
-    return transfer_s, max(0.0, now_s - ready_s - transfer_s)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.profiles import profile, size_bytes, timed
+from offbeat.profiles import profile, size_bytes, timed
 from offbeat.scenario import LayerTable, Replay
 
 

@@ -1,10 +1,12 @@
-"""Steps that do not take the same time: a little jitter always, much longer now and then, as on shared machines."""
+"""Steps that do not take the same time: a little jitter always, much longer now and then, as on shared machines.
+
+The lab waits so long, the simulator counts so long: the same luck for every system that is compared, and in both.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Straggler:
-    """One worker's bad luck: the same for every system that is compared.
+    """One worker's bad luck, step by step.
 
     Args:
         straggle: the law; None for no bad luck.
@@ -23,15 +25,16 @@ class Straggler:
         self._straggle = straggle
         self._chance = random.Random(f"straggler {rank}")
 
-    def pause(self, compute_s: float) -> None:
-        """Lose as much time as this step is unlucky.
+    def lost_s(self, compute_s: float) -> float:
+        """By how much the next step takes longer.
 
         Args:
             compute_s: what a step takes on average.
         """
         law = self._straggle
         if law is not None and self._chance.random() < law.probability:
-            time.sleep(compute_s * self._chance.uniform(law.low, law.high))
+            return compute_s * self._chance.uniform(law.low, law.high)
+        return 0.0
 
 
 def jitter(sigma: float, rank: int, step: int) -> float:

@@ -1,0 +1,117 @@
+"""`offbeat simulate`: what a scenario would measure, in virtual time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offbeat.cli.lab import ScenarioFile, check_writable, drawn, read_scenario
+from offbeat.errors import ScenarioError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.lab.results import Report
+    from offbeat.sim import Prediction
+
+
+def simulate(
+    scenario: ScenarioFile,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RESULT.json", help="A result that says how long a script's steps compute.", show_default=False
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Instead of the scenario's hosts.count.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Instead of the scenario's run.steps.", show_default=False)
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Where the predictions go.", show_default=False)] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put them into the result that --like names, beside what was measured.")
+    ] = False,
+) -> None:
+    """Predict every row of a scenario without running it. Needs no root; a minute takes milliseconds."""
+    import msgspec
+
+    from offbeat.lab import results
+    from offbeat.lab.predicted import known_of, predictions
+
+    parsed, _ = read_scenario(scenario)
+    check_writable(json)
+    measured = None if like is None else _read_result(like)
+    if write and (measured is None or like is None or measured.digest != parsed.digest or workers or steps):
+        raise ScenarioError(
+            f"Cannot write predictions beside a measurement: {_why_not(measured, parsed.digest)}. Use --write with "
+            "--like RESULT.json of this very scenario, and without --workers and --steps."
+        )
+    known = known_of(parsed, measured)
+    if workers is not None:
+        if parsed.hosts is None:
+            raise ScenarioError(
+                "Cannot simulate another number of workers: the scenario has a table for each. Use [hosts] with a "
+                "count (hosts.count)."
+            )
+        parsed = msgspec.structs.replace(parsed, hosts=msgspec.structs.replace(parsed.hosts, count=workers))
+        known = known.for_workers(workers)
+    began_s = time.perf_counter()
+    predicted = predictions(parsed, scenario.parent, known, steps=steps)
+    took_s = time.perf_counter() - began_s
+    typer.echo(_shown(parsed.scenario.name, predicted, measured, parsed.run.baseline), nl=False)
+    played_s = sum(one.simulated_s for one in predicted)
+    left_out = [row.name for row in parsed.row if row.name not in {one.row for one in predicted}]
+    if left_out:
+        typer.echo(f"not modelled: {', '.join(left_out)}")
+    typer.echo(f"{played_s:.0f} s of training in {took_s:.2f} s")
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(predicted), indent=1))
+    if write and measured is not None and like is not None:
+        results.write(msgspec.structs.replace(measured, simulated=predicted), like)
+
+
+def _why_not(measured: Report | None, digest: str) -> str:
+    if measured is None:
+        return "no result is named"
+    return "the result is of another scenario" if measured.digest != digest else "another number of them was asked for"
+
+
+def _read_result(path: Path) -> Report:
+    import msgspec
+
+    from offbeat.lab import results
+
+    try:
+        return results.read(path)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ScenarioError(
+            f"Cannot read the result {path}: {error}. Name a file that `offbeat lab run` wrote (--like)."
+        ) from error
+
+
+def _shown(title: str, predicted: list[Prediction], measured: Report | None, baseline: str) -> str:
+    from rich.console import Console
+
+    base = next((one for one in predicted if one.row == baseline), None)
+    found = {} if measured is None else {row.row: row.seconds_per_step.median for row in measured.rows}
+    headings = ["row", "ms per step", "samples/s", f"x {baseline}", "waits", "stale, mean/max"]
+    headings += ["measured ms", "error"] if found else []
+    rows = []
+    for one in predicted:
+        cells = [one.row, f"{one.seconds_per_step * 1e3:.4g}", f"{one.samples_per_s:.4g}"]
+        cells += [f"{base.samples_per_s / one.samples_per_s:.3f}" if base else ""]
+        cells += [f"{one.wait_share:.0%}", f"{one.staleness:.1f}/{one.most_stale}"]
+        if found:
+            step_s = found.get(one.row)
+            cells += (
+                ["", ""] if step_s is None else [f"{step_s * 1e3:.4g}", f"{one.seconds_per_step / step_s - 1:+.1%}"]
+            )
+        rows.append(cells)
+    console = Console(width=max(80, Console().width))
+    with console.capture() as capture:
+        console.print(drawn(f"{title}, simulated", headings, rows), crop=False)
+    return capture.get()

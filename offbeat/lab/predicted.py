@@ -1,0 +1,68 @@
+"""What the simulator says of a scenario, beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from offbeat.errors import ScenarioError
+from offbeat.lab.jobs import jobs
+from offbeat.scenario import Replay, Scenario
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.lab.results import Report
+    from offbeat.sim import Known, Prediction
+
+
+def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | None = None) -> list[Prediction]:
+    """Simulate every row that can be.
+
+    Args:
+        folder: where the scenario's file lies.
+        known: what its steps compute and send (`known_of`).
+        steps: instead of the scenario's.
+
+    Raises:
+        ScenarioError: if a plan cannot be used.
+    """
+    from offbeat.plan import Plan
+    from offbeat.sim import is_modelled, predict
+
+    return [
+        predict(scenario, job.row, Plan.from_toml(job.toml) if job.toml else None, known, steps=steps)
+        for job in jobs(scenario, folder)
+        if is_modelled(job.row)
+    ]
+
+
+def known_of(scenario: Scenario, measured: Report | None) -> Known:
+    """What is known of the steps: from a replay's own text; of a script, from a result.
+
+    Raises:
+        ScenarioError: if there is no such result, or it is of another workload or number of workers.
+    """
+    from offbeat.sim import Known
+
+    if isinstance(scenario.workload, Replay) or measured is None:
+        return Known.of(scenario)
+    theirs = Scenario.from_toml(measured.scenario)
+    world = len(scenario.workers.hosts)
+    if theirs.workload != scenario.workload or len(theirs.workers.hosts) != world:
+        raise ScenarioError(
+            f"Cannot learn from the result of {measured.name} how long steps compute: it has "
+            f"{'another workload' if theirs.workload != scenario.workload else 'another number of workers'}. Name a "
+            "result of this scenario, or of one that differs in links, luck and rows only (workload)."
+        )
+    computing_s = [
+        statistics.median(raw.compute_s for raw in measured.raw if raw.rank == rank) for rank in range(world)
+    ]
+    first = measured.raw[0]
+    return Known(computing_s, max(raw.gradient_bytes for raw in measured.raw), round(first.samples / len(first.step_s)))
+
+
+def errors(report: Report) -> dict[str, float]:
+    """By which part of the measured seconds per step each row's prediction is off; above 0 if it is too slow."""
+    measured = {row.row: row.seconds_per_step.median for row in report.rows}
+    return {one.row: one.seconds_per_step / measured[one.row] - 1 for one in report.simulated}

@@ -1,0 +1,65 @@
+"""What the links of a scenario carry, seen from above the transport."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.topology import queue_bytes
+
+if TYPE_CHECKING:
+    from offbeat.scenario import Scenario
+
+GOODPUT = 0.95
+"""Part of a rate that is left behind headers (52 of 1,500 bytes, and 14 of the frame); what the lab's streams reach."""
+LATENCY_S = 0.0005
+"""From one process to another, on links that are idle: queues, wake-ups, Python."""
+_LOOPBACK = 2.5e9
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second in each direction.
+
+    Args:
+        worker: of each worker's link, by rank.
+        servers: of all servers' links together; parameters are spread over them evenly.
+        shards: how many servers.
+        queue_s: how long a message waits where a server's link is busy: it is behind half a queue on average.
+    """
+
+    worker: tuple[float, ...]
+    servers: float
+    shards: int
+    queue_s: float
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Links:
+        """Those of a scenario; its servers' may be those beside rank 0 if it has none of its own."""
+        topology = scenario.topology
+        rates = {host.name: _bytes_per_s(topology.uplink(host.name).rate_mbps) for host in topology.hosts}
+        servers = [rates[name] for name in scenario.servers]
+        # Each holds an equal part, so the slowest of them decides.
+        together = len(servers) * min(servers, default=math.inf) if servers else _LOOPBACK
+        return cls(
+            worker=tuple(rates[host.name] for host in scenario.workers.hosts),
+            servers=together,
+            shards=max(1, len(servers)),
+            queue_s=_queue_s(scenario),
+        )
+
+    @property
+    def slowest(self) -> float:
+        """Of the workers' links."""
+        return min(self.worker)
+
+
+def _queue_s(scenario: Scenario) -> float:
+    rates_mbps = [scenario.topology.uplink(name).rate_mbps for name in scenario.servers]
+    shaped_mbps = [rate_mbps for rate_mbps in rates_mbps if rate_mbps is not None]
+    return max((queue_bytes(rate) * 8 / (rate * 1e6) / 2 for rate in shaped_mbps), default=0.0)
+
+
+def _bytes_per_s(rate_mbps: float | None) -> float:
+    return _LOOPBACK if rate_mbps is None else GOODPUT * rate_mbps * 1e6 / 8

@@ -1,0 +1,147 @@
+"""What a row of a scenario would measure, worked out before it runs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat import profiles
+from offbeat.errors import ScenarioError
+from offbeat.scenario import Replay
+from offbeat.sim import replicated
+from offbeat.sim.course import Course
+from offbeat.sim.links import Links
+from offbeat.sim.served import Served
+from offbeat.sim.sizes import buckets, narrowing
+from offbeat.sync import BSP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.plan import Plan
+    from offbeat.scenario import Row, Scenario
+
+_PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is predicted of a row; compare with `offbeat.lab.results.Record`.
+
+    Args:
+        seconds_per_step: mean over the steps that count, and the workers.
+        samples_per_s: of all workers together.
+        wait_share: part of their time that workers do not compute.
+        staleness: mean of it, and `most_stale` the maximum.
+        simulated_s: virtual seconds until the last worker had done its last step.
+    """
+
+    row: str
+    seconds_per_step: float
+    samples_per_s: float
+    wait_share: float
+    staleness: float = 0.0
+    most_stale: int = 0
+    simulated_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a scenario does not say of a script, and one measurement does.
+
+    Args:
+        compute_s: mean computation of a step of each worker, by rank, without bad luck.
+        gradient_bytes: of a step, in float32.
+        batch: samples of a worker's step.
+    """
+
+    compute_s: Sequence[float]
+    gradient_bytes: float
+    batch: int
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Known:
+        """What a replay says of itself.
+
+        Raises:
+            ScenarioError: if it is a script.
+        """
+        workload = scenario.workload
+        if not isinstance(workload, Replay):
+            raise ScenarioError(
+                f"Cannot simulate the script {workload.path}: how long its steps compute, and how many bytes its "
+                "gradients have, is not in the scenario. Name a result that was measured with it: --like RESULT.json "
+                "(workload.path)."
+            )
+        layers = profiles.timed(workload)
+        compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+        factors = [host.compute_factor for host in scenario.workers.hosts]
+        return cls([compute_s * factor for factor in factors], profiles.size_bytes(layers), workload.batch)
+
+    def for_workers(self, count: int) -> Known:
+        """The same for another number of workers, which are like these in turn."""
+        return Known(
+            [self.compute_s[rank % len(self.compute_s)] for rank in range(count)], self.gradient_bytes, self.batch
+        )
+
+
+def is_modelled(row: Row) -> bool:
+    """Whether a row's system is."""
+    return row.system == "offbeat" or row.system in _PEERS
+
+
+def predict(scenario: Scenario, row: Row, plan: Plan | None, known: Known, *, steps: int | None = None) -> Prediction:
+    """Play a row of a scenario in virtual time.
+
+    Args:
+        plan: of the row; None for a peer.
+        known: what each step computes and sends.
+        steps: of each worker, behind those for warming up; None for as many as the scenario says.
+
+    Raises:
+        ScenarioError: if the row's system is not modelled.
+    """
+    if not is_modelled(row):
+        raise ScenarioError(
+            f"Cannot simulate {row.system}: only offbeat and {' and '.join(_PEERS)} are modelled (row.system)."
+        )
+    dropped = scenario.run.warmup_steps
+    count = dropped + (scenario.run.steps if steps is None else steps)
+    courses = [Course(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+    links = Links.of(scenario)
+    if plan is not None and plan.fabric.offers.served:
+        played = Served(
+            plan,
+            courses,
+            links,
+            size_bytes=narrowing(plan) * known.gradient_bytes,
+            pull_bytes=known.gradient_bytes,
+            steps=count,
+            batch=known.batch,
+        ).play()
+    else:
+        played = replicated.play(
+            courses,
+            links,
+            buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
+            policy=BSP() if plan is None else plan.sync,
+            steps=count,
+            batch=known.batch,
+            tune=None if plan is None else plan.tuning,
+        )
+    step_s = [steps_[dropped:] for steps_ in played.step_s]
+    samples = [counts[dropped:] for counts in played.samples]
+    waited_s = [waits[dropped:] for waits in played.waited_s]
+    stale = played.staleness[dropped * len(courses) :] or [0]
+    return Prediction(
+        row=row.name,
+        seconds_per_step=statistics.fmean(itertools.chain(*step_s)),
+        samples_per_s=sum(sum(counts) / sum(times) for counts, times in zip(samples, step_s, strict=True)),
+        wait_share=sum(map(sum, waited_s)) / sum(map(sum, step_s)),
+        staleness=statistics.fmean(stale),
+        most_stale=max(stale),
+        simulated_s=max(map(sum, played.step_s)),
+    )
