@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow lint docs results results-page clean
+.PHONY: demo test test-slow lint docs results results-page predictions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -31,6 +31,13 @@ results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
 	for name in $(SCENARIOS); do \
 	  $(BIN)/offbeat lab run benchmarks/scenarios/$$name.toml \
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.page
+
+predictions: $(STAMP)  ## simulate again what was measured
+	for name in $(SCENARIOS); do \
+	  test ! -e benchmarks/results/$$name.json || $(BIN)/offbeat simulate benchmarks/scenarios/$$name.toml \
+	    --like benchmarks/results/$$name.json --write || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.page
 

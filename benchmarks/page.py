@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import msgspec
 
 from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
+from offbeat.lab.predicted import errors
 from offbeat.lab.repeat import reached
 from offbeat.lab.table import table
 from offbeat.scenario import Scenario
@@ -44,7 +46,7 @@ def page() -> str:
     missing = [name for name in CLAIMS if name not in measured()]
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
     sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
-    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), last])
+    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), simulator(), last])
 
 
 def section(report: Report) -> str:
@@ -83,6 +85,21 @@ def wire(path: Path) -> str:
         f"of 1 MiB, requests of 64 bytes, and the memory of a link.\n\n{told}\n{_lines(headings, rows)}\n"
         f"`{report['command']}`, {report['date']}, {report['hardware']['cores']} cores, "
         f"{report['hardware']['processor']}. [Raw records](wire.json).\n"
+    )
+
+
+def simulator() -> str:
+    """How far the simulator's predictions are from what was measured."""
+    rows, off = [], []
+    for name in measured():
+        found = errors(results.read(RESULTS / f"{name}.json"))
+        off += [abs(error) for error in found.values()]
+        rows.append([f"[{name}](#{name})", ", ".join(f"{row} {error:+.1%}" for row, error in found.items())])
+    lines = "".join(f"| {scenario} | {told} |\n" for scenario, told in [["scenario", "error"], ["---", "---"], *rows])
+    return (
+        "\n## simulator\n\nBy how much the [simulator](../../docs/simulator.md) is off in the time per step; below 0 "
+        f"it is too fast. The median of all {len(off)} rows is {statistics.median(off):.1%}, the largest "
+        f"{max(off):.1%}.\n\n{lines}"
     )
 
 

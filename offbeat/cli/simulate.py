@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,20 +12,20 @@ from offbeat.cli.lab import ScenarioFile, check_writable, drawn, read_scenario
 from offbeat.errors import ScenarioError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat.lab.results import Report
     from offbeat.sim import Prediction
+
+ResultFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RESULT.json", help="A result that says how long a script's steps compute.", show_default=False
+    ),
+]
 
 
 def simulate(
     scenario: ScenarioFile,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RESULT.json", help="A result that says how long a script's steps compute.", show_default=False
-        ),
-    ] = None,
+    like: ResultFile = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Instead of the scenario's hosts.count.", show_default=False)
     ] = None,

@@ -17,6 +17,7 @@ and measures. Nothing is built in the machine's own network, so two labs never m
 `replay.py`        the worker program that replays a profile
 `recorder.py`      what a worker measures, as JSON lines
 `results.py`       the records of a result file
+`predicted.py`     what the simulator says of a scenario
 `rounds.py`        run every row of a scenario, interleaved and repeated
 `plots.py`         the picture of a result file
 =================  ==================================================================================================

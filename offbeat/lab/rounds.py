@@ -18,6 +18,7 @@ from offbeat.errors import DisagreementError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
+from offbeat.lab.predicted import known_of, predictions
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
 from offbeat.wire.culprit import without_quoted
@@ -76,7 +77,8 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
                 run_folder.mkdir()
                 lab = network.lab if network else None
                 repeats[job.row.name].append(run_once(job, places, run_folder, index, lab))
-    return _report(scenario, text, command, rows, repeats, measured)
+    report = _report(scenario, text, command, rows, repeats, measured)
+    return msgspec.structs.replace(report, simulated=predictions(scenario, folder, known_of(scenario, report)))
 
 
 def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, lab: str | None) -> Repeat:

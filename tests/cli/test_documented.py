@@ -49,6 +49,7 @@ COMMANDS = {
         "--authority",
     ],
     "report": ["RUN_DIR"],
+    "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],
     "doctor": ["--json"],
     "plan show": ["PATH"],
     "plan diff": ["FIRST", "SECOND"],

@@ -1,0 +1,45 @@
+"""Predictions stand beside measurements, and are not far from them."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.page import RESULTS, measured
+from offbeat.errors import ScenarioError
+from offbeat.lab import results
+from offbeat.lab.predicted import errors, known_of, predictions
+from offbeat.scenario import Scenario
+from offbeat.sim import is_modelled
+
+SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
+# Steps of a few milliseconds on two cores: what is measured there is this machine's Python.
+OURS_ALONE = {"loopback"}
+
+
+@pytest.mark.parametrize("name", measured())
+def test_every_result_says_what_the_simulator_says_today(name: str) -> None:
+    report = results.read(RESULTS / f"{name}.json")
+    scenario = Scenario.from_toml(report.scenario)
+    found = predictions(scenario, SCENARIOS, known_of(scenario, report))
+    assert [one.row for one in found] == [row.name for row in scenario.row if is_modelled(row)]
+    assert [one.row for one in report.simulated] == [one.row for one in found], "run `make predictions`"
+    for theirs, ours in zip(report.simulated, found, strict=True):
+        assert theirs.seconds_per_step == pytest.approx(ours.seconds_per_step, rel=1e-6), "run `make predictions`"
+
+
+def test_predictions_are_within_a_tenth_of_what_was_measured() -> None:
+    names = [name for name in measured() if name not in OURS_ALONE]
+    off = [abs(error) for name in names for error in errors(results.read(RESULTS / f"{name}.json")).values()]
+    assert statistics.median(off) < 0.1
+    assert statistics.quantiles(off, n=10)[-1] < 0.2
+
+
+def test_a_script_needs_a_measurement() -> None:
+    scenario = Scenario.from_toml((SCENARIOS / "mnist.toml").read_text())
+    with pytest.raises(ScenarioError, match=r"Cannot simulate the script .*--like RESULT\.json"):
+        known_of(scenario, None)
+    with pytest.raises(ScenarioError, match="it has another workload"):
+        known_of(scenario, results.read(RESULTS / "loopback.json"))
