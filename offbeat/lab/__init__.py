@@ -9,6 +9,8 @@ and measures. Nothing is built in the machine's own network, so two labs never m
 `namespace.py`     run a function inside a network namespace
 `enter.py`         run a program inside a network namespace, and end it with its parent (a program by itself)
 `network.py`       build and remove the network of one scenario
+`emulator.py`      a bad link, packet by packet: delay, loss, damage, one-way partitions (a program by itself)
+`emulated.py`      a link that can be made bad at any time
 `state.py`         who built what, so that `offbeat lab clean` removes what a dead lab left and nothing else
 `reaper.py`        the watcher that cleans up when the lab itself is killed (a program by itself)
 `probe.py`         what the links really carry (a program by itself)

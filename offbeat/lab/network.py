@@ -25,12 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import programs, state
+from offbeat.lab.emulated import Emulated, whole_frames
 from offbeat.lab.namespace import inside
 from offbeat.topology import queue_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import TracebackType
 
+    from offbeat.lab.emulator import Counts, Law
     from offbeat.topology import Topology
 
 INTERFACE = "eth0"
@@ -43,6 +46,11 @@ MAX_HOSTS = 250
 class Network:
     """The hosts and links of a topology, real from construction to `close`.
 
+    Args:
+        topology: to build.
+        emulated: hosts whose links can be made bad (`worsen`); each costs a process.
+        directory: where it is written down who built what.
+
     Use as a context manager. Needs root rights. Everything is removed on `close`, and by the reaper if this process is
     killed before.
 
@@ -51,7 +59,9 @@ class Network:
         ScenarioError: if the topology is not one switch with one link per host.
     """
 
-    def __init__(self, topology: Topology, *, directory: Path = state.RUN_DIRECTORY) -> None:
+    def __init__(
+        self, topology: Topology, *, emulated: Collection[str] = (), directory: Path = state.RUN_DIRECTORY
+    ) -> None:
         require_rights()
         if len(topology.switches) != 1:
             raise ScenarioError(
@@ -65,6 +75,8 @@ class Network:
         self.topology = topology
         self.lab = secrets.token_hex(4)
         self._directory = directory
+        self._emulated = {host: f"bad{index}" for index, host in enumerate(emulated)}
+        self._emulators: dict[str, Emulated] = {}
         self._rates_mbps = {host.name: topology.uplink(host.name).rate_mbps for host in topology.hosts}
         self._index = {host.name: index for index, host in enumerate(topology.hosts)}
         self._switch = f"offbeat-{self.lab}-switch"
@@ -102,12 +114,27 @@ class Network:
         """Namespace and name of the interface that is the switch's end of this host's link."""
         return self._switch, f"port{self._index[host]}"
 
+    def worsen(self, host: str, *, up: Law | None = None, down: Law | None = None) -> tuple[Counts, Counts]:
+        """Have another law hold for a host's link from now on; what became of its frames so far, up and down.
+
+        Args:
+            host: one of those that were named `emulated`.
+            up: for what the host sends; None to leave it as it is.
+            down: for what it is sent.
+
+        Raises:
+            NetworkError: if the emulator is gone.
+        """
+        return self._emulators[host].change(up=up, down=down)
+
     def mark(self) -> dict[str, str]:
         """Environment for a process of this lab, by which `offbeat lab clean` knows it."""
         return {**programs.environment(), state.MARK: self.lab}
 
     def close(self) -> None:
         """Remove every host and link, and end what still runs inside; closing twice is allowed."""
+        for emulator in self._emulators.values():
+            emulator.close()
         state.remove(self._claim, self._directory)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
@@ -130,6 +157,10 @@ class Network:
         for host in self._index:
             inside(self.namespace(host), _configure_stack)
         inside(self._switch, self._build_switch)
+        for host, tap in self._emulated.items():
+            namespace, port = self.port(host)
+            self._emulators[host] = Emulated(namespace, port, tap, environment=self.mark())
+        inside(self._switch, self._plug_in_taps)
         for host in self._index:
             inside(self.namespace(host), functools.partial(self._build_host, host))
 
@@ -149,7 +180,16 @@ class Network:
                 kernel.link("add", ifname=name, kind="veth", peer=peer)
                 port = kernel.link_lookup(ifname=name)[0]
                 _shape(kernel, port, self._rates_mbps[host])
-                kernel.link("set", index=port, master=bridge, state="up")
+                plugged_in = {} if host in self._emulated else {"master": bridge}
+                kernel.link("set", index=port, state="up", **plugged_in)
+
+    def _plug_in_taps(self) -> None:
+        from pyroute2 import IPRoute
+
+        with IPRoute() as kernel:
+            for tap in self._emulated.values():
+                bridge = kernel.link_lookup(ifname="br0")[0]
+                kernel.link("set", index=kernel.link_lookup(ifname=tap)[0], master=bridge, state="up")
 
     def _build_host(self, host: str) -> None:
         from pyroute2 import IPRoute
@@ -158,6 +198,8 @@ class Network:
             kernel.link("set", index=1, state="up")
             interface = kernel.link_lookup(ifname=INTERFACE)[0]
             _shape(kernel, interface, self._rates_mbps[host])
+            if host in self._emulated:
+                whole_frames(INTERFACE)
             kernel.addr("add", index=interface, address=self.address(host), prefixlen=24)
             kernel.link("set", index=interface, state="up")
 
