@@ -39,10 +39,19 @@ from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_fact
 
 System = Literal["offbeat", "ddp", "ddp+bf16", "ddp+powersgd"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
+MAX_IMPAIRED_MBPS = 100.0
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_LATER = [("straggle", None), ("servers", 0), ("role", "worker"), ("jitter", 0.0), ("fixed", 0.0), ("better", "higher")]
+_LATER = [
+    ("straggle", None),
+    ("impair", None),
+    ("servers", 0),
+    ("role", "worker"),
+    ("jitter", 0.0),
+    ("fixed", 0.0),
+    ("better", "higher"),
+]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +77,21 @@ class Straggle(_Table, frozen=True, kw_only=True):
     probability: Annotated[float, msgspec.Meta(gt=0, le=1)]
     low: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.5
     high: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 2.0
+
+
+class Impair(_Table, frozen=True, kw_only=True):
+    """`[impair]`: what is wrong with some links, in each direction: each frame by its own chance.
+
+    `hosts` names whose; the workers' if it is empty. A frame waits `delay_ms` and up to `jitter_ms` longer; the parts
+    `loss`, `corrupt` and `reorder` of them get lost, have one bit flipped, or wait twice so that others overtake them.
+    """
+
+    hosts: list[str] = []
+    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    jitter_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    loss: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.0
+    corrupt: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.0
+    reorder: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.0
 
 
 class HostTable(_Table, frozen=True, kw_only=True):
@@ -187,6 +211,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
     hosts: Hosts | None = None
     host: list[HostTable] = []
     straggle: Straggle | None = None
+    impair: Impair | None = None
     run: Rounds = msgspec.field(default_factory=Rounds)
 
     @classmethod
@@ -232,6 +257,13 @@ class Scenario(_Table, frozen=True, kw_only=True):
         return Topology(hosts, tuple(Link(host.name, "switch", host.rate_mbps) for host in self.host))
 
     @property
+    def impaired(self) -> list[str]:
+        """Names of the hosts with whose links something is wrong."""
+        if self.impair is None:
+            return []
+        return self.impair.hosts or [host.name for host in self.workers.hosts]
+
+    @property
     def servers(self) -> list[str]:
         """Names of the hosts that are there for the shards of a parameter server."""
         if self.hosts is not None:
@@ -263,9 +295,32 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 f"give profile (one of {', '.join(get_args(Profile))}) or [[workload.layer]] (workload.profile)."
             )
         self._check_rows()
+        self._check_impaired()
         if len(self.servers) == len(self.topology.hosts):
             raise ScenarioError("Cannot train on servers alone: no host is a worker. Add one (host).")
         _ = self.workers
+
+    def _check_impaired(self) -> None:
+        if self.impair is None:
+            return
+        if self.loopback:
+            raise ScenarioError(
+                'Cannot impair links: the loopback interface has none. Use network = "switch" (hosts.network).'
+            )
+        names = [host.name for host in self.topology.hosts]
+        for index, name in enumerate(self.impair.hosts):
+            if name not in names:
+                raise ScenarioError(
+                    f"Cannot impair the link of {name!r}: no host has that name{_nearest(name, names)}. Name hosts of "
+                    f"the scenario (impair.hosts[{index}])."
+                )
+        for name in self.impaired:
+            rate_mbps = self.topology.uplink(name).rate_mbps
+            if rate_mbps is None or rate_mbps > MAX_IMPAIRED_MBPS:
+                raise ScenarioError(
+                    f"Cannot impair the link of {name!r} at {rate_mbps:g} Mbit/s: each frame passes a program, which "
+                    f"keeps up to {MAX_IMPAIRED_MBPS:g} Mbit/s. Choose a lower rate (impair.hosts)."
+                )
 
     def _check_rows(self) -> None:
         if not self.row:

@@ -179,6 +179,27 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             "Cannot set name to '../up': it takes a text of 1 to 64 of a-z.* (scenario.name).",
         ),
         ("scale = 0.01", "jitter = 2", "Cannot set jitter to 2: it takes a number from 0 to 1.* (workload.jitter)."),
+        # Links that cannot be made bad.
+        (
+            HOSTS,
+            f"{HOSTS}\n[impair]\nloss = 0.9",
+            "Cannot set loss to 0.9: it takes a number from 0 to 0.5.* (impair.loss).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[impair]\nhosts = ["h2"]',
+            "Cannot impair the link of 'h2': no host has that name (did you mean 'h1'?).* (impair.hosts[0]).",
+        ),
+        (
+            HOSTS,
+            f"{HOSTS.replace('100', '200')}\n[impair]\nloss = 0.1",
+            "Cannot impair the link of 'h0' at 200 Mbit/s: .* (impair.hosts).",
+        ),
+        (
+            HOSTS,
+            '[hosts]\ncount = 2\nnetwork = "loopback"\n[impair]\nloss = 0.1',
+            "Cannot impair links: the loopback interface has none. .* (hosts.network).",
+        ),
         ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
     ],
 )

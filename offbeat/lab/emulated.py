@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
 from offbeat.lab import programs
-from offbeat.lab.emulator import Counts
+from offbeat.lab.emulator import Counts, Law
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.lab.emulator import Law
+    from offbeat.scenario import Impair
 
 _PROGRAM = str(Path(__file__).resolve().with_name("emulator.py"))
 _SIOCETHTOOL = 0x8946
@@ -86,6 +86,17 @@ class Emulated:
     def _hear(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+def law_of(impair: Impair) -> Law:
+    """What a scenario says of a link, as a law for each direction."""
+    return Law(
+        delay_s=impair.delay_ms / 1e3,
+        jitter_s=impair.jitter_ms / 1e3,
+        loss=impair.loss,
+        corrupt=impair.corrupt,
+        reorder=impair.reorder,
+    )
 
 
 def whole_frames(interface: str) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.errors import DisagreementError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
+from offbeat.lab.emulated import law_of
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predicted import known_of, predictions
@@ -65,10 +66,14 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
             if any(job.served for job in rows) and not scenario.servers:
                 places += launch.loopback_places(["s0"])
         else:
-            network = resources.enter_context(Network(scenario.topology))
+            network = resources.enter_context(Network(scenario.topology, emulated=scenario.impaired))
             scratch = network.scratch
             places = launch.places(network)
             measured = goodput.ensure(network)
+            if scenario.impair is not None:  # not before their rates are known to be what they should be
+                law = law_of(scenario.impair)
+                for host in scenario.impaired:
+                    network.worsen(host, up=law, down=law)
         repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
         for index in range(scenario.run.repeats):
             for number, job in list(enumerate(rows))[:: -1 if index % 2 else 1]:

@@ -27,12 +27,14 @@ class Links:
         servers: of all servers' links together; parameters are spread over them evenly.
         shards: how many servers.
         queue_s: how long a message waits where a server's link is busy: it is behind half a queue on average.
+        delay_s: of the slowest message from a worker to a server or another worker, beyond that.
     """
 
     worker: tuple[float, ...]
     servers: float
     shards: int
     queue_s: float
+    delay_s: float = LATENCY_S
 
     @classmethod
     def of(cls, scenario: Scenario) -> Links:
@@ -47,6 +49,7 @@ class Links:
             servers=together,
             shards=max(1, len(servers)),
             queue_s=_queue_s(scenario),
+            delay_s=LATENCY_S + _delay_s(scenario),
         )
 
     @property
@@ -59,6 +62,12 @@ def _queue_s(scenario: Scenario) -> float:
     rates_mbps = [scenario.topology.uplink(name).rate_mbps for name in scenario.servers]
     shaped_mbps = [rate_mbps for rate_mbps in rates_mbps if rate_mbps is not None]
     return max((queue_bytes(rate) * 8 / (rate * 1e6) / 2 for rate in shaped_mbps), default=0.0)
+
+
+def _delay_s(scenario: Scenario) -> float:
+    """What the links themselves add; losses are not modelled."""
+    impair = scenario.impair
+    return 0.0 if impair is None else (impair.delay_ms + impair.jitter_ms / 2) / 1e3
 
 
 def _bytes_per_s(rate_mbps: float | None) -> float:

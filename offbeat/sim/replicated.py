@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.sim.links import LATENCY_S
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,7 +45,7 @@ def ring_s(size_bytes: float, world: int, links: Links) -> float:
     """Seconds of one all-reduce."""
     if world == 1:
         return 0.0
-    return 2 * (world - 1) * (size_bytes / world / links.slowest + LATENCY_S / 2)
+    return 2 * (world - 1) * (size_bytes / world / links.slowest + links.delay_s / 2)
 
 
 def play(

@@ -27,7 +27,6 @@ from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.pacing import Lease
 from offbeat.sim.fair import Way
 from offbeat.sim.flows import Flows
-from offbeat.sim.links import LATENCY_S
 from offbeat.sim.replicated import Played
 from offbeat.sim.timeline import Timeline
 from offbeat.sync import (
@@ -264,7 +263,7 @@ class Served:
                 self._give(worker)
             else:
                 worker.is_pulling = False
-                self._timeline.after(LATENCY_S + _STEP_S / 2, lambda: self._pulled(worker))
+                self._timeline.after(self._links.delay_s + _STEP_S / 2, lambda: self._pulled(worker))
 
         self._flows.start(way, parts * self._pull_bytes, there)
 
@@ -438,4 +437,4 @@ class Served:
 
     def _message(self, link: str, happen: Callable[[], None]) -> None:
         behind_s = self._links.queue_s if self._flows.on(link) > 1 else 0.0
-        self._timeline.after(LATENCY_S + behind_s, happen)
+        self._timeline.after(self._links.delay_s + behind_s, happen)

@@ -11,7 +11,19 @@ import pytest
 
 from offbeat.lab import launch, rounds
 from offbeat.lab.jobs import jobs
-from offbeat.scenario import About, Hosts, HostTable, LayerTable, Replay, Rounds, Row, Scenario, Script, Straggle
+from offbeat.scenario import (
+    About,
+    Hosts,
+    HostTable,
+    Impair,
+    LayerTable,
+    Replay,
+    Rounds,
+    Row,
+    Scenario,
+    Script,
+    Straggle,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +35,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[hosts]`": Hosts,
     "`[[host]]`": HostTable,
     "`[straggle]`": Straggle,
+    "`[impair]`": Impair,
     '`[workload]` with `kind = "replay"`': Replay,
     "`[[workload.layer]]`": LayerTable,
     '`[workload]` with `kind = "script"`': Script,

@@ -349,3 +349,20 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: builds network namespaces")
+@pytest.mark.timeout(180)
+def test_a_delay_on_the_links_costs_each_round_of_the_ring(tmp_path: Path) -> None:
+    """Two hosts, two rounds per bucket, 30 ms each way: at least 60 ms more, which the simulator knows."""
+    step_s, simulated_s = {}, {}
+    for name, impair in (("good", ""), ("late", "[impair]\ndelay_ms = 30\n")):
+        path = scenario(tmp_path, REPLAY.replace("[run]", f"{impair}[run]").replace("65536", "4_000_000"))
+        code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path, timeout_s=85)
+        assert code == 0, output
+        report = results.read(tmp_path / "out.json")
+        step_s[name] = next(row.seconds_per_step.median for row in report.rows if row.row == "offbeat")
+        simulated_s[name] = next(one.seconds_per_step for one in report.simulated if one.row == "offbeat")
+    assert step_s["late"] > step_s["good"] + 0.06
+    assert simulated_s["late"] > simulated_s["good"] + 0.05
