@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
 }
 
 
@@ -75,7 +76,7 @@ def resume(kind: str) -> bool:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_stop_and_resume_is_the_same_as_not_to_stop(kind: str) -> None:
     assert run_workers(2, resume, kind, timeout_s=190) == [True, True]
 

@@ -138,16 +138,18 @@ class Held:
     optimizer: torch.optim.Optimizer
     groups: list[int]
 
-    def keeps(self, piece: torch.Tensor) -> set[tuple[str, bool]]:
-        """The tensors that it keeps for a piece once it has made a step: key, and whether it is a scalar."""
+    def keeps(self, piece: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What it keeps for a piece once it has made a step, by key: each tensor as for a piece of zeros."""
         (group,) = [g for g in self.optimizer.param_groups if any(piece is one for one in g["params"])]
-        trial = torch.nn.Parameter(torch.zeros(2, dtype=piece.dtype))
+        trial = torch.nn.Parameter(torch.zeros_like(piece))
         trial.grad = torch.zeros_like(trial)
-        make: Any = type(self.optimizer)
-        optimizer = make([trial], **_known(make, group))
+        kind = type(self.optimizer)
+        known = _known(kind, group)
+        if kind is torch.optim.SGD and not known.get("momentum"):  # it may have had some since, or before
+            known["momentum"] = 0.5
+        optimizer = _make(kind, [{"params": [trial], **known}])
         optimizer.step()
-        state = {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
-        return {(key, value.ndim == 0) for key, value in state.items()}
+        return {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
 
     def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
         """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
@@ -190,13 +192,13 @@ def check_spec(spec: OptimizerSpec) -> None:
 
 def _try(kind: Any, group: Hyper) -> None:
     # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
-    known, taken = _known(kind, group), inspect.signature(kind).parameters
+    known, taken = _known(kind, group), _arguments(kind, group)
     try:
-        made = kind([torch.zeros(1)], **{"lr": 0.1, **{key: value for key, value in known.items() if key in taken}})
+        made = kind([torch.zeros(1)], **{"lr": 0.1, **taken})
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {error}.") from error
     fixed = {key: value for key, value in known.items() if key not in taken and value != made.defaults[key]}
-    if fixed:  # such as what makes an Adam of AdamW
+    if fixed:
         raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {fixed} cannot be chosen.")
 
 
@@ -208,6 +210,18 @@ def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
         return value
     # With it, RMSprop keeps a buffer from its first step on or never; SGD makes one when it is needed.
     return bool(value) if kind is torch.optim.RMSprop and key == "momentum" else "a number"
+
+
+def _make(kind: Any, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer with these groups; what it reads from no group, such as what Adagrad begins with, is the first's."""
+    optimizer: torch.optim.Optimizer = kind(groups, **_arguments(kind, groups[0]))
+    return optimizer
+
+
+def _arguments(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
+    """Those that can be chosen; torch keeps others beside them, such as what makes an Adam of AdamW."""
+    taken = inspect.signature(kind).parameters
+    return {key: value for key, value in _known(kind, group).items() if key in taken}
 
 
 def _known(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
@@ -235,6 +249,6 @@ def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Hel
             groups.setdefault(group_of[name], []).append(piece)
     if not groups:
         return None
-    make: Any = _CLASSES[spec.kind]
-    optimizer = make([{"params": params, **_known(make, spec.groups[index])} for index, params in groups.items()])
-    return Held(optimizer, list(groups))
+    kind = _CLASSES[spec.kind]
+    made = [{"params": params, **_known(kind, spec.groups[index])} for index, params in groups.items()]
+    return Held(_make(kind, made), list(groups))

@@ -131,21 +131,28 @@ class Store:
         """
         held, pieces = self._held.get(block), self._pieces.get(block, {})
         piece = pieces.get(name)
-        if piece is None or value.numel() not in (1, piece.numel()) or (held is None and key != _OUTER):
+        if piece is None or (held is None and key != _OUTER):
             raise PeerError(f"Cannot take over {key} of {name} in block {block}: there is no such piece here.")
         if key == _OUTER:
+            if value.shape != piece.shape:
+                raise PeerError(f"Cannot take over {key} of {name}, {_words(value)}: it is {_words(piece)} here.")
             momentum = self._outer_momentum.setdefault(block, torch.zeros_like(self.values[block]))
             views = momentum.split([piece.numel() for piece in pieces.values()])
             dict(zip(pieces, views, strict=True))[name].copy_(value)
             return
         assert held is not None
         kept = held.keeps(piece)
-        if (key, value.ndim == 0) not in kept:
+        if key not in kept or (value.shape, value.dtype) != (kept[key].shape, kept[key].dtype):
             raise PeerError(
-                f"Cannot take over {key} of {name}: {type(held.optimizer).__name__} keeps "
-                f"{', '.join(sorted(key for key, _ in kept)) or 'nothing'}. Was that another optimizer's?"
+                f"Cannot take over {key} of {name}, {_words(value)}: {type(held.optimizer).__name__} keeps "
+                f"{', '.join(f'{key}, {_words(kept[key])}' for key in sorted(kept)) or 'nothing'}. Was that another "
+                "optimizer's?"
             )
         held.optimizer.state[piece][key] = value
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> torch.Tensor | None:
