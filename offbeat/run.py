@@ -20,7 +20,7 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
@@ -542,11 +542,26 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; after `prepare`.
+        """Take over what `state_dict` returned; after `prepare`. Collective with a parameter server.
 
         Raises:
-            ModelError: if another number of models or loaders was prepared, or it lacks what this plan needs.
+            ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
+                damaged; with a server on all ranks, if one of them cannot load its own.
         """
+        try:
+            self._take_over(state)
+        except Exception as error:
+            if self._server is not None:  # where the others wait
+                why = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
+                with suppress(OffbeatError):
+                    self._server.take_over(self._waiter, why)
+            raise
+        if self._server is not None:
+            self._server.take_over(self._waiter)
+            for reducer in self._reducers:
+                reducer.refreshed()
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         for what, mine in (("models", self._reducers), ("loaders", self._loaders)):
             if len(state[what]) != len(mine):
                 raise ModelError(

@@ -39,6 +39,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 # How it is computed, which is for the server to decide.
 _MEANS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+OUTER = "outer momentum"  # of changes, as a key of state; no optimizer of torch has such a one
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = float | int | bool | None
 Value = Number | Annotated[tuple[Number, ...], msgspec.Meta(max_length=8)]
@@ -138,18 +139,17 @@ class Held:
     optimizer: torch.optim.Optimizer
     groups: list[int]
 
-    def keeps(self, piece: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What it keeps for a piece once it has made a step, by key: each tensor as for a piece of zeros."""
+    def check_state(self, piece: torch.Tensor, name: str, key: str, value: torch.Tensor) -> None:
+        """See that it can go on from this tensor of its state.
+
+        Args:
+            piece: of parameter `name`.
+
+        Raises:
+            PeerError: if it keeps no such tensor.
+        """
         (group,) = [g for g in self.optimizer.param_groups if any(piece is one for one in g["params"])]
-        trial = torch.nn.Parameter(torch.zeros_like(piece))
-        trial.grad = torch.zeros_like(trial)
-        kind = type(self.optimizer)
-        known = _known(kind, group)
-        if kind is torch.optim.SGD and not known.get("momentum"):  # it may have had some since, or before
-            known["momentum"] = 0.5
-        optimizer = _make(kind, [{"params": [trial], **known}])
-        optimizer.step()
-        return {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
+        _check_state(type(self.optimizer), group, piece, name, {key: value})
 
     def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
         """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
@@ -188,6 +188,51 @@ def check_spec(spec: OptimizerSpec) -> None:
         raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
     for group in spec.groups:
         _try(_CLASSES[spec.kind], group)
+
+
+def check_states(
+    spec: OptimizerSpec, states: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """See that an optimizer of `spec` over `parameters` can go on from `states`, both by name.
+
+    Raises:
+        PeerError: if they are another optimizer's, or another model's.
+    """
+    group_of = {name: group for group, names in zip(spec.groups, spec.members, strict=True) for name in names}
+    for name, state in states.items():
+        if name not in parameters:
+            raise PeerError(f"Cannot take over the state of {name}: no parameter that is trained here has that name.")
+        _check_state(_CLASSES[spec.kind], group_of.get(name), parameters[name], name, state)
+
+
+def _check_state(
+    kind: Any, group: Hyper | None, parameter: torch.Tensor, name: str, state: Mapping[str, torch.Tensor]
+) -> None:
+    kept = {OUTER: torch.zeros(2, dtype=parameter.dtype)} | ({} if group is None else _kept(kind, group, parameter))
+    for key, value in state.items():
+        shape = (parameter.numel(),) if key in kept and kept[key].ndim else ()
+        if key not in kept or (value.shape, value.dtype) != (shape, kept[key].dtype):
+            there = ", ".join(f"{one} {'[D]' if kept[one].ndim else '[]'} {_words(kept[one])}" for one in sorted(kept))
+            raise PeerError(
+                f"Cannot take over {key} {list(value.shape)} {_words(value)} of {name}: with {kind.__name__} that is "
+                f"{there}; D is {parameter.numel()}. Was that another optimizer's, or another model's?"
+            )
+
+
+def _kept(kind: Any, group: Hyper, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What it keeps of a parameter once it has made a step, by key: each tensor as for one of two elements."""
+    trial = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype))
+    trial.grad = torch.zeros_like(trial)
+    known = _known(kind, group)
+    if kind is torch.optim.SGD and not known.get("momentum"):  # it may have had some since, or before
+        known["momentum"] = 0.5
+    optimizer = _make(kind, [{"params": [trial], **known}])
+    optimizer.step()
+    return {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _try(kind: Any, group: Hyper) -> None:
