@@ -54,7 +54,8 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import Enrol, ParameterServer
+from offbeat.fabric.server import Enrol, ParameterServer, describe
+from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
 from offbeat.loader import Loader, sampler_of
@@ -244,6 +245,11 @@ class Run:
         optimizer: torch.optim.Optimizer,
     ) -> Exchanger:
         policy = self.plan.sync
+        self._control.agree(
+            "optimizer",
+            "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
+            "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
+        )
         served = Served(
             parameters=parameters,
             layout=layout,

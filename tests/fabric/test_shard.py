@@ -97,7 +97,7 @@ def test_every_optimizer_that_can_be_held_is_taken(kind: Any) -> None:
     optimizers.check_spec(spec)
     torch.optim.lr_scheduler.StepLR(made, 1)
     made.param_groups[0]["lr"] = 0.05
-    optimizers.check_hyper(spec, hyper(made))
+    optimizers.check_hyper(spec, hyper(made), 0)
     held = optimizers.hold(spec, [("a", torch.zeros(3))])
     assert held is not None
     held.set_hyper(hyper(made), 0.5)

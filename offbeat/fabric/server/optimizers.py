@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 # How it is computed, which is for the server to decide.
 _MEANS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+_BOUNDS = frozenset({"step_sizes", "t0"})  # Rprop's and ASGD's, where infinity is as good as any
 OUTER = "outer momentum"  # of changes, as a key of state; no optimizer of torch has such a one
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = float | int | bool | None
@@ -159,23 +161,30 @@ class Held:
                 group["lr"] = group["lr"] * rate
 
 
-def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper]) -> None:
-    """See that an optimizer held by `spec` can go on with these hyper-parameters.
+def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper], worker: int) -> None:
+    """See that an optimizer held by `spec` can go on with these hyper-parameters, which `worker` brings.
 
     Raises:
         PeerError: if it cannot: numbers may change, but not which there are, nor what is kept because of them.
     """
     if len(groups) != len(spec.groups):
-        raise PeerError(f"Cannot take hyper-parameters of {len(groups)} groups: the optimizer has {len(spec.groups)}.")
+        raise PeerError(
+            f"Cannot take hyper-parameters of {len(groups)} groups from rank {worker}: the optimizer has "
+            f"{len(spec.groups)}. Add groups before prepare."
+        )
     kind = _CLASSES[spec.kind]
     for index, (before, now) in enumerate(zip(spec.groups, groups, strict=True)):
         if now == before:
             continue
+        where = f"in group {index} of {spec.kind}, as rank {worker} has it"
         for key, value in _known(kind, now).items():
             if key not in before or _shape(kind, key, value) != _shape(kind, key, before[key]):
                 was = before.get(key, "unknown")
-                raise PeerError(f"Cannot go on with {key}={value!r} in group {index} of {spec.kind}: it was {was!r}.")
-        _try(kind, now)
+                raise PeerError(f"Cannot go on with {key}={value!r} {where}: it was {was!r}.")
+        for key in sorted(_known(kind, before).keys() - now.keys()):
+            raise PeerError(f"Cannot go on without {key} {where}: it was {before[key]!r}.")
+        if why := _flaw(kind, now):
+            raise PeerError(f"Cannot go on {where}: {why}")
 
 
 def check_spec(spec: OptimizerSpec) -> None:
@@ -187,7 +196,8 @@ def check_spec(spec: OptimizerSpec) -> None:
     if spec.kind not in _CLASSES or len(spec.groups) != len(spec.members):
         raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
     for group in spec.groups:
-        _try(_CLASSES[spec.kind], group)
+        if why := _flaw(_CLASSES[spec.kind], group):
+            raise PeerError(f"Cannot make {spec.kind} from these hyper-parameters: {why}")
 
 
 def check_states(
@@ -235,16 +245,38 @@ def _words(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _try(kind: Any, group: Hyper) -> None:
-    # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
+def lines_of(spec: OptimizerSpec) -> list[str]:
+    """What all workers must have in common at the beginning.
+
+    Args:
+        spec: checked by `check_spec`.
+    """
+    kind = _CLASSES[spec.kind]
+    lines = [spec.kind]
+    for index, (group, names) in enumerate(zip(spec.groups, spec.members, strict=True)):
+        lines += [f"group {index}: {key}={value!r}" for key, value in sorted(_known(kind, group).items())]
+        lines += [f"group {index} holds {name}" for name in names]
+    return lines
+
+
+def _flaw(kind: Any, group: Hyper) -> str:
+    """Why no step can be made with these hyper-parameters, in a sentence; "" if one can."""
     known, taken = _known(kind, group), _arguments(kind, group)
+    for key, value in known.items():
+        # Some take any number that is no NaN; one step with it, and so are the parameters of all workers.
+        if key not in _BOUNDS and not all(map(math.isfinite, _numbers(value))):
+            return f"{key}={value!r} is not finite."
+    # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
     try:
         made = kind([torch.zeros(1)], **{"lr": 0.1, **taken})
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {error}.") from error
+        return f"{error}."
     fixed = {key: value for key, value in known.items() if key not in taken and value != made.defaults[key]}
-    if fixed:
-        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {fixed} cannot be chosen.")
+    return f"{fixed} cannot be chosen." if fixed else ""
+
+
+def _numbers(value: Value) -> list[float]:
+    return [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
 
 
 def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:

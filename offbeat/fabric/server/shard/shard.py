@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
@@ -44,6 +45,7 @@ from offbeat.fabric.server.messages import (
     Whole,
     pack,
 )
+from offbeat.fabric.server.optimizers import check_spec, lines_of
 from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
 from offbeat.fabric.server.shard.table import Table
@@ -521,16 +523,19 @@ def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
 
 
 def _compare(rank: int, theirs: Details, ours: Details) -> None:
+    check_spec(theirs.optimizer)
+    optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
         ("plan", _digest(theirs.plan), _digest(ours.plan)),
         ("layout", theirs.layout, ours.layout),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
+        *(("optimizer", there, here) for there, here in optimizers),
     ):
         if there != here:
             raise DisagreementError(
                 f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}. Start every "
-                "worker with the same plan and the same model."
+                "worker with the same plan, the same model and the same optimizer."
             )
 
 
