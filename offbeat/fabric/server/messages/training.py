@@ -53,7 +53,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         life: of the server, as it last was here.
-        clock: number of the contribution it computes, or holds.
+        clock: number of the contribution it computes, or holds; those that follow have to be a `Count`, too.
         version: of the parameters it has.
         holds: it has a contribution, which was not acknowledged.
         waits: it does not compute, so its parameters may be overwritten.
@@ -63,7 +63,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     life: Count
-    clock: Count
+    clock: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)]
     version: Count
     holds: bool
     waits: bool
