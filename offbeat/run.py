@@ -20,7 +20,7 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
@@ -54,7 +54,8 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import Enrol, ParameterServer
+from offbeat.fabric.server import Enrol, ParameterServer, describe
+from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
 from offbeat.loader import Loader, sampler_of
@@ -244,6 +245,11 @@ class Run:
         optimizer: torch.optim.Optimizer,
     ) -> Exchanger:
         policy = self.plan.sync
+        self._control.agree(
+            "optimizer",
+            "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
+            "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
+        )
         served = Served(
             parameters=parameters,
             layout=layout,
@@ -542,11 +548,26 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; after `prepare`.
+        """Take over what `state_dict` returned; after `prepare`. Collective with a parameter server.
 
         Raises:
-            ModelError: if another number of models or loaders was prepared, or it lacks what this plan needs.
+            ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
+                damaged; with a server on all ranks, if one of them cannot load its own.
         """
+        try:
+            self._take_over(state)
+        except Exception as error:
+            if self._server is not None:  # where the others wait
+                why = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
+                with suppress(OffbeatError):
+                    self._server.take_over(self._waiter, why)
+            raise
+        if self._server is not None:
+            self._server.take_over(self._waiter)
+            for reducer in self._reducers:
+                reducer.refreshed()
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         for what, mine in (("models", self._reducers), ("loaders", self._loaders)):
             if len(state[what]) != len(mine):
                 raise ModelError(

@@ -4,7 +4,7 @@ Each worker is the leader of a session of its own, so that ending it ends what i
 pipe, line by line, with the rank in front. When one ends badly, the others get a moment to say what they saw, and are
 then ended; the first to go, if it was not itself a victim of another's loss, is named with its traceback and gives the
 exit code. Where a parameter server keeps the job together, the others go on without it, and the job ends well if one
-of them does.
+of them does and offbeat refused nothing that another did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
-from offbeat.cli.worker import VICTIM
+from offbeat.cli.worker import REFUSED, VICTIM
 from offbeat.exits import how_it_ended
 
 if TYPE_CHECKING:
@@ -200,7 +200,8 @@ class Launch:
             if failed and (all_ended or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S):
                 return self._mourn(failed)
             if all_ended:
-                return 0
+                refused = [w for w in self._workers if w.code == REFUSED]
+                return self._mourn(refused) if refused else 0
 
     def _tell_lost(self, failed: list[Worker]) -> None:
         for worker in failed:

@@ -2,8 +2,8 @@
 
     python -m offbeat.cli.worker script.py its arguments
 
-Exit codes: 2 if offbeat refused something, `VICTIM` if this worker only stopped because another was lost, else the
-script's own. However it ends, short of SIGKILL, its last records are written.
+Exit codes: `REFUSED` if offbeat refused something, `VICTIM` if this worker only stopped because another was lost, else
+the script's own. However it ends, short of SIGKILL, its last records are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offbeat.wire.culprit import QUOTED
 if TYPE_CHECKING:
     from types import FrameType
 
-VICTIM = 76
+REFUSED, VICTIM = 2, 76
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +40,7 @@ def main() -> None:
             traceback.print_exc()
         else:
             sys.stderr.write(f"offbeat: {_brief(str(error))}\n")
-        _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else 2, error)
+        _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else REFUSED, error)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")

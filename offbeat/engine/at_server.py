@@ -79,7 +79,7 @@ class AtServer:
         return {name: {"anchor": value.clone()} for anchor in self._anchors for name, _, value in anchor.slots}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; the server gets rank 0's anchors as its parameters. Collective.
+        """Take over what `state_dict` returned; the server gets rank 0's anchors as its parameters.
 
         What this worker's own steps since then have added up to is in its parameters, and stays there.
 
@@ -93,6 +93,5 @@ class AtServer:
             anchor.return_()
         self._served.load_state_dict(exchanger)
         for anchor, mine in zip(self._anchors, own, strict=True):
-            anchor.here()
             for (_, parameter, _), values in zip(anchor.slots, mine, strict=True):
                 parameter.data.copy_(values)

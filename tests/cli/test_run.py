@@ -103,6 +103,23 @@ def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: 
     assert f"rank 1 on {__import__('socket').gethostname()} {says}" in output
 
 
+REFUSED = TRAIN.replace(
+    "for step in range(4):",
+    "for step in range(4):\n    if run.rank == 1 and step == 2: optimizer.param_groups[0]['lr'] = -1.0",
+)
+
+
+def test_what_is_refused_of_one_worker_is_not_overlooked(tmp_path: Path) -> None:
+    """With a server the others go on without it, and end well."""
+    path = script(tmp_path, f"{REFUSED}\nprint('done', run.step)")
+    code, output = offbeat("run", "-n", 2, "--sync", "ASP()", "--fabric", "ParameterServer()", path, folder=tmp_path)
+    assert code == 2, output
+    assert "[1] offbeat: Cannot go on in group 0 of SGD, as rank 1 has it: Invalid learning rate: -1.0." in output
+    assert "rank 1 ended with exit code 2; the others go on." in output
+    assert "[0] done 4" in output
+    assert "rank 1 on " in output
+
+
 LEAVES = TRAIN.replace("range(4)", "range(40)").replace("model(torch", "FAULT; model(torch")
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 import pytest
 
+from offbeat.errors import NetworkError, PeerError
+from offbeat.fabric.server import Shard
 from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
-from offbeat.fabric.server.messages import Back
-from offbeat.sync import ASP, Apply, Ready
+from offbeat.fabric.server.messages import Back, Enlist, Open, details_of, from_chief, pack
+from offbeat.fabric.server.shard.archive import Archive
+from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot
+from offbeat.sync import ASP, BSP, Apply, Ready
+from tests.fabric.garbage import DETAILS, Guest, Line
+from tests.fabric.links import Parts
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def back(**what: object) -> Back:
@@ -54,3 +67,74 @@ def test_a_round_keeps_its_size_when_a_worker_comes_back_only_to_wait() -> None:
     clock = coordinator.state.members[0].step
     actions = coordinator.tell(Ready(0, clock, 0.0, 32.0))
     assert [action.rate for action in actions if isinstance(action, Apply)] == [0.5]
+
+
+def test_a_number_that_comes_back_leaves_room_for_those_that_follow() -> None:
+    """Shards and snapshots take numbers below 2^40; one that grew beyond would end them, for everybody."""
+
+    def said(clock: int) -> bytes:
+        return pack(msgspec.structs.replace(DETAILS, back=back(clock=clock)))
+
+    assert details_of(said((1 << 39) - 1)).back is not None
+    with pytest.raises(PeerError, match=r"Expected `int` <= 549755813887 - at `\$\.back\.clock`"):
+        details_of(said(1 << 39))
+
+
+# -- while the other shards are not back yet ---------------------------------------------------------------------------
+
+TWO_SHARDS = pack(msgspec.structs.replace(DETAILS, world=1, shards=2))
+
+
+class ToShard(Line):
+    """The first shard's link to the other."""
+
+    def send(self, metadata: bytes, body: Any = b"", sent: Any = None) -> None:
+        self.sent.append((from_chief(metadata), bytes(body)))
+
+
+class Waiting:
+    """The first of two shards, with a snapshot of both: its life begins when the other is there."""
+
+    def __init__(self, folder: Path) -> None:
+        archive = Archive(folder, "j")
+        archive.write(Snapshot(Header(FORMAT, "j", Identity(1, 7), 2, ()), []), None)
+        self.shard = Shard(lambda plan: Parts(BSP()), archive=archive)
+        assert not self.shard.begun.is_set()
+
+    def begin(self) -> set[int]:
+        """The other shard is there; which workers take part."""
+        other = self.shard.accept(ToShard(0, "shard"))  # type: ignore[arg-type]
+        other.received(pack(Enlist(((1, 7),), 1)), memoryview(b""))
+        assert self.shard.begun.is_set()
+        assert self.shard._lead is not None
+        return {seen.worker for scene in self.shard._lead.look() for seen in scene.workers}
+
+
+def test_who_was_early_and_has_gone_does_not_take_part(tmp_path: Path) -> None:
+    """Nobody would ever miss it, and the others would wait for it."""
+
+    async def story() -> set[int]:
+        job = Waiting(tmp_path)
+        gone, stays = Guest(job.shard, 0), Guest(job.shard, 1)
+        for guest in (gone, stays):
+            guest.say(pack(Open(0)), TWO_SHARDS)
+        gone.leave(NetworkError("it is gone"))
+        return job.begin()
+
+    assert asyncio.run(story()) == {1}
+
+
+def test_who_is_early_opens_a_model_once(tmp_path: Path) -> None:
+    """What is kept of a worker until then is what it may open, and not how often it says so."""
+
+    async def story() -> set[int]:
+        job = Waiting(tmp_path)
+        first, second, third = (Guest(job.shard, 1) for _ in range(3))
+        first.say(pack(Open(0)), TWO_SHARDS)
+        for again in (second, first):
+            with pytest.raises(PeerError, match="Rank 1 opens model 0 for a second time"):
+                again.say(pack(Open(0)), TWO_SHARDS)
+        third.say(pack(Open(0)), TWO_SHARDS)  # the first was sent away
+        return job.begin()
+
+    assert asyncio.run(story()) == {1}

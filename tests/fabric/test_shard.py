@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, R
 from tests.fabric.links import Together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from offbeat.fabric.server import Client
 
@@ -32,13 +33,21 @@ class Worker:
 
     Args:
         plan: as TOML; the shard of `Together` reads none.
+        make: its optimizer, of its parameters; SGD with momentum if None.
     """
 
-    def __init__(self, client: Client, lr: float = 0.5, plan: str = "p") -> None:
+    def __init__(
+        self,
+        client: Client,
+        lr: float = 0.5,
+        plan: str = "p",
+        make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] | None = None,
+    ) -> None:
         torch.manual_seed(client.rank)
         self.client = client
         self.parameters = {"a": torch.nn.Parameter(torch.randn(30)), "b": torch.nn.Parameter(torch.randn(70))}
-        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=lr, momentum=0.5)
+        make = make or functools.partial(torch.optim.SGD, lr=lr, momentum=0.5)
+        self.optimizer = make(self.parameters.values())
         layout = arrange(self.parameters, bucket_bytes=1 << 20)
         self.values = torch.cat([self.parameters["b"].data, self.parameters["a"].data])
         self.blocks = cut(layout, 64)
@@ -88,7 +97,7 @@ def test_every_optimizer_that_can_be_held_is_taken(kind: Any) -> None:
     optimizers.check_spec(spec)
     torch.optim.lr_scheduler.StepLR(made, 1)
     made.param_groups[0]["lr"] = 0.05
-    optimizers.check_hyper(spec, hyper(made))
+    optimizers.check_hyper(spec, hyper(made), 0)
     held = optimizers.hold(spec, [("a", torch.zeros(3))])
     assert held is not None
     held.set_hyper(hyper(made), 0.5)
@@ -241,8 +250,14 @@ def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was
     store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
     ((name, key, momentum),) = store.state_of(0)
     assert (name, key, momentum.tolist()) == ("a", "momentum_buffer", [1.0] * 3)
-    for other, value in (("exp_avg", torch.ones(3)), ("momentum_buffer", torch.tensor(1.0))):
-        with pytest.raises(PeerError, match=rf"Cannot take over {other} of a: SGD keeps momentum_buffer\. Was that"):
+    for other, value, words in (
+        ("exp_avg", torch.ones(3), r"\[3\] float32"),
+        ("momentum_buffer", torch.tensor(1.0), r"\[\] float32"),
+        ("momentum_buffer", torch.ones(1), r"\[1\] float32"),
+        ("momentum_buffer", torch.ones(3, dtype=torch.int64), r"\[3\] int64"),
+    ):
+        says = rf"Cannot take over {other} {words} of a: with SGD that is momentum_buffer \[D\] float32, .*; D is 3\."
+        with pytest.raises(PeerError, match=says):
             store.set_state(0, "a", other, value)
     store.forget_state(0)
     assert store.state_of(0) == []

@@ -20,6 +20,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.shard.table import _memory_bytes
 from tests.refusals.job import (
     BAD,
+    HYPER,
     OTHER_PLAN,
     PLAN,
     Heard,
@@ -51,7 +52,7 @@ def test_another_layout(job: Job) -> None:
     messages, said, address = opened(job, layout=other)
     says = (
         f"Cannot take in rank 0: its layout is {other!r}, that of the job here is {details().layout!r}. Start every "
-        "worker with the same plan and the same model."
+        "worker with the same plan, the same model and the same optimizer."
     )
     assert messages == [Refused(says, disagrees=True)]
     assert says.removesuffix(".") in said
@@ -72,6 +73,18 @@ def test_another_plan(job: Job) -> None:
 
 DETAILS: dict[str, tuple[dict[str, Any], str]] = {
     "another world": ({"world": 5}, "its number of workers is '5', that of the job here is '2'"),
+    "another optimizer": (
+        {"optimizer": msgspec.structs.replace(details().optimizer, kind="RMSprop", groups=({"lr": 0.5},))},
+        "its optimizer is 'RMSprop', that of the job here is 'SGD'",
+    ),
+    "another momentum": (
+        {"optimizer": msgspec.structs.replace(details().optimizer, groups=({**HYPER[0], "momentum": 0.25},))},
+        "its optimizer is 'group 0: momentum=0.25', that of the job here is 'group 0: momentum=0.5'",
+    ),
+    "an optimizer that is none": (
+        {"optimizer": msgspec.structs.replace(details().optimizer, kind="LBFGS")},
+        "Cannot hold an optimizer 'LBFGS'",
+    ),
     "other shards": ({"shards": 3}, "its number of shards is '3', that of the job here is '1'"),
 }
 

@@ -15,6 +15,7 @@ from offbeat.fabric.server.messages import (
     Look,
     Open,
     Pulled,
+    Refused,
     pack,
 )
 from tests.refusals.job import (
@@ -80,19 +81,31 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
     ),
     "too few groups": (
         lambda n: [(announce(n, hyper=()), b"")],
-        "Cannot take hyper-parameters of 0 groups: the optimizer has 1",
+        "Cannot take hyper-parameters of 0 groups from rank 0: the optimizer has 1",
     ),
     "another flag": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "nesterov": None},)), b"")],
-        "Cannot go on with nesterov=None in group 0 of SGD: it was False",
+        "Cannot go on with nesterov=None in group 0 of SGD, as rank 0 has it: it was False",
     ),
     "no number": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "lr": (1.0, 2.0)},)), b"")],
-        "Cannot go on with lr=(1.0, 2.0) in group 0 of SGD: it was 0.5",
+        "Cannot go on with lr=(1.0, 2.0) in group 0 of SGD, as rank 0 has it: it was 0.5",
     ),
     "a number out of range": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "momentum": -1.0},)), b"")],
-        "Cannot make SGD from these hyper-parameters: Invalid momentum value: -1.0",
+        "Cannot go on in group 0 of SGD, as rank 0 has it: Invalid momentum value: -1.0",
+    ),
+    "a rate that is none": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "lr": float("nan")},)), b"")],
+        "Cannot go on in group 0 of SGD, as rank 0 has it: lr=nan is not finite.",
+    ),
+    "a rate without end": (
+        lambda n: [(announce(n, hyper=({**HYPER[0], "lr": float("inf")},)), b"")],
+        "Cannot go on in group 0 of SGD, as rank 0 has it: lr=inf is not finite.",
+    ),
+    "no rate": (
+        lambda n: [(announce(n, hyper=({k: v for k, v in HYPER[0].items() if k != "lr"},)), b"")],
+        "Cannot go on without lr in group 0 of SGD, as rank 0 has it: it was 0.5.",
     ),
     "a weight that is none": (lambda n: [(announce(n, weight=float("nan")), b"")], "Expected `float` >= 0.0"),
     "a step it was not let go for": (
@@ -108,6 +121,22 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
 }
 
 
+# What is wrong with these is in what it brings: it is told, since who came back would bring it again.
+TOLD = {
+    "a model twice",
+    "a wrong dtype",
+    "another dtype than it has",
+    "a wrong shape",
+    "too few groups",
+    "another flag",
+    "no number",
+    "a number out of range",
+    "a rate that is none",
+    "a rate without end",
+    "no rate",
+}
+
+
 @pytest.mark.parametrize("name", MAD)
 def test_a_worker_that_goes_mad(job: Job, name: str) -> None:
     story, says = MAD[name]
@@ -118,6 +147,8 @@ def test_a_worker_that_goes_mad(job: Job, name: str) -> None:
         job.loop.call(link.send, pack(message), body)
     assert heard.over.wait(10), "it is not closed"
     assert says in str(heard.error)
+    refused = [message.reason for message in heard.messages if isinstance(message, Refused)]
+    assert [says in reason for reason in refused] == [True] * (name in TOLD)
     in_log(job, address, f"Rank 0 is gone: Lost the link of rank 0 with {address}: ")
     in_log(job, address, "The others go on.")
     job.goes_on()

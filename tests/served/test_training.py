@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat
-from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError, PeerError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.parity import jobs
 from tests.parity.jobs import Job, both
 from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SERVER = ParameterServer(block_bytes=4096)
 LR = 0.1
@@ -182,6 +186,79 @@ def test_an_optimizer_that_a_server_cannot_hold_is_refused() -> None:
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
+
+
+# Of rank 1, where rank 0 has SGD(lr=0.1, momentum=0.9) over weight and bias; and the first difference.
+OTHERS: list[tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], str]] = [
+    (lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.9), "rank 1 has 'RMSprop', rank 0 has 'SGD'"),
+    (
+        lambda ps: torch.optim.SGD(ps, lr=0.2, momentum=0.9),
+        "rank 1 has 'group 0: lr=0.2', rank 0 has 'group 0: lr=0.1'",
+    ),
+    (
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5),
+        "rank 1 has 'group 0: momentum=0.5', rank 0 has 'group 0: momentum=0.9'",
+    ),
+    (
+        lambda ps: torch.optim.SGD([*reversed(ps)], lr=0.1, momentum=0.9),
+        "rank 1 has 'group 0 holds bias', rank 0 has 'group 0 holds weight'",
+    ),
+    (
+        lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1, momentum=0.9),
+        "rank 1 has 'group 1: dampening=0', rank 0 has 'group 0 holds bias'",
+    ),
+]
+
+
+def with_other_optimizers() -> tuple[list[str], float]:
+    """What each is refused with; then all are the same, and rank 1 alone has another learning rate later."""
+    said = []
+    with offbeat.init(offbeat.Plan(sync=ASP(), fabric=SERVER)) as run:
+        models = [nn.Linear(3, 2) for _ in OTHERS]  # all at once: parameters are known by their ids
+        for model, (make, _) in zip(models, OTHERS, strict=True):
+            ours = [*model.parameters()]
+            with pytest.raises(DisagreementError) as caught:
+                run.prepare(model, make(ours) if run.rank else torch.optim.SGD(ours, lr=0.1, momentum=0.9))
+            said.append(str(caught.value))
+        model = nn.Linear(3, 2)
+        nn.init.zeros_(model.weight)
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.2 * run.rank
+        model.weight.sum().backward()
+        optimizer.step()
+        run.settle()
+        return said, float(model.weight[0, 0])
+
+
+def test_workers_begin_with_the_same_optimizer() -> None:
+    for said, moved in run_workers(2, with_other_optimizers):
+        for (_, difference), text in zip(OTHERS, said, strict=True):
+            assert text.startswith("The optimizer differs between workers: rank 1 against rank 0. First difference: ")
+            assert f"{difference}. Build the same optimizer on every worker" in text
+        assert moved == pytest.approx(-0.5 * (0.1 + 0.3)), "each contribution goes with its own learning rate"
+
+
+def with_a_rate_that_is_none() -> tuple[str, list[float]]:
+    model = nn.Linear(3, 2)
+    with offbeat.init(offbeat.Plan(sync=BSP(), fabric=SERVER)) as run:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(5):
+            if (run.rank, step) == (1, 2):
+                optimizer.param_groups[0]["lr"] = float("nan")
+            model.weight.sum().backward()
+            try:
+                optimizer.step()
+            except PeerError as error:
+                return str(error), []
+            optimizer.zero_grad()
+        return "", model.weight.flatten().tolist()
+
+
+def test_who_brings_what_cannot_be_is_told_and_does_not_come_back() -> None:
+    (fine, moved), (said, _) = run_workers(2, with_a_rate_that_is_none)
+    assert said == "Cannot go on in group 0 of SGD, as rank 1 has it: lr=nan is not finite."
+    assert not fine
+    assert all(map(math.isfinite, moved))
 
 
 def with_fault(policy: Policy, victim: int, number: int, at: int) -> tuple[int, float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 # How it is computed, which is for the server to decide.
 _MEANS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+_BOUNDS = frozenset({"step_sizes", "t0"})  # Rprop's and ASGD's, where infinity is as good as any
+OUTER = "outer momentum"  # of changes, as a key of state; no optimizer of torch has such a one
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = float | int | bool | None
 Value = Number | Annotated[tuple[Number, ...], msgspec.Meta(max_length=8)]
@@ -138,16 +141,17 @@ class Held:
     optimizer: torch.optim.Optimizer
     groups: list[int]
 
-    def keeps(self, piece: torch.Tensor) -> set[tuple[str, bool]]:
-        """The tensors that it keeps for a piece once it has made a step: key, and whether it is a scalar."""
+    def check_state(self, piece: torch.Tensor, name: str, key: str, value: torch.Tensor) -> None:
+        """See that it can go on from this tensor of its state.
+
+        Args:
+            piece: of parameter `name`.
+
+        Raises:
+            PeerError: if it keeps no such tensor.
+        """
         (group,) = [g for g in self.optimizer.param_groups if any(piece is one for one in g["params"])]
-        trial = torch.nn.Parameter(torch.zeros(2, dtype=piece.dtype))
-        trial.grad = torch.zeros_like(trial)
-        make: Any = type(self.optimizer)
-        optimizer = make([trial], **_known(make, group))
-        optimizer.step()
-        state = {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
-        return {(key, value.ndim == 0) for key, value in state.items()}
+        _check_state(type(self.optimizer), group, piece, name, {key: value})
 
     def set_hyper(self, groups: Sequence[Hyper], rate: float) -> None:
         """Take over hyper-parameters, with the learning rate multiplied by `rate`."""
@@ -157,23 +161,30 @@ class Held:
                 group["lr"] = group["lr"] * rate
 
 
-def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper]) -> None:
-    """See that an optimizer held by `spec` can go on with these hyper-parameters.
+def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper], worker: int) -> None:
+    """See that an optimizer held by `spec` can go on with these hyper-parameters, which `worker` brings.
 
     Raises:
         PeerError: if it cannot: numbers may change, but not which there are, nor what is kept because of them.
     """
     if len(groups) != len(spec.groups):
-        raise PeerError(f"Cannot take hyper-parameters of {len(groups)} groups: the optimizer has {len(spec.groups)}.")
+        raise PeerError(
+            f"Cannot take hyper-parameters of {len(groups)} groups from rank {worker}: the optimizer has "
+            f"{len(spec.groups)}. Add groups before prepare."
+        )
     kind = _CLASSES[spec.kind]
     for index, (before, now) in enumerate(zip(spec.groups, groups, strict=True)):
         if now == before:
             continue
+        where = f"in group {index} of {spec.kind}, as rank {worker} has it"
         for key, value in _known(kind, now).items():
             if key not in before or _shape(kind, key, value) != _shape(kind, key, before[key]):
                 was = before.get(key, "unknown")
-                raise PeerError(f"Cannot go on with {key}={value!r} in group {index} of {spec.kind}: it was {was!r}.")
-        _try(kind, now)
+                raise PeerError(f"Cannot go on with {key}={value!r} {where}: it was {was!r}.")
+        for key in sorted(_known(kind, before).keys() - now.keys()):
+            raise PeerError(f"Cannot go on without {key} {where}: it was {before[key]!r}.")
+        if why := _flaw(kind, now):
+            raise PeerError(f"Cannot go on {where}: {why}")
 
 
 def check_spec(spec: OptimizerSpec) -> None:
@@ -185,19 +196,87 @@ def check_spec(spec: OptimizerSpec) -> None:
     if spec.kind not in _CLASSES or len(spec.groups) != len(spec.members):
         raise PeerError(f"Cannot hold an optimizer {spec.kind!r}.")
     for group in spec.groups:
-        _try(_CLASSES[spec.kind], group)
+        if why := _flaw(_CLASSES[spec.kind], group):
+            raise PeerError(f"Cannot make {spec.kind} from these hyper-parameters: {why}")
 
 
-def _try(kind: Any, group: Hyper) -> None:
+def check_states(
+    spec: OptimizerSpec, states: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """See that an optimizer of `spec` over `parameters` can go on from `states`, both by name.
+
+    Raises:
+        PeerError: if they are another optimizer's, or another model's.
+    """
+    group_of = {name: group for group, names in zip(spec.groups, spec.members, strict=True) for name in names}
+    for name, state in states.items():
+        if name not in parameters:
+            raise PeerError(f"Cannot take over the state of {name}: no parameter that is trained here has that name.")
+        _check_state(_CLASSES[spec.kind], group_of.get(name), parameters[name], name, state)
+
+
+def _check_state(
+    kind: Any, group: Hyper | None, parameter: torch.Tensor, name: str, state: Mapping[str, torch.Tensor]
+) -> None:
+    kept = {OUTER: torch.zeros(2, dtype=parameter.dtype)} | ({} if group is None else _kept(kind, group, parameter))
+    for key, value in state.items():
+        shape = (parameter.numel(),) if key in kept and kept[key].ndim else ()
+        if key not in kept or (value.shape, value.dtype) != (shape, kept[key].dtype):
+            there = ", ".join(f"{one} {'[D]' if kept[one].ndim else '[]'} {_words(kept[one])}" for one in sorted(kept))
+            raise PeerError(
+                f"Cannot take over {key} {list(value.shape)} {_words(value)} of {name}: with {kind.__name__} that is "
+                f"{there}; D is {parameter.numel()}. Was that another optimizer's, or another model's?"
+            )
+
+
+def _kept(kind: Any, group: Hyper, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What it keeps of a parameter once it has made a step, by key: each tensor as for one of two elements."""
+    trial = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype))
+    trial.grad = torch.zeros_like(trial)
+    known = _known(kind, group)
+    if kind is torch.optim.SGD and not known.get("momentum"):  # it may have had some since, or before
+        known["momentum"] = 0.5
+    optimizer = _make(kind, [{"params": [trial], **known}])
+    optimizer.step()
+    return {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def lines_of(spec: OptimizerSpec) -> list[str]:
+    """What all workers must have in common at the beginning.
+
+    Args:
+        spec: checked by `check_spec`.
+    """
+    kind = _CLASSES[spec.kind]
+    lines = [spec.kind]
+    for index, (group, names) in enumerate(zip(spec.groups, spec.members, strict=True)):
+        lines += [f"group {index}: {key}={value!r}" for key, value in sorted(_known(kind, group).items())]
+        lines += [f"group {index} holds {name}" for name in names]
+    return lines
+
+
+def _flaw(kind: Any, group: Hyper) -> str:
+    """Why no step can be made with these hyper-parameters, in a sentence; "" if one can."""
+    known, taken = _known(kind, group), _arguments(kind, group)
+    for key, value in known.items():
+        # Some take any number that is no NaN; one step with it, and so are the parameters of all workers.
+        if key not in _BOUNDS and not all(map(math.isfinite, _numbers(value))):
+            return f"{key}={value!r} is not finite."
     # Torch looks at defaults only, not at what stands in a group; what it would not take fails in the middle of a step.
-    known, taken = _known(kind, group), inspect.signature(kind).parameters
     try:
-        made = kind([torch.zeros(1)], **{"lr": 0.1, **{key: value for key, value in known.items() if key in taken}})
+        made = kind([torch.zeros(1)], **{"lr": 0.1, **taken})
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {error}.") from error
+        return f"{error}."
     fixed = {key: value for key, value in known.items() if key not in taken and value != made.defaults[key]}
-    if fixed:  # such as what makes an Adam of AdamW
-        raise PeerError(f"Cannot make {kind.__name__} from these hyper-parameters: {fixed} cannot be chosen.")
+    return f"{fixed} cannot be chosen." if fixed else ""
+
+
+def _numbers(value: Value) -> list[float]:
+    return [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
 
 
 def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
@@ -208,6 +287,18 @@ def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
         return value
     # With it, RMSprop keeps a buffer from its first step on or never; SGD makes one when it is needed.
     return bool(value) if kind is torch.optim.RMSprop and key == "momentum" else "a number"
+
+
+def _make(kind: Any, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer with these groups; what it reads from no group, such as what Adagrad begins with, is the first's."""
+    optimizer: torch.optim.Optimizer = kind(groups, **_arguments(kind, groups[0]))
+    return optimizer
+
+
+def _arguments(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
+    """Those that can be chosen; torch keeps others beside them, such as what makes an Adam of AdamW."""
+    taken = inspect.signature(kind).parameters
+    return {key: value for key, value in _known(kind, group).items() if key in taken}
 
 
 def _known(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
@@ -235,6 +326,6 @@ def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Hel
             groups.setdefault(group_of[name], []).append(piece)
     if not groups:
         return None
-    make: Any = _CLASSES[spec.kind]
-    optimizer = make([{"params": params, **_known(make, spec.groups[index])} for index, params in groups.items()])
-    return Held(optimizer, list(groups))
+    kind = _CLASSES[spec.kind]
+    made = [{"params": params, **_known(kind, spec.groups[index])} for index, params in groups.items()]
+    return Held(_make(kind, made), list(groups))

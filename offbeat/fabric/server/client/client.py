@@ -26,6 +26,7 @@ from offbeat.fabric.server.client.transfers import Due, Transfers
 from offbeat.fabric.server.deals import Dealt
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
+    MOST_REFUSAL,
     About,
     Announce,
     Answer,
@@ -209,14 +210,17 @@ class Client:
         self._loop.call(self._look, exchange)
         return exchange
 
-    def ask(self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False) -> Exchange:
+    def ask(
+        self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
+    ) -> Exchange:
         """Ask all workers together; the sums of their numbers are in `Exchange.numbers`.
 
         Args:
             refresh: take the newest parameters of all models; else only if there were updates in the meantime.
+            refusal: why what all are to do cannot be; the first one is in `Exchange.refused` of all.
         """
         exchange = Exchange()
-        self._loop.call(self._ask, question, tuple(numbers), refresh, exchange)
+        self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
         return exchange
 
     def fetch(self, model: int) -> Exchange:
@@ -363,12 +367,12 @@ class Client:
         if self._route.is_up and self._enrolled == self._route.entry and self._links:
             self._say(message)
 
-    def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, exchange: Exchange) -> None:
+    def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: Exchange) -> None:
         if not self._places:
             exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
         number, self._asked = self._asked, self._asked + 1
-        ask = Ask(number, question, refresh, numbers)
+        ask = Ask(number, question, refresh, numbers, refusal)
         self._questions[number] = (ask, exchange)
         if self._failed(exchange):
             return
@@ -448,10 +452,10 @@ class Client:
                 place = self.place(model)
                 place.missing.discard(block)
                 self._finish(place)
-            case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement):
+            case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused):
                 _, asked = self._questions.pop(number, (None, None))
                 if asked is not None:
-                    asked.numbers = numbers
+                    asked.numbers, asked.refused = numbers, refused
                     if not disagreement:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)

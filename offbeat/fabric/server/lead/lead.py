@@ -24,6 +24,7 @@ from offbeat.fabric.server.messages import (
     Gone,
     Granted,
     Opened,
+    Refused,
     Released,
     Told,
 )
@@ -165,11 +166,11 @@ class Lead:
                 f"Cannot take contribution {message.clock} of rank {worker}: it is {member.phase}, and number "
                 f"{member.step} is next."
             )
-        _check_kind(one.coordinator.policy, worker, message)
-        if message.about.change:
-            outer_of(message.about.hyper)
-        else:
-            check_hyper(one.optimizer, message.about.hyper)
+        try:
+            _check(one, worker, message)
+        except PeerError as error:  # it would come back with the same
+            self._say(worker, Refused(str(error)))
+            raise
         if one.at_once.get(worker) == message.clock:
             one.granted.add((worker, message.clock))
             one.latest[worker] = message.clock
@@ -514,7 +515,13 @@ class Lead:
         return one
 
 
-def _check_kind(policy: Policy, worker: int, message: Announce) -> None:
+def _check(one: Model, worker: int, message: Announce) -> None:
+    """See that a contribution is what this model can be moved by.
+
+    Raises:
+        PeerError: if it is not.
+    """
+    policy = one.coordinator.policy
     wanted, brought = policy.contributes(message.clock) != "gradient", message.about.change
     if brought != wanted:
         kinds = {False: "a gradient", True: "a change of the parameters"}
@@ -522,3 +529,7 @@ def _check_kind(policy: Policy, worker: int, message: Announce) -> None:
             f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
             f"that is {kinds[wanted]}."
         )
+    if brought:
+        outer_of(message.about.hyper)
+    else:
+        check_hyper(one.optimizer, message.about.hyper, worker)

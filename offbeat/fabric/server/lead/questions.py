@@ -83,10 +83,11 @@ class Questions:
             sum(ask.numbers[i] if i < len(ask.numbers) else 0.0 for _, ask in sorted(asked.items()))
             for i in range(width)
         )
+        refused = next((f"Rank {worker}: {ask.refusal}" for worker, ask in sorted(asked.items()) if ask.refusal), "")
         disagreement = "" if len(questions) == 1 else ", ".join(sorted(questions))
         self._note(Answered(number, sums, len(asked)))
         for worker in sorted(asked):
-            self._answers[worker] = Answer(number, sums, len(asked), disagreement)
+            self._answers[worker] = Answer(number, sums, len(asked), disagreement, refused)
 
     def _answer_as_before(self, number: int, asked: dict[int, Ask]) -> None:
         """The others were answered without these workers, or before the server was restarted."""

@@ -50,6 +50,7 @@ from offbeat.fabric.server.messages.shards import (
     Whole,
 )
 from offbeat.fabric.server.messages.training import (
+    MOST_REFUSAL,
     About,
     Announce,
     Answer,
@@ -84,6 +85,7 @@ ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused |
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
 __all__ = [
+    "MOST_REFUSAL",
     "About",
     "Admit",
     "Announce",

@@ -10,6 +10,8 @@ from offbeat.fabric.server.deals import Used
 from offbeat.fabric.server.messages.fields import Count, Digest, Dtype, Model, Text
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
+MOST_REFUSAL = 4096  # characters
+
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
     """`offbeat.fabric.server.blocks.Piece` on the wire; `name` is an index into `Details.names`."""
@@ -51,7 +53,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         life: of the server, as it last was here.
-        clock: number of the contribution it computes, or holds.
+        clock: number of the contribution it computes, or holds; those that follow have to be a `Count`, too.
         version: of the parameters it has.
         holds: it has a contribution, which was not acknowledged.
         waits: it does not compute, so its parameters may be overwritten.
@@ -61,7 +63,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     life: Count
-    clock: Count
+    clock: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)]
     version: Count
     holds: bool
     waits: bool
@@ -207,21 +209,30 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         refresh: give everybody the newest parameters with the answer; else only who missed an update meanwhile.
+        refusal: why what all are to do cannot be; "" if this worker has done it.
     """
 
     number: Count
     question: Name
     refresh: bool = False
     numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()
+    refusal: Annotated[str, msgspec.Meta(max_length=MOST_REFUSAL)] = ""
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """`workers`: how many were asked; `disagreement`: what others ask instead, or ""."""
+    """What all have asked.
+
+    Args:
+        workers: how many were asked.
+        disagreement: what others ask instead, or "".
+        refused: who said why it cannot be, and why; "" if nobody did.
+    """
 
     number: Count
     numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
     workers: Count
     disagreement: Text = ""
+    refused: Text = ""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -142,8 +142,12 @@ class Guest:
         try:
             self._shard.open(self, model, details, entry)
         except PeerError as error:
-            self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
-            raise
+            raise self._refused(error) from error
+
+    def _refused(self, error: PeerError) -> PeerError:
+        """The same error, which the worker has been told, so that it does not come back with what it is about."""
+        self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
+        return error
 
     def take_body(self) -> bytearray:
         """What came with the message at hand."""
@@ -205,10 +209,13 @@ class Guest:
         table = self._shard.table(model)
         numel = table.values(block).numel()
         if dtype not in DTYPES:
-            raise PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}.")
+            raise self._refused(PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}."))
         self._check_turn((self.rank, message.clock), table, block)
         self._landing = torch.empty(numel, dtype=DTYPES[dtype])
-        return _sized(self._landing, block, size_bytes)
+        try:
+            return _sized(self._landing, block, size_bytes)
+        except PeerError as error:
+            raise self._refused(error) from error
 
     def _check_turn(self, push: Push, table: Table, block: int) -> None:
         expected, shard = table.next(self.rank), self._shard

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
@@ -44,6 +45,7 @@ from offbeat.fabric.server.messages import (
     Whole,
     pack,
 )
+from offbeat.fabric.server.optimizers import check_spec, lines_of
 from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
 from offbeat.fabric.server.shard.table import Table
@@ -100,7 +102,8 @@ class Shard:
         self._shards: list[Guest] = []  # that follow this one
         self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
         self._decided: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
-        self._waiting: list[tuple[Guest, int, Details, int]] = []  # that came before this life had begun
+        # What was opened before this life had begun, by worker and model, with the worker's entry.
+        self._waiting: dict[tuple[int, int], tuple[Guest, Details, int]] = {}
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
         self._lead = None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life)
@@ -163,8 +166,8 @@ class Shard:
             _log.error("Cannot go on from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
             raise
         self.begun.set()
-        waiting, self._waiting = self._waiting, []
-        for guest, model, details, entry in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for (_, model), (guest, details, entry) in waiting.items():
             with contextlib.suppress(PeerError):  # it has been told
                 guest.open(model, details, entry)
 
@@ -224,7 +227,10 @@ class Shard:
                 known of that.
         """
         if not self.begun.is_set():
-            self._waiting.append((guest, model, details, entry))
+            there, *_ = self._waiting.get((guest.rank, model), (None,))
+            if there is not None and there.link.connected and (there is guest or details.back is None):
+                raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
+            self._waiting[(guest.rank, model)] = (guest, details, entry)
             return
         if model in guest.models and details.back is None:
             raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
@@ -345,6 +351,7 @@ class Shard:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
         if self.is_over:
             return
+        self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not guest}
         if guest in self._shards:
             self._shards.remove(guest)
             self._held.pop(guest, None)
@@ -521,16 +528,19 @@ def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
 
 
 def _compare(rank: int, theirs: Details, ours: Details) -> None:
+    check_spec(theirs.optimizer)
+    optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
         ("plan", _digest(theirs.plan), _digest(ours.plan)),
         ("layout", theirs.layout, ours.layout),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
+        *(("optimizer", there, here) for there, here in optimizers),
     ):
         if there != here:
             raise DisagreementError(
                 f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}. Start every "
-                "worker with the same plan and the same model."
+                "worker with the same plan, the same model and the same optimizer."
             )
 
 

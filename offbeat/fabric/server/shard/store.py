@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server.optimizers import Held, hold
+from offbeat.fabric.server.optimizers import OUTER, Held, hold
 from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
-
-
-_OUTER = "outer momentum"  # no optimizer of torch has such a key
 
 
 class Store:
@@ -113,7 +110,7 @@ class Store:
         momentum = self._outer_momentum.get(block)
         if momentum is not None and momentum.numel():
             views = momentum.split([piece.numel() for piece in pieces.values()])
-            state += [(name, _OUTER, view) for name, view in zip(pieces, views, strict=True)]
+            state += [(name, OUTER, view) for name, view in zip(pieces, views, strict=True)]
         return state
 
     def forget_state(self, block: int) -> None:
@@ -131,20 +128,19 @@ class Store:
         """
         held, pieces = self._held.get(block), self._pieces.get(block, {})
         piece = pieces.get(name)
-        if piece is None or value.numel() not in (1, piece.numel()) or (held is None and key != _OUTER):
+        if piece is None or (held is None and key != OUTER):
             raise PeerError(f"Cannot take over {key} of {name} in block {block}: there is no such piece here.")
-        if key == _OUTER:
+        if key == OUTER:
+            if value.shape != piece.shape:
+                raise PeerError(
+                    f"Cannot take over {key} of {name}: it has {value.numel()} elements, not {piece.numel()}."
+                )
             momentum = self._outer_momentum.setdefault(block, torch.zeros_like(self.values[block]))
             views = momentum.split([piece.numel() for piece in pieces.values()])
             dict(zip(pieces, views, strict=True))[name].copy_(value)
             return
         assert held is not None
-        kept = held.keeps(piece)
-        if (key, value.ndim == 0) not in kept:
-            raise PeerError(
-                f"Cannot take over {key} of {name}: {type(held.optimizer).__name__} keeps "
-                f"{', '.join(sorted(key for key, _ in kept)) or 'nothing'}. Was that another optimizer's?"
-            )
+        held.check_state(piece, name, key, value)
         held.optimizer.state[piece][key] = value
 
 
