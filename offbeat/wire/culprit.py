@@ -14,7 +14,7 @@ still on its way to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Diagnosis:
         culprits: those that do not, and why.
         fatal: whether a culprit can no longer come.
         note: what else is to be said.
+        server: what is wrong with the parameter server that stands between the workers, or "".
     """
 
     rank: int
@@ -76,6 +77,14 @@ class Diagnosis:
     culprits: tuple[Culprit, ...]
     fatal: bool
     note: str = ""
+    server: str = ""
+
+    def with_server(self, trouble: str) -> Diagnosis:
+        """The same where a parameter server is in trouble: whoever waits may wait for that, also elsewhere."""
+        if self.note not in (_ALL_HERE, _DISAGREE):
+            return replace(self, server=trouble)
+        fatal = any(culprit.reason in _FATAL for culprit in self.culprits)
+        return replace(self, server=trouble, note="", fatal=fatal)
 
     @property
     def text(self) -> str:
@@ -86,8 +95,7 @@ class Diagnosis:
             lines += [f"{QUOTED}{line}" for line in culprit.detail.splitlines()]
         if self.arrived:
             lines.append(f"  arrived: {_ranks(self.arrived)}")
-        if self.note:
-            lines.append(f"  {self.note}")
+        lines += [f"  {said}" for said in (self.server, self.note) if said]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +109,7 @@ class Diagnosis:
             "culprits": [vars(culprit) for culprit in self.culprits],
             "fatal": self.fatal,
             "note": self.note,
+            "server": self.server,
         }
 
 

@@ -232,6 +232,10 @@ class Client:
         self._loop.call(self._transfer, due)
         return exchange
 
+    def trouble(self) -> str:
+        """What is wrong with the server, in sentences; "" if nothing is known to be."""
+        return self._route.trouble()
+
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
         self._loop.call(self._route.abort)
