@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.server.deals import FromData
     from offbeat.fabric.server.lead.lead import Parts
-    from offbeat.fabric.server.messages import Decision, Details, FromShard, ToWorker
+    from offbeat.fabric.server.messages import Back, Decision, Details, FromShard, ToWorker
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.sync import Push
@@ -228,7 +228,7 @@ class Shard:
             return
         if model in guest.models and details.back is None:
             raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-        self._make_room(guest, comes_back=details.back is not None)
+        self._make_room(guest, details.back)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
@@ -311,6 +311,7 @@ class Shard:
         lead = self._lead
         if lead is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
+        self._check_place(guest, message)
         match message:
             case Announce():
                 lead.announce(guest.rank, message)
@@ -319,10 +320,6 @@ class Shard:
             case Look(number=number):
                 guest.answer(Sight(number), pack(lead.look()))
             case Ask():
-                if self._guests.get(guest.rank) is not guest:
-                    raise PeerError(
-                        f"Cannot ask all workers for rank {guest.rank}: it trains no model yet. Call run.prepare first."
-                    )
                 lead.ask(guest.rank, message)
             case Enrol() | Take() | Return() | Crowded():
                 lead.data(guest.rank, message)
@@ -340,6 +337,15 @@ class Shard:
                 lead.filled(model)
             case Nearly() | Whole():
                 self._tell_lead(message)
+
+    def _check_place(self, guest: Guest, message: object) -> None:
+        """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
+        kind = type(message).__name__
+        if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
+            raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
+        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look):
+            return
+        raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
 
     def lose(self, guest: Guest, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
@@ -439,12 +445,15 @@ class Shard:
         """Whether this is the first shard."""
         return self._lead is not None
 
-    def _make_room(self, guest: Guest, *, comes_back: bool) -> None:
-        """See that there is one worker of each rank; one that comes back is not who it was."""
+    def _make_room(self, guest: Guest, back: Back | None) -> None:
+        """See that there is one worker of each rank; one that comes back is not who it was.
+
+        While the one that is here is connected, only it itself can know the name of the server's life.
+        """
         there = self._guests.get(guest.rank)
         if there is None or there is guest:
             return
-        if there.link.connected and not comes_back:
+        if there.link.connected and (back is None or back.life != self.life):
             raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
         self._remove(there)  # its process is gone, and this is the one that follows it
         there.link.abort()
