@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import msgspec
 
-from offbeat.errors import NetworkError, OffbeatError
+from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exits import how_it_ended
 from offbeat.wire import eager
 
@@ -171,6 +171,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
     Raises:
         NetworkError: if the address, the credentials or the folder for snapshots cannot be used, or the coordinator
             cannot be reached.
+        PeerError: if the coordinator does not take it in.
     """
     from offbeat.fabric.server.shard.archive import Archive
 
@@ -220,6 +221,8 @@ async def _live(
             patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
         )
         await _first_of(shard.begun, ended, again, stop)
+        if shard.refusal:
+            raise PeerError(f"Cannot serve beside {settings.coordinator}: it refused. {shard.refusal}")
     listener = await listen(
         settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
     )

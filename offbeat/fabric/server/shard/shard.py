@@ -120,6 +120,7 @@ class Shard:
         self.was_visited = False
         self.is_over = False  # set by the process: what it hears now is of no interest any more
         self.is_finished = False  # the last worker has said good-bye
+        self.refusal = ""  # why the shard that coordinates does not want this one
         if self._lead is not None:
             self._begin_if_all_are_here()
 
@@ -204,6 +205,15 @@ class Shard:
         self.begin(Begin(self.life, chosen))
 
     def _enlist(self, guest: Guest, enlist: Enlist) -> None:
+        if guest in self._shards:
+            raise PeerError("Cannot take in this shard for a second time.")
+        if count := self._has_all(enlist):
+            refusal = (
+                f"Cannot take in another shard: the workers of this job named {count}, and all are here. To use more, "
+                "start the workers anew with the addresses of all."
+            )
+            guest.say(Refused(refusal))
+            raise PeerError(refusal)
         if self.begun.is_set() and self._tables and self._archive is not None:
             self._again()  # one of the shards has come back before it was missed
             return
@@ -212,6 +222,17 @@ class Shard:
         if self.begun.is_set():
             guest.say(Begin(self.life))
         self._begin_if_all_are_here()
+
+    def _has_all(self, enlist: Enlist) -> int:
+        """How many shards the workers named, if all are here, and the one that comes is none of them; else 0.
+
+        One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
+        """
+        held = {} if self._archive is None else self._archive.held
+        comes_back = any(Identity(*one) in held for one in enlist.held)
+        is_broken = any(not shard.link.connected for shard in self._shards)
+        named = max((table.details.shards for table in self._tables.values()), default=0)
+        return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
 
     # -- what is said --------------------------------------------------------------------------------------------
 
@@ -415,6 +436,11 @@ class Shard:
             for model, block in [key for key in guest.early if key[0] == admit.model]:
                 push, part = guest.early.pop((model, block))
                 self.arrive(guest, model, push, block, part)
+
+    def refuse(self, reason: str) -> None:
+        """The coordinator does not want this shard."""
+        self.refusal = reason
+        self._done()
 
     def end(self, error: OffbeatError | None) -> None:
         """The coordinator is gone, and with it the job; or it is to come back."""
