@@ -177,9 +177,7 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
-        server = connect(fabric, self._control, timeout, self.run_dir, self._tell_of_server)
-        self._waiter.ask_server = server.client.trouble
-        return server
+        return connect(fabric, self._control, self._waiter, timeout, self.run_dir, self._tell_of_server)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 

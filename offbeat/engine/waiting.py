@@ -48,6 +48,7 @@ class Awaited:
         label: the layer names the bucket covers.
         model: of several prepared, which one; from 0.
         outlives: whether it comes to its end even if another worker never does, because a server stands between.
+        alone: it is this worker's own, such as starting a process; the others wait for it, and it for none of them.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Awaited:
     label: str = ""
     model: int = 0
     outlives: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         if self.bucket < 0:
@@ -191,6 +193,9 @@ class Waiter:
             self.witness.resumed()
 
     def _report(self, awaited: Awaited, waited_s: float) -> None:
+        if awaited.alone:
+            self._tell(f"{awaited} has taken {waited_s:.1f} s so far.")
+            return
         server = self._trouble_of_server(awaited)
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:

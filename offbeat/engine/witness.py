@@ -94,6 +94,8 @@ class Watched:
 
 
 def _phase(awaited: Awaited) -> str:
+    if awaited.alone:
+        return "busy"
     return "exchanging" if awaited.step >= 0 else "waiting"
 
 

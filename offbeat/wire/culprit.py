@@ -5,7 +5,8 @@ completed more is ahead: it owes nothing. Everyone else needs a reason, looked f
 
     dead, raised, done         it will not come: fatal
     unreachable, paused        it may come
-    holds the GIL, computes    it will come
+    holds the GIL, is busy,
+    computes                   it will come
     waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
 
 That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
@@ -41,8 +42,8 @@ class Culprit:
     """One worker that has not arrived.
 
     Args:
-        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting" or
-            "elsewhere".
+        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting", "busy"
+            or "elsewhere".
         text: the same in words, with what is known.
         detail: a traceback or a stack, or "".
     """
@@ -209,6 +210,8 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
         return culprit("gil", f"has held the GIL for {words.heartbeat_age_s:.1f} s, {at}.", _tail_of(words.stack))
     if words.phase == "starting":
         return culprit("starting", "is still starting.", _tail_of(words.stack))
+    if words.phase == "busy":
+        return culprit("busy", f"has been {words.operation} for {words.since_s + words.age_s:.1f} s.")
     return _judge_computing(words)
 
 
@@ -251,7 +254,7 @@ def _doing(words: Words) -> str:
     if words.phase in ("exchanging", "waiting"):
         model = f" of model {words.model + 1}" if words.model else ""
         return f"waiting in {words.operation}{model} at step {words.step}"
-    return f"computing step {words.step}"
+    return words.operation if words.phase == "busy" else f"computing step {words.step}"
 
 
 def _steps(count: int) -> str:

@@ -6,15 +6,18 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import offbeat.serve as serve_module
 from offbeat.errors import OffbeatError
 from offbeat.report.ending import read_stalls
 from offbeat.sync import ASP
-from tests.served.survival import TIMEOUT_S, Counter, join, serve
+from tests.cli.test_serve import free_port
+from tests.served.survival import TIMEOUT_S, TOKEN, Counter, join, serve
 from tests.stalls.test_stalls import Reports
 from tests.workers import run_workers
 
@@ -59,6 +62,56 @@ def train(folder: Path, number: signal.Signals) -> dict[str, Any]:
             "stall": json.loads(stall.read_text()),
             "address": os.environ["OFFBEAT_SERVERS"],
         }
+
+
+def starts_slowly(folder: Path) -> list[str]:
+    """Rank 0 takes its time to start the server beside it; what this rank was told."""
+    told = Reports()
+    logging.getLogger("offbeat").addHandler(told)
+    if os.environ["RANK"] == "0":
+        begun = serve_module.start_shard
+
+        def start(settings: serve_module.Settings) -> Any:
+            time.sleep(FAULT_S)
+            return begun(settings)
+
+        serve_module.start_shard = start  # type: ignore[assignment]
+    with join(ASP(), folder) as run:
+        Counter(run).step()
+    return [text for _, text in told.texts]
+
+
+def test_who_starts_the_server_says_so(tmp_path: Path) -> None:
+    first, second = run_workers(2, starts_slowly, tmp_path)
+    assert any(text.startswith("starting the parameter server has taken ") for text in first)
+    (stalled, *_) = [text for text in second if "has waited" in text]
+    assert "has waited 1." in stalled, "within the timeout"
+    assert "rank 0 on " in stalled
+    assert "has been starting the parameter server for " in stalled
+
+
+def dials_early(folder: Path) -> list[str]:
+    """All dial a server that is not there yet; what this rank was told."""
+    told, where = Reports(), folder / "port"
+    logging.getLogger("offbeat").addHandler(told)
+    if os.environ["RANK"] == "0":
+        port = free_port()
+        where.with_suffix(".new").write_text(str(port))
+        where.with_suffix(".new").rename(where)
+        settings = serve_module.Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, port=port)
+        threading.Timer(FAULT_S, serve_module.start_shard, (settings,)).start()
+    while not where.exists():
+        time.sleep(0.01)
+    address = f"127.0.0.1:{where.read_text()}"
+    os.environ.update(OFFBEAT_SERVERS=address, OFFBEAT_JOB="j", OFFBEAT_TOKEN=TOKEN)
+    with join(ASP(), folder) as run:
+        Counter(run).step()
+    return [text.replace(address, "ADDRESS") for _, text in told.texts]
+
+
+def test_who_dials_the_server_says_so(tmp_path: Path) -> None:
+    for told in run_workers(2, dials_early, tmp_path):
+        assert any(text.startswith("dialling the parameter server at ADDRESS has taken 1.") for text in told), told
 
 
 def wake(pid: int) -> None:

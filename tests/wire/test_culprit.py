@@ -42,6 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "at the end": ({"phase": "finished", "step": 7}, "done", True, "is done after 7 steps"),
     "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
     "starting": ({"phase": "starting"}, "starting", False, "still starting"),
+    "busy": (
+        {"phase": "busy", "operation": "starting it", "since_s": 3.0},
+        "busy",
+        False,
+        "been starting it for 3.0 s",
+    ),
     "elsewhere": ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere", True, "waits elsewhere"),
 }
 
