@@ -169,8 +169,9 @@ class Run:
         if not isinstance(fabric, ParameterServer):
             if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
                 _log.warning(
-                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Use fabric=ParameterServer(), or "
-                    "leave out --servers and OFFBEAT_SERVERS.",
+                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
+                    "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
+                    "and OFFBEAT_SERVERS.",
                     addresses, fabric,
                 )  # fmt: skip
             return None

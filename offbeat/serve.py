@@ -21,7 +21,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -30,12 +30,14 @@ from offbeat.exits import how_it_ended
 from offbeat.wire import eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from types import FrameType
 
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import Link
+
+T = TypeVar("T")
 
 _START_S = 60.0
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
@@ -210,7 +212,7 @@ async def _live(
     credentials = settings.credentials()
     chief: Link | None = None
     if settings.coordinator:
-        chief = await connect(
+        dialling = connect(
             settings.coordinator,
             accept=shard.follow,
             job=settings.job,
@@ -220,6 +222,9 @@ async def _live(
             limits=limits,
             patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
         )
+        chief = await _unless(stop, dialling)
+        if chief is None:
+            return None
         await _first_of(shard.begun, ended, again, stop)
         if shard.refusal:
             raise PeerError(f"Cannot serve beside {settings.coordinator}: it refused. {shard.refusal}")
@@ -267,6 +272,18 @@ async def _first_of(*events: asyncio.Event) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+
+
+async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns, or raises; None if `stop` is set before."""
+    task, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait([task])
+    return None
 
 
 def _say_nothing(address: str) -> None:
