@@ -108,7 +108,7 @@ class Roll(Nobody):
     def result(self) -> Reply:
         return Total(torch.empty(0))
 
-    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
         return Absent(self._rank, tuple(self._missing), waited_s)
 
 

@@ -170,15 +170,16 @@ class Run:
         if not isinstance(fabric, ParameterServer):
             if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
                 _log.warning(
-                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Use fabric=ParameterServer(), or "
-                    "leave out --servers and OFFBEAT_SERVERS.",
+                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
+                    "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
+                    "and OFFBEAT_SERVERS.",
                     addresses, fabric,
                 )  # fmt: skip
             return None
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
-        return connect(fabric, self._control, timeout, self.run_dir, self._tell_of_server)
+        return connect(fabric, self._control, self._waiter, timeout, self.run_dir, self._tell_of_server)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
     python -m offbeat.serve FD      (settings as JSON on standard input; its address, or why not, goes to FD)
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
-`Settings.restarts` this process only starts another one, which serves, and starts it again whenever that is killed; so
-the server is looked after as long as the job lasts, whoever started it.
+`Settings.restarts` this process only starts another one, which serves, and starts it again whenever that is killed, or
+told to stop; so the server is looked after as long as the job lasts, whoever started it. To end it, end this process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from offbeat.errors import NetworkError, OffbeatError
+from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exits import how_it_ended
 from offbeat.wire import eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
+    from types import FrameType
 
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import Link
+
+T = TypeVar("T")
 
 _START_S = 60.0
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
@@ -47,6 +50,7 @@ _RETURN_S = 15.0
 _PATIENCE = timedelta(seconds=60)  # for another shard to be started again
 _PR_SET_PDEATHSIG = 1
 RESTARTS = 5  # of a server that is looked after
+_STOPPED = 75  # exit code of one that was told to stop; 0 says that the job has ended
 _log = logging.getLogger("offbeat")
 
 
@@ -157,15 +161,19 @@ def start_shard(
     return process, said
 
 
-async def serve(settings: Settings, say: Callable[[str], None]) -> None:
+async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
     """Serve one job: until its last worker has gone, or SIGTERM or SIGINT comes, which leave a snapshot.
 
     Args:
         say: called with "host:port" when workers may come.
 
+    Returns:
+        Whether it was told to stop.
+
     Raises:
         NetworkError: if the address, the credentials or the folder for snapshots cannot be used, or the coordinator
             cannot be reached.
+        PeerError: if the coordinator does not take it in.
     """
     from offbeat.fabric.server.shard.archive import Archive
 
@@ -178,6 +186,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> None:
     while (address := await _live(settings, archive, stop, say)) is not None:
         settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
         say = _say_nothing
+    return stop.is_set()
 
 
 async def _live(
@@ -203,7 +212,7 @@ async def _live(
     credentials = settings.credentials()
     chief: Link | None = None
     if settings.coordinator:
-        chief = await connect(
+        dialling = connect(
             settings.coordinator,
             accept=shard.follow,
             job=settings.job,
@@ -213,7 +222,12 @@ async def _live(
             limits=limits,
             patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
         )
+        chief = await _unless(stop, dialling)
+        if chief is None:
+            return None
         await _first_of(shard.begun, ended, again, stop)
+        if shard.refusal:
+            raise PeerError(f"Cannot serve beside {settings.coordinator}: it refused. {shard.refusal}")
     listener = await listen(
         settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
     )
@@ -241,6 +255,9 @@ async def _live(
         for link in [*listener.links, *([] if chief is None else [chief])]:
             link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
         return listener.address
+    if archive is not None and stop.is_set():
+        for link in [link for link in listener.links if link.role == "shard"]:  # they wait for it to be started again
+            link.fail(NetworkError("the shard that coordinates was told to stop"))
     if archive is not None and shard.is_finished and not stop.is_set():
         archive.clear()
     with contextlib.suppress(TimeoutError):
@@ -257,24 +274,45 @@ async def _first_of(*events: asyncio.Event) -> None:
         task.cancel()
 
 
+async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns, or raises; None if `stop` is set before."""
+    task, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait([task])
+    return None
+
+
 def _say_nothing(address: str) -> None:
     """Workers know it already."""
 
 
 def look_after(settings: Settings, say: Callable[[str], None]) -> None:
-    """Start a shard as another process, and start it again whenever it is killed; until it ends by itself.
+    """Start a shard as another process, and start it again whenever it is killed or told to stop.
+
+    It ends when the shard has ended by itself, or when it is told to stop, which it passes on.
 
     Raises:
         NetworkError: if it cannot be started for the first time.
     """
     settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
     process, address = start_shard(settings, is_kept=True)
+    was_told = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal was_told
+        was_told = True
+        process.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: process.send_signal(number))
+        signal.signal(number, pass_on)
     say(address)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
-    while (code := process.wait()) != 0:
-        how = how_it_ended(code)
+    while (code := process.wait()) != 0 and not was_told:
+        how = "was told to stop" if code == _STOPPED else how_it_ended(code)
         if not left:
             _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
             return
@@ -285,6 +323,8 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
         except NetworkError as error:
             _log.error("%s", error)
             return
+        if was_told:  # while it was being started
+            process.terminate()
 
 
 def prepare_process() -> None:
@@ -299,8 +339,8 @@ def prepare_process() -> None:
 def main() -> None:
     """Take the settings from standard input, and serve."""
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
-    fd = int(sys.argv[1])
-    if sys.argv[2:] == ["kept"]:
+    fd, is_kept = int(sys.argv[1]), sys.argv[2:] == ["kept"]
+    if is_kept:
         _end_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
 
@@ -316,7 +356,8 @@ def main() -> None:
             look_after(settings, say)
         else:
             prepare_process()
-            eager.run(serve(settings, say))
+            if eager.run(serve(settings, say)) and is_kept:
+                sys.exit(_STOPPED)
     except OffbeatError as error:
         if said:
             _log.error("%s", error)

@@ -117,6 +117,7 @@ class Server:
 def connect(
     spec: ParameterServer,
     control: Control,
+    waiter: Waiter,
     timeout: timedelta,
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -124,6 +125,7 @@ def connect(
     """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
     Args:
+        waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
 
@@ -145,7 +147,7 @@ def connect(
             "--servers and OFFBEAT_SERVERS, or collocated - at `plan.fabric.collocated`."
         )
     if not addresses:
-        addresses, settings = _beside_workers(control, settings, run_dir, everywhere=spec.collocated)
+        addresses, settings = _beside_workers(control, waiter, settings, run_dir, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
     if run_dir is not None and control.rank == 0:
@@ -173,7 +175,9 @@ def connect(
         patience=timedelta(seconds=spec.patience_s),
         tell=tell,
     )
-    loop.run(client.connect(_FIRST_PATIENCE))
+    dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
+    waiter.call(lambda: loop.run(client.connect(_FIRST_PATIENCE)), dialling)
+    waiter.ask_server = client.trouble
     return Server(client, spec, loop, len(addresses))
 
 
@@ -196,7 +200,7 @@ def _leave_address(path: Path, address: str, settings: Settings) -> None:
 
 
 def _beside_workers(
-    control: Control, settings: Settings, run_dir: Path | None, *, everywhere: bool
+    control: Control, waiter: Waiter, settings: Settings, run_dir: Path | None, *, everywhere: bool
 ) -> tuple[tuple[str, ...], Settings]:
     """Have rank 0 start a shard with a job and a token of its own; where it is. Collective.
 
@@ -204,14 +208,12 @@ def _beside_workers(
         run_dir: where snapshots are kept; None for none.
         everywhere: the other ranks start one each, which follows rank 0's.
     """
-    from offbeat.serve import start_shard
-
     bind, said = meeting_address(control), ""
     if control.rank == 0:
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         fresh = msgspec.structs.replace(settings, job=job, token=token, bind=bind)
         try:
-            said = f"{start_shard(_with_snapshots(fresh, run_dir, 0))[1]} {fresh.job} {fresh.token}"
+            said = f"{_start(_with_snapshots(fresh, run_dir, 0), waiter)} {fresh.job} {fresh.token}"
         except NetworkError as error:
             said = f"! {error}"
     said = control.texts("the parameter server's address", said)[0]
@@ -225,7 +227,7 @@ def _beside_workers(
     if control.rank > 0:
         try:
             fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
-            said = start_shard(_with_snapshots(fresh, run_dir, control.rank))[1]
+            said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
         except NetworkError as error:
             said = f"! {error}"
     addresses = control.texts("the addresses of the shards", said)
@@ -233,6 +235,15 @@ def _beside_workers(
         if one.startswith("!"):
             raise NetworkError(one[2:])
     return tuple(addresses), settings
+
+
+def _start(settings: Settings, waiter: Waiter) -> str:
+    """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
+    from offbeat.serve import start_shard
+
+    what = "a shard of the parameter server" if settings.coordinator else "the parameter server"
+    _, address = waiter.call(lambda: start_shard(settings), Awaited(f"starting {what}", alone=True))
+    return address
 
 
 def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:

@@ -48,6 +48,7 @@ class Awaited:
         label: the layer names the bucket covers.
         model: of several prepared, which one; from 0.
         outlives: whether it comes to its end even if another worker never does, because a server stands between.
+        alone: it is this worker's own, such as starting a process; the others wait for it, and it for none of them.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Awaited:
     label: str = ""
     model: int = 0
     outlives: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         if self.bucket < 0:
@@ -92,8 +94,12 @@ class Witness(Protocol):
     def exchanged(self, stamp: int) -> None:
         """An exchange is complete, after `stamp` batches."""
 
-    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
-        """Who has not arrived, and why; None if nothing can be found out."""
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+        """Who has not arrived, and why; None if nothing can be found out.
+
+        Args:
+            server: what is wrong with the parameter server; "" if nothing is known to be, or it is not waited for.
+        """
 
 
 class Nobody:
@@ -108,7 +114,7 @@ class Nobody:
     def exchanged(self, stamp: int) -> None:
         """Nobody listens."""
 
-    def investigate(self, awaited: Awaited, waited_s: float) -> Findings | None:
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
         return None
 
 
@@ -136,6 +142,7 @@ class Waiter:
         self._report_after_s = _LOOK_EARLY * timeout.total_seconds()
         self._poll = min(_POLL, timeout / 10)
         self.witness = witness or Nobody()
+        self.ask_server: Callable[[], str] = lambda: ""  # what is wrong with the parameter server, in sentences
         self._tell = tell
         self._report_path = report_path
         self.waited_s = 0.0
@@ -186,9 +193,14 @@ class Waiter:
             self.witness.resumed()
 
     def _report(self, awaited: Awaited, waited_s: float) -> None:
-        findings = self.witness.investigate(awaited, waited_s)
+        if awaited.alone:
+            self._tell(f"{awaited} has taken {waited_s:.1f} s so far.")
+            return
+        server = self._trouble_of_server(awaited)
+        findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
-            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}; no other worker can be asked why.")
+            known = f". {server}" if server else "; no other worker can be asked why."
+            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}{known}")
             return
         self._leave(findings)
         if findings.fatal and not awaited.outlives:
@@ -198,7 +210,8 @@ class Waiter:
     def _explain_break(self, awaited: Awaited, began_s: float, error: NetworkError) -> None:
         broke_s = self._clock.now_s()
         while True:
-            findings = self.witness.investigate(awaited, self._clock.now_s() - began_s)
+            waited_s = self._clock.now_s() - began_s
+            findings = self.witness.investigate(awaited, waited_s, self._trouble_of_server(awaited))
             if findings is not None and findings.fatal and not awaited.outlives:
                 self._leave(findings)
                 raise WorkerLostError(findings.text) from error
@@ -206,6 +219,9 @@ class Waiter:
                 known = "" if findings is None else f"\n{findings.text}"
                 raise NetworkError(f"step {awaited.step}: {awaited} failed. {error}{known}") from error
             self._clock.sleep(0.1)
+
+    def _trouble_of_server(self, awaited: Awaited) -> str:
+        return self.ask_server() if awaited.outlives else ""
 
     def _leave(self, findings: Findings) -> None:
         if self._report_path is None:

@@ -67,7 +67,7 @@ class Watched:
         self._exchanges, self._stamp = self._exchanges + 1, stamp
         self.resumed()
 
-    def investigate(self, awaited: Awaited, waited_s: float) -> Diagnosis | None:
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Diagnosis | None:
         try:
             roster = self._watch.roster(self._patience)
             diagnosis = self._explain(roster, awaited, waited_s)
@@ -78,7 +78,7 @@ class Watched:
         except NetworkError as error:
             _log.warning("%s", error)
             return None
-        return diagnosis
+        return diagnosis.with_server(server) if server else diagnosis
 
     def _explain(self, roster: Roster, awaited: Awaited, waited_s: float) -> Diagnosis:
         return explain(
@@ -94,6 +94,8 @@ class Watched:
 
 
 def _phase(awaited: Awaited) -> str:
+    if awaited.alone:
+        return "busy"
     return "exchanging" if awaited.step >= 0 else "waiting"
 
 

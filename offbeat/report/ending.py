@@ -47,6 +47,7 @@ class Stall(msgspec.Struct, frozen=True):
     step: int = 0
     fatal: bool = False
     note: str = ""
+    server: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Suspect:
     """What the stall reports say of one worker.
 
     Args:
-        rank: of that worker; None if nobody was late.
+        rank: of that worker; None if nobody was late, or for the parameter server.
         by: ranks that reported it.
     """
 
@@ -65,7 +66,7 @@ class Suspect:
 
     def __str__(self) -> str:
         verb = "reports" if len(self.by) == 1 else "report"
-        whom = "no culprit" if self.rank is None else f"rank {self.rank} ({self.reason})"
+        whom = self.reason or "no culprit" if self.rank is None else f"rank {self.rank} ({self.reason})"
         return f"{ranks(self.by, capital=True)} {verb} {whom}{': ' if self.text else '.'}{self.text}"
 
 
@@ -169,6 +170,8 @@ def _suspects(stalls: Iterable[Stall], workers: Mapping[int, Tally], errors: Map
         if not stall.fatal and stall.rank in workers and stall.step <= workers[stall.rank].step:
             continue
         found: list[tuple[int | None, str, str]] = [(c.rank, c.reason, _said(c)) for c in stall.culprits]
+        if stall.server:
+            found.append((None, "the parameter server", stall.server))
         for rank, reason, text in found or [(None, "", "")]:
             if rank in errors and reason == "raised":
                 continue  # its own last words say so better

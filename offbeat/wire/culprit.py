@@ -5,7 +5,8 @@ completed more is ahead: it owes nothing. Everyone else needs a reason, looked f
 
     dead, raised, done         it will not come: fatal
     unreachable, paused        it may come
-    holds the GIL, computes    it will come
+    holds the GIL, is busy,
+    computes                   it will come
     waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
 
 That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
@@ -14,7 +15,7 @@ still on its way to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Culprit:
     """One worker that has not arrived.
 
     Args:
-        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting" or
-            "elsewhere".
+        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting", "busy"
+            or "elsewhere".
         text: the same in words, with what is known.
         detail: a traceback or a stack, or "".
     """
@@ -66,6 +67,7 @@ class Diagnosis:
         culprits: those that do not, and why.
         fatal: whether a culprit can no longer come.
         note: what else is to be said.
+        server: what is wrong with the parameter server that stands between the workers, or "".
     """
 
     rank: int
@@ -76,6 +78,14 @@ class Diagnosis:
     culprits: tuple[Culprit, ...]
     fatal: bool
     note: str = ""
+    server: str = ""
+
+    def with_server(self, trouble: str) -> Diagnosis:
+        """The same where a parameter server is in trouble: whoever waits may wait for that, also elsewhere."""
+        if self.note not in (_ALL_HERE, _DISAGREE):
+            return replace(self, server=trouble)
+        fatal = any(culprit.reason in _FATAL for culprit in self.culprits)
+        return replace(self, server=trouble, note="", fatal=fatal)
 
     @property
     def text(self) -> str:
@@ -86,8 +96,7 @@ class Diagnosis:
             lines += [f"{QUOTED}{line}" for line in culprit.detail.splitlines()]
         if self.arrived:
             lines.append(f"  arrived: {_ranks(self.arrived)}")
-        if self.note:
-            lines.append(f"  {self.note}")
+        lines += [f"  {said}" for said in (self.server, self.note) if said]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +110,7 @@ class Diagnosis:
             "culprits": [vars(culprit) for culprit in self.culprits],
             "fatal": self.fatal,
             "note": self.note,
+            "server": self.server,
         }
 
 
@@ -200,6 +210,8 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
         return culprit("gil", f"has held the GIL for {words.heartbeat_age_s:.1f} s, {at}.", _tail_of(words.stack))
     if words.phase == "starting":
         return culprit("starting", "is still starting.", _tail_of(words.stack))
+    if words.phase == "busy":
+        return culprit("busy", f"has been {words.operation} for {words.since_s + words.age_s:.1f} s.")
     return _judge_computing(words)
 
 
@@ -242,7 +254,7 @@ def _doing(words: Words) -> str:
     if words.phase in ("exchanging", "waiting"):
         model = f" of model {words.model + 1}" if words.model else ""
         return f"waiting in {words.operation}{model} at step {words.step}"
-    return f"computing step {words.step}"
+    return words.operation if words.phase == "busy" else f"computing step {words.step}"
 
 
 def _steps(count: int) -> str:

@@ -129,6 +129,11 @@ class Link:
         """Whether there is a connection now."""
         return self._stream is not None
 
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has been heard from the other side."""
+        return self._session.silent_s
+
     # -- what tcp calls ------------------------------------------------------------------------------------------
 
     @property

@@ -40,8 +40,9 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         phase: "starting", "computing", "exchanging" (waits inside an exchange of gradients), "waiting" (for anything
-            else), "raised", "lost" (raised because of another worker) or "finished".
-        operation: what it waits for, if it waits.
+            else), "busy" (with something that needs no other), "raised", "lost" (raised because of another worker) or
+            "finished".
+        operation: what it waits for, or is busy with.
         step: exchanges it has completed, of all its models together.
         bucket, buckets: which one it waits for, of how many; -1 if it is none.
         stamp: batches it has drawn.

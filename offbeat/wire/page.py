@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from offbeat.wire.messages import MAX_TEXT
 
-PHASES = ("starting", "computing", "exchanging", "waiting", "raised", "lost", "finished")
+PHASES = ("starting", "computing", "exchanging", "waiting", "raised", "lost", "finished", "busy")
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _SEQUENCE = struct.Struct("<Q")
 _HEARTBEAT = struct.Struct("<d")

@@ -112,6 +112,47 @@ def test_a_server_that_is_told_to_end(tmp_path: Path, number: signal.Signals) ->
         assert server.wait(10) == 0
 
 
+def test_a_shard_that_dials_can_be_told_to_end(tmp_path: Path) -> None:
+    """Also while nobody answers it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        with start("serve", "--coordinator", f"127.0.0.1:{silent.getsockname()[1]}", folder=tmp_path) as server:
+            with silent.accept()[0]:
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(10) == 0
+
+
+BAD_INPUT: dict[str, tuple[tuple[str, ...], str]] = {
+    "a port in use": (("--port", "{taken}"), "Cannot open a server on 127.0.0.1, port {taken}: "),
+    "no folder": (("--snapshots", "token/kept"), "Cannot keep snapshots in token/kept: Not a directory."),
+    "no address": (("--coordinator", "here"), "Cannot dial 'here': an address is host:port"),
+    "half of TLS": (("--certificate", "a.pem"), "Cannot use TLS with a part of its files: name certificate, key and"),
+    "no TLS": (
+        ("--certificate", "a.pem", "--key", "a.key", "--authority", "b.pem"),
+        "Cannot use the certificates in a.pem, a.key and b.pem: [Errno 2] No such file or directory.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_what_a_server_cannot_use_is_said_in_a_sentence(tmp_path: Path, name: str) -> None:
+    arguments, says = BAD_INPUT[name]
+    (tmp_path / "token").write_text("a secret of more than sixteen bytes\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = str(other.getsockname()[1])
+        code, output = offbeat("serve", *(one.format(taken=taken) for one in arguments), folder=tmp_path)
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert output.startswith(f"offbeat: {says.format(taken=taken)}")
+
+
+def test_servers_that_the_plan_does_not_use(tmp_path: Path) -> None:
+    code, output = offbeat("run", "--workers", 2, "--servers", 1, script(tmp_path, TRAIN), folder=tmp_path)
+    assert code == 0, output
+    (said,) = [line for line in output.splitlines() if "Nobody uses the parameter server at 127.0.0.1:" in line]
+    assert "the plan's fabric is ProcessGroup()." in said
+    assert "`offbeat run --fabric 'ParameterServer()'`" in said
+
+
 def test_a_server_that_others_can_reach_needs_a_secret(tmp_path: Path) -> None:
     code, output = offbeat("serve", "--bind", "0.0.0.0", folder=tmp_path)
     assert code == 2

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from offbeat.fabric.server import Client, cut
-from offbeat.fabric.server.messages import Details
+from offbeat.fabric.server.messages import Details, Go, Opened, Values
 from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
 from offbeat.layout import arrange
 from offbeat.wire.loop import Loop
+from tests.fabric.links import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class Line:
@@ -26,9 +27,11 @@ class Line:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
+        self.kinds: list[str] = []
 
     def send(self, metadata: bytes, body: bytes = b"", sent: Callable[[], None] | None = None) -> None:
         self.bodies.append(bytes(body))
+        self.kinds.append(kind_of(metadata))
 
 
 @pytest.mark.parametrize(
@@ -45,19 +48,42 @@ def test_a_worker_says_on_how_many_hosts_the_parameters_are(
         lines = [Line() for _ in range(3)]
         for line in lines:
             client.accept(line)  # type: ignore[arg-type]
-        blocks = cut(arrange({"a": torch.zeros(3)}, bucket_bytes=64), 4)
-        hyper: Hyper = {"lr": 0.1}
-        client.open(
-            0,
-            plan="",
-            layout="l",
-            blocks=blocks,
-            shards=shards,
-            values=[torch.zeros(1) for _ in blocks],
-            optimizer=OptimizerSpec("SGD", (hyper,), (("a",),)),
-        )
+        open_one(client, shards)
         loop.run(asyncio.sleep(0))
         said = msgspec.msgpack.decode(lines[1].bodies[0], type=Details)
         assert said.hosts == count
     finally:
         loop.close()
+
+
+def test_who_comes_back_asks_again_when_it_has_the_parameters() -> None:
+    """Who asks steps out; if the parameters are on their way then, nobody says that they have come."""
+    loop = Loop()
+    try:
+        client, line = Client(loop, rank=0, world=1), Line()
+        client.accept(line)  # type: ignore[arg-type]
+        open_one(client, (0, 0, 0))
+        client.ask("the mean")
+        go = Go(0, step=4, version=7, staleness=0)
+        hear = [Opened(0, wants_values=False, life=1), go, *(Values(0, 4, block, 7) for block in range(3))]
+        for message in hear:
+            loop.call(client.hear, 0, message)
+        loop.run(asyncio.sleep(0))
+        assert line.kinds == ["Open", "Pulled", "Ask"]
+    finally:
+        loop.close()
+
+
+def open_one(client: Client, shards: Sequence[int]) -> None:
+    """Open a model of three blocks."""
+    blocks = cut(arrange({"a": torch.zeros(3)}, bucket_bytes=64), 4)
+    hyper: Hyper = {"lr": 0.1}
+    client.open(
+        0,
+        plan="",
+        layout="l",
+        blocks=blocks,
+        shards=shards,
+        values=[torch.zeros(1) for _ in blocks],
+        optimizer=OptimizerSpec("SGD", (hyper,), (("a",),)),
+    )

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from offbeat.cli.certs import make
-from offbeat.errors import PeerError
+from offbeat.errors import NetworkError, PeerError
+from offbeat.fabric.server.messages import Filled, Save, Whole
+from offbeat.serve import Settings, start_shard
 from offbeat.wire.credentials import Certificates, Token
 from tests.cli.commands import offbeat as command
 from tests.refusals.job import (
     BAD,
+    JOB,
     SECRET,
     Heard,
     Job,
+    in_log,
+    told,
+    wait_for,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +70,37 @@ def test_a_foreign_certificate(tmp_path: Path) -> None:
 
 def pair(folder: Path, authority: Path, name: str) -> Certificates:
     return Certificates(folder / f"{name}.pem", folder / f"{name}.key", authority / "authority.pem")
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["without snapshots", "with snapshots"])
+def test_a_shard_that_nobody_named(tmp_path: Path, keeps: bool) -> None:
+    """It ends with a sentence, and the job does not notice."""
+    job = Job(tmp_path, snapshots=str(tmp_path / "first") if keeps else "")
+    try:
+        job.begin()
+        second = Settings(
+            job=JOB, token=SECRET, coordinator=job.address, snapshots=str(tmp_path / "second") if keeps else ""
+        )
+        with pytest.raises(NetworkError) as caught:
+            start_shard(second)
+        assert str(caught.value) == (
+            f"Cannot start a parameter server: Cannot serve beside {job.address}: it refused. Cannot take in another "
+            "shard: the workers of this job named 1, and all are here. To use more, start the workers anew with the "
+            "addresses of all."
+        )
+        wait_for(lambda: "Cannot take in another shard" in job.log(), "it is not logged")
+        job.goes_on()
+        assert "is gone" not in job.log()
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("message", [Filled(0), Whole(0, 1, 3), Save()], ids=lambda message: type(message).__name__)
+def test_a_shard_that_does_not_follow_says_nothing(job: Job, message: Any) -> None:
+    said, address = told(job, (message, b""), role="shard")
+    assert f"Cannot take {type(message).__name__} from this shard: it does not follow this one" in said
+    in_log(job, address, "it does not follow this one")
+    job.goes_on()
 
 
 def test_an_open_door_is_not_opened(tmp_path: Path) -> None:

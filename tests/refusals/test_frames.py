@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from offbeat.fabric.server.deals import Books, Crowded, Enrol, Return, Take
 from offbeat.fabric.server.messages import (
     About,
     Admit,
@@ -29,6 +30,7 @@ from offbeat.wire.messages import Claim, Welcome
 from offbeat.wire.messages import Refused as TurnedAway
 from tests.refusals.job import (
     BAD,
+    GOOD,
     JOB,
     SECRET,
     Job,
@@ -126,7 +128,7 @@ STRAY: dict[str, tuple[Any, bytes, str]] = {
     "values without a body": (Fill(0, 0), b"", "Rank 0 sends values of block 0 without a body."),
     "values of nothing": (Fill(3, 0), bytes(64), "Model 3 has not been opened."),
     "a gradient unasked": (Part(0, 0, 0, "float32"), bytes(64), "Rank 0 does not take part in model 0."),
-    "a contribution of a stranger": (Announce(0, 3, About(1.0, ())), b"", "Rank 0 does not take part in model 0."),
+    "a contribution of a stranger": (Announce(0, 3, About(1.0, ())), b"", "Announce from rank 0: it trains no"),
     "a question of a stranger": (Ask(0, "the mean", False, (1.0,)), b"", "it trains no model yet. Call run.prepare"),
 }
 
@@ -138,6 +140,20 @@ def test_what_no_worker_says_when_it_has_just_come(job: Job, name: str) -> None:
     assert says in said
     assert len(said.splitlines()) == 1
     in_log(job, address, says)
+    job.goes_on()
+
+
+ENROL = Enrol(loader=0, plan="", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=10)
+SPEAKS: list[Any] = [
+    ENROL, Take(0), Return(0, (0,)), Crowded(0, 5), Books(0), Announce(0, 3, About(1.0, ())), Pulled(0, 3), Ask(0, "a")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", SPEAKS, ids=lambda message: type(message).__name__)
+def test_nobody_speaks_for_a_worker_that_is_here(job: Job, message: Any) -> None:
+    said, address = told(job, (message, b""), rank=GOOD[0])
+    assert f"Cannot take {type(message).__name__} from rank 1: it trains no model yet." in said
+    in_log(job, address, "it trains no model yet")
     job.goes_on()
 
 

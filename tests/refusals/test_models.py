@@ -10,7 +10,9 @@ import pytest
 
 import offbeat
 from offbeat.fabric.server.messages import (
+    Back,
     Fill,
+    Go,
     Open,
     Opened,
     PieceOf,
@@ -20,6 +22,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.shard.table import _memory_bytes
 from tests.refusals.job import (
     BAD,
+    GOOD,
     HYPER,
     OTHER_PLAN,
     PLAN,
@@ -103,6 +106,25 @@ def test_a_rank_that_is_here(job: Job) -> None:
     assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
     in_log(job, address, "Cannot take in rank 1")
     job.goes_on()
+
+
+def test_who_only_says_that_it_comes_back(job: Job) -> None:
+    """While the one that is here is connected, the name of the server's life tells them apart."""
+    back = Back(life=1, clock=3, version=3, holds=False, waits=True)
+    _, said, _ = opened(job, rank=1, back=back)
+    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
+    job.goes_on()
+
+
+def test_who_comes_back_before_it_is_missed(server: Job) -> None:
+    server.begin()
+    heard = Heard()
+    known = server.clients[0].place(0)
+    back = Back(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True)
+    link = server.dial(lambda link: heard, GOOD[0])
+    server.loop.call(link.send, pack(Open(0, 1)), pack(details(back=back)))
+    wait_for(lambda: any(isinstance(message, Go) for message in heard.messages), "it is not let in")
+    server.loop.run(link.close())
 
 
 SGD = {"kind": "SGD", "groups": ({"lr": 0.1},), "members": (("b",),)}

@@ -101,9 +101,11 @@ def test_reports_that_do_not_bear_on_the_end_are_left_out(tmp_path: Path) -> Non
     (tmp_path / "stall-rank2.json").write_text('{"rank": 2, "cul')
     stall(tmp_path, 3, {"rank": 1, "reason": "absent"}, step=9)  # nobody says more before they have met
     (tmp_path / "stall-rank4.json").write_bytes(b"\xff")
+    stall(tmp_path, 5, fatal=False, step=9, server="The parameter server at a:1 has been silent for 4.3 s.")
     assert [str(suspect) for suspect in how(tmp_path, trained(6, 6, 6, 6, 6)).suspects] == [
         "Rank 1 reports no culprit: All have arrived: what is left is the transfer itself.",
         "Rank 3 reports rank 1 (absent).",
+        "Rank 5 reports the parameter server: The parameter server at a:1 has been silent for 4.3 s.",
     ]
 
 

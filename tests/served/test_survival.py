@@ -13,6 +13,7 @@ import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from tests.cli.commands import alive
 from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_end, wait_for_snapshot
 from tests.workers import run_workers
 
@@ -29,7 +30,9 @@ PATIENCE_S = 120.0  # starting a server takes long on a machine that does much e
 # -- the server is killed ----------------------------------------------------------------------------------------------
 
 
-def with_kills(folder: Path, policy: Policy, kills: dict[int, int], shards: int) -> tuple[float, int]:
+def with_kills(
+    folder: Path, policy: Policy, kills: dict[int, int], shards: int, number: signal.Signals = signal.SIGKILL
+) -> tuple[float, int]:
     """Rank 0 kills a shard after each of these of its steps. Rounds that count at the end, and kills that hit."""
     keepers = serve(folder, shards, snapshots=str(folder / "server"), every=5, restarts=5)
     hits = 0
@@ -39,7 +42,7 @@ def with_kills(folder: Path, policy: Policy, kills: dict[int, int], shards: int)
             counter.step()
             if keepers and step in kills:
                 wait_for_snapshot(folder / "server")
-                kill(kept(keepers[kills[step]]))
+                os.kill(kept(keepers[kills[step]]), number)
                 hits += 1
         run.settle()
         return counter.count, hits
@@ -73,6 +76,37 @@ def test_what_does_not_count_is_reported_as_lost(
     assert 2 * rounds + lost_in(texts) == 2 * STEPS
     wait_for_end(tmp_path / "server")
     assert os.listdir(tmp_path / "server" / "0") == ["lock"], "the job has ended well: nobody needs the snapshots"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_shard_that_is_told_to_stop_is_started_again(tmp_path: Path, shards: int) -> None:
+    """By somebody else than the process that looks after it; it has left a snapshot, so nothing is lost."""
+    results = run_workers(2, with_kills, tmp_path, ASP(), {13: 0}, shards, signal.SIGTERM, timeout_s=290)
+    assert results[0][1] == 1, "the fault was injected"
+    (text,) = told(tmp_path, 0)
+    assert text.startswith("The parameter server was restarted and goes on from version")
+    assert "nothing is lost." in text
+    assert {count for count, _ in results} == {STEPS}
+
+
+def stopped_with_its_keeper(folder: Path) -> bool:
+    """Whether a shard ends when the process that looks after it is told to stop, and leaves its snapshot."""
+    (keeper,) = serve(folder, snapshots=str(folder / "server"), restarts=5)
+    run = join(ASP(), patience_s=0)
+    counter = Counter(run)
+    counter.step()
+    wait_for_snapshot(folder / "server")
+    shard = kept(keeper)
+    os.kill(keeper, signal.SIGTERM)
+    wait_for_end(folder / "server")
+    os.waitpid(keeper, 0)
+    run._close(OffbeatError("the server was stopped"))
+    return not alive({shard}) and bool(list((folder / "server").glob("*/*.snapshot")))
+
+
+def test_who_looks_after_a_shard_can_be_told_to_stop(tmp_path: Path) -> None:
+    assert run_workers(1, stopped_with_its_keeper, tmp_path) == [True]
 
 
 def killed_without_snapshots(folder: Path) -> tuple[str, float]:

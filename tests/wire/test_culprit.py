@@ -42,6 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "at the end": ({"phase": "finished", "step": 7}, "done", True, "is done after 7 steps"),
     "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
     "starting": ({"phase": "starting"}, "starting", False, "still starting"),
+    "busy": (
+        {"phase": "busy", "operation": "starting it", "since_s": 3.0},
+        "busy",
+        False,
+        "been starting it for 3.0 s",
+    ),
     "elsewhere": ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere", True, "waits elsewhere"),
 }
 
@@ -160,3 +166,21 @@ def test_the_hub_is_out_of_reach() -> None:
         waited_s=5.0,
     )
     assert [(c.rank, c.reason) for c in lost.culprits] == [(0, "unreachable")]
+
+
+def test_a_server_in_trouble_is_why_all_wait() -> None:
+    found = look(HERE, HERE).with_server("The parameter server at a:1 has been silent for 3.0 s.")
+    assert found.text.splitlines()[1:] == [
+        "  arrived: 0 1 2",
+        "  The parameter server at a:1 has been silent for 3.0 s.",
+    ]
+    assert found.to_json()["server"] == "The parameter server at a:1 has been silent for 3.0 s."
+
+
+def test_who_waits_elsewhere_may_wait_for_the_same_server() -> None:
+    elsewhere = {"phase": "waiting", "operation": "a mean", "step": 7}
+    found = look(elsewhere).with_server("It is silent.")
+    assert [c.reason for c in found.culprits] == ["elsewhere"]
+    assert not found.fatal
+    assert "disagree" not in found.text
+    assert look({"phase": "raised", "traceback": "ValueError: x"}).with_server("It is silent.").fatal

@@ -236,6 +236,10 @@ class Client:
         self._loop.call(self._transfer, due)
         return exchange
 
+    def trouble(self) -> str:
+        """What is wrong with the server, in sentences; "" if nothing is known to be."""
+        return self._route.trouble()
+
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
         self._loop.call(self._route.abort)
@@ -259,7 +263,7 @@ class Client:
 
     def _enter(self, place: Place) -> None:
         """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
-        place.is_in = place.is_outdated = False
+        place.is_in = place.is_entering = place.is_outdated = False
         place.going = None
         place.missing = set(range(len(place.blocks)))
         place.unopened = set(range(1, len(self._links)))
@@ -379,8 +383,13 @@ class Client:
         for place in self._places.values():
             if place.is_outdated:
                 self._come_again(place)
-        if self._route.is_up and all(place.is_in for place in self._places.values()):
+        if self._route.is_up and self._can_ask:
             self._say(ask)
+
+    @property
+    def _can_ask(self) -> bool:
+        """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
+        return all(place.is_in and not place.is_entering for place in self._places.values())
 
     def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
@@ -501,13 +510,12 @@ class Client:
             exchange = place.exchange
             exchange.is_used = was_in or place.parts is None
             exchange.step, exchange.staleness = go.step, go.staleness
-        place.going = go
+        place.going, place.is_entering = go, place.is_entering or not was_in
         self._finish(place)
-        self._ask_again(was_in)
 
-    def _ask_again(self, was_in: bool) -> None:
+    def _ask_again(self) -> None:
         """What was asked and not answered, once all models are open again."""
-        if not was_in and all(place.is_in for place in self._places.values()):
+        if self._can_ask:
             for ask, _ in self._questions.values():
                 self._say(ask)
             self._begin_transfers()
@@ -549,6 +557,9 @@ class Client:
             self._route.progressed()
             self._say(Pulled(place.model, place.clock))
             place.exchange.finish()
+        if place.is_entering:
+            place.is_entering = False
+            self._ask_again()
 
 
 def _apart(questions: str) -> DisagreementError:

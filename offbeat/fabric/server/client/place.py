@@ -50,6 +50,7 @@ class Place:
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has
     is_in: bool = False
+    is_entering: bool = False  # it was let in, and has not got the parameters yet
     is_outdated: bool = False  # it is to come again when it has its next contribution
     unopened: set[int] = field(default_factory=set)  # shards that have not opened it yet
     done: collections.deque[tuple[int, float]] = field(default_factory=lambda: collections.deque(maxlen=_MOST_DONE))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
 _ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybody is there
+_QUIET = 0.4  # part of the timeout; a shard that is well says something twice as often
 
 
 class Traveller(Protocol):
@@ -70,6 +71,9 @@ class Route:
         self.is_up = not dials
         self.survives = False
         self._returns = 0
+        self._loss = ""
+        self._lost_s = 0.0
+        self._now_s: Callable[[], float] = lambda: 0.0  # the event loop's
         self._coming: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -83,6 +87,15 @@ class Route:
         for dial in self._dials:
             await dial(self._traveller.accept, patience)
         self.is_up = True
+
+    def trouble(self) -> str:
+        """What is wrong with the server, in sentences; "" if nothing is known to be. It may be called on any thread."""
+        if self.is_up:
+            return " ".join(filter(None, map(_trouble_with, tuple(self.links))))
+        if not self._loss:
+            return ""
+        again = "it does not come back" if self._is_closed else "it is being dialled again"
+        return f"The parameter server was lost {self._now_s() - self._lost_s:.1f} s ago, and {again}. {self._loss}"
 
     def progressed(self) -> None:
         """Something was exchanged, so it is worth while to come back once more."""
@@ -105,6 +118,9 @@ class Route:
             return
         self._drop_links()
         self._returns += 1
+        if self.is_up:
+            self._now_s = asyncio.get_running_loop().time
+            self._loss, self._lost_s = str(error), self._now_s()
         self.is_up = False
         self._traveller.stranded(error)
         if not self._dials or self._patience <= timedelta(0) or self._returns > _RETURNS:
@@ -158,3 +174,13 @@ class Route:
         for link in self.links:
             link.abort()
         self.links.clear()
+
+
+def _trouble_with(link: Link) -> str:
+    """What is wrong with a shard, as a sentence; "" if it has been heard lately."""
+    silent = f"The parameter server at {link.peer} has been silent for {link.silent_s:.1f} s"
+    if not link.connected:
+        return f"{silent}: the connection was lost ({link.trouble}), and is being dialled again."
+    if link.silent_s > _QUIET * link.limits.timeout.total_seconds():
+        return f"{silent} (stopped, or machine or link down?)."
+    return ""

@@ -236,7 +236,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """`disagrees`: it differs from what the other workers say."""
+    """To a worker, or to a shard that wants to follow. `disagrees`: it differs from what the other workers say."""
 
     reason: Text
     disagrees: bool = False

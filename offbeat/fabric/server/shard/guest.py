@@ -257,6 +257,8 @@ class Chief:
                 self._shard.begin(message)
             case Mark():
                 self._shard.mark(message)
+            case Refused(reason=reason):
+                self._shard.refuse(reason)
             case _:
                 self._shard.decide(message)
 

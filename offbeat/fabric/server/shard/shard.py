@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.server.deals import FromData
     from offbeat.fabric.server.lead.lead import Parts
-    from offbeat.fabric.server.messages import Decision, Details, FromShard, ToWorker
+    from offbeat.fabric.server.messages import Back, Decision, Details, FromShard, ToWorker
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.sync import Push
@@ -123,6 +123,7 @@ class Shard:
         self.was_visited = False
         self.is_over = False  # set by the process: what it hears now is of no interest any more
         self.is_finished = False  # the last worker has said good-bye
+        self.refusal = ""  # why the shard that coordinates does not want this one
         if self._lead is not None:
             self._begin_if_all_are_here()
 
@@ -207,6 +208,15 @@ class Shard:
         self.begin(Begin(self.life, chosen))
 
     def _enlist(self, guest: Guest, enlist: Enlist) -> None:
+        if guest in self._shards:
+            raise PeerError("Cannot take in this shard for a second time.")
+        if count := self._has_all(enlist):
+            refusal = (
+                f"Cannot take in another shard: the workers of this job named {count}, and all are here. To use more, "
+                "start the workers anew with the addresses of all."
+            )
+            guest.say(Refused(refusal))
+            raise PeerError(refusal)
         if self.begun.is_set() and self._tables and self._archive is not None:
             self._again()  # one of the shards has come back before it was missed
             return
@@ -215,6 +225,17 @@ class Shard:
         if self.begun.is_set():
             guest.say(Begin(self.life))
         self._begin_if_all_are_here()
+
+    def _has_all(self, enlist: Enlist) -> int:
+        """How many shards the workers named, if all are here, and the one that comes is none of them; else 0.
+
+        One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
+        """
+        held = {} if self._archive is None else self._archive.held
+        comes_back = any(Identity(*one) in held for one in enlist.held)
+        is_broken = any(not shard.link.connected for shard in self._shards)
+        named = max((table.details.shards for table in self._tables.values()), default=0)
+        return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
 
     # -- what is said --------------------------------------------------------------------------------------------
 
@@ -234,7 +255,7 @@ class Shard:
             return
         if model in guest.models and details.back is None:
             raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-        self._make_room(guest, comes_back=details.back is not None)
+        self._make_room(guest, details.back)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
@@ -317,6 +338,7 @@ class Shard:
         lead = self._lead
         if lead is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
+        self._check_place(guest, message)
         match message:
             case Announce():
                 lead.announce(guest.rank, message)
@@ -325,10 +347,6 @@ class Shard:
             case Look(number=number):
                 guest.answer(Sight(number), pack(lead.look()))
             case Ask():
-                if self._guests.get(guest.rank) is not guest:
-                    raise PeerError(
-                        f"Cannot ask all workers for rank {guest.rank}: it trains no model yet. Call run.prepare first."
-                    )
                 lead.ask(guest.rank, message)
             case Enrol() | Take() | Return() | Crowded():
                 lead.data(guest.rank, message)
@@ -346,6 +364,15 @@ class Shard:
                 lead.filled(model)
             case Nearly() | Whole():
                 self._tell_lead(message)
+
+    def _check_place(self, guest: Guest, message: object) -> None:
+        """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
+        kind = type(message).__name__
+        if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
+            raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
+        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look):
+            return
+        raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
 
     def lose(self, guest: Guest, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
@@ -417,6 +444,11 @@ class Shard:
                 push, part = guest.early.pop((model, block))
                 self.arrive(guest, model, push, block, part)
 
+    def refuse(self, reason: str) -> None:
+        """The coordinator does not want this shard."""
+        self.refusal = reason
+        self._done()
+
     def end(self, error: OffbeatError | None) -> None:
         """The coordinator is gone, and with it the job; or it is to come back."""
         if self.is_over:
@@ -446,12 +478,15 @@ class Shard:
         """Whether this is the first shard."""
         return self._lead is not None
 
-    def _make_room(self, guest: Guest, *, comes_back: bool) -> None:
-        """See that there is one worker of each rank; one that comes back is not who it was."""
+    def _make_room(self, guest: Guest, back: Back | None) -> None:
+        """See that there is one worker of each rank; one that comes back is not who it was.
+
+        While the one that is here is connected, only it itself can know the name of the server's life.
+        """
         there = self._guests.get(guest.rank)
         if there is None or there is guest:
             return
-        if there.link.connected and not comes_back:
+        if there.link.connected and (back is None or back.life != self.life):
             raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
         self._remove(there)  # its process is gone, and this is the one that follows it
         there.link.abort()
