@@ -116,10 +116,10 @@ def test_a_shard_that_dials_can_be_told_to_end(tmp_path: Path) -> None:
     """Also while nobody answers it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(30)
-        with start("serve", "--coordinator", f"127.0.0.1:{silent.getsockname()[1]}", folder=tmp_path) as server:
-            with silent.accept()[0]:
-                server.send_signal(signal.SIGTERM)
-                assert server.wait(10) == 0
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with start("serve", "--coordinator", address, folder=tmp_path) as server, silent.accept()[0]:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(10) == 0
 
 
 BAD_INPUT: dict[str, tuple[tuple[str, ...], str]] = {
