@@ -109,7 +109,7 @@ class DSSP:
 
     def _extra(self, state: State, worker: int) -> int | None:
         """After how many steps from now the fastest worker waits least; None if that cannot be told."""
-        fast, others = state.members[worker], [m for w, m in state.members.items() if w != worker]
+        fast, others = state.members[worker], [m for w, m in sorted(state.members.items()) if w != worker]
         slow = min(others, key=lambda m: m.brought)
         if any(other.pace > fast.pace for other in others):
             return None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from offbeat.sync.policy import Contributes
     from offbeat.sync.state import Member
 
+_NOT_YET_S = float("inf")  # since when a worker may do what the outer policy withholds
+
 
 @dataclass(frozen=True)
 class Part:
@@ -31,8 +33,8 @@ class Part:
     Args:
         version: updates that the inner policy has decided.
         bases: the inner version that each worker computes on.
-        asked: workers that may push as far as the inner policy goes, since when.
-        passed: workers that may go on as far as the inner policy goes, since when.
+        asked: workers that may push as far as the inner policy goes.
+        passed: workers that may go on as far as the inner policy goes.
         forming: inner updates that will make the group's next contribution.
         sent: those of the contribution that the outer policy knows of, until it is applied or dropped.
         crew: the workers' contributions whose turn it is, until they have pulled.
@@ -40,14 +42,15 @@ class Part:
         number: of the group's contribution that `crew` makes.
         whole: whether all of `crew` has arrived.
         let_go: whether the outer policy has released `crew`.
+        freed_s: when a worker stopped waiting for what another group was to bring; its pull counts from then on.
         wake_s, memory: the inner policy's.
-        crowd, pending: what the inner policy was asked about last.
+        crowd, pending, stuck: what the inner policy was asked about last.
     """
 
     version: int = 0
     bases: Mapping[int, int] = field(default_factory=dict)
-    asked: Mapping[int, float] = field(default_factory=dict)
-    passed: Mapping[int, float] = field(default_factory=dict)
+    asked: frozenset[int] = frozenset()
+    passed: frozenset[int] = frozenset()
     forming: tuple[Apply, ...] = ()
     sent: tuple[Apply, ...] = ()
     crew: tuple[Push, ...] = ()
@@ -55,10 +58,12 @@ class Part:
     number: int = 0
     whole: bool = False
     let_go: bool = False
+    freed_s: float = 0.0
     wake_s: float | None = None
     memory: object = None
     crowd: Mapping[int, Member] = field(default_factory=dict, repr=False)
     pending: Mapping[Push, float] = field(default_factory=dict, repr=False)
+    stuck: frozenset[int] = field(default=frozenset(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,9 @@ class Hybrid:
     between any two workers, since a group's step is that of its slowest worker. With any other inner policy the outer
     one counts contributions of groups, and nothing is promised about steps. The rate of an update is the product of
     the inner and the outer one. Who hangs is evicted, and only that worker, if the policy that waits for it evicts: the
-    inner one within a group, the outer one when other groups wait.
+    inner one within a group, the outer one when other groups wait. A worker that may not push or pull yet, because the
+    outer policy withholds it or another group's contribution is still on its way, is not late: the inner policy sees
+    that it may from a time that has not come, infinity.
 
     Args:
         inner: within a group.
@@ -171,7 +178,7 @@ class Hybrid:
         pending = self._not_taken(parts, state)
         actions: list[Action] = []
         for group, crowd in crowds.items():
-            parts[group], said = self._inside(parts[group], state, crowd, pending[group])
+            parts[group], said = self._inside(parts[group], state, crowd, pending[group], _stuck(state, crowd))
             actions += said
         if any(isinstance(action, Evict) for action in actions):
             return [*actions, Remember(Hierarchy(before.outer, parts))]  # to be asked again without them
@@ -218,16 +225,23 @@ class Hybrid:
     # -- within a group ------------------------------------------------------------------------------------------
 
     def _inside(
-        self, part: Part, state: State, crowd: Mapping[int, Member], pending: Mapping[Push, float]
+        self,
+        part: Part,
+        state: State,
+        crowd: Mapping[int, Member],
+        pending: Mapping[Push, float],
+        stuck: frozenset[int],
     ) -> tuple[Part, list[Action]]:
         """What the inner policy decides; what of that happens at once."""
         due = part.wake_s is not None and part.wake_s <= state.now_s
-        if part.crowd == crowd and part.pending == pending and not due:
+        if part.crowd == crowd and part.pending == pending and part.stuck == stuck and not due:
             return part, []  # it has nothing more to say
+        if part.stuck - stuck:
+            part = changed(part, freed_s=state.now_s)
         view, said = settle(
             self.inner,
             State(
-                members={worker: _inner_member(part, worker, member) for worker, member in crowd.items()},
+                members={worker: _inner_member(part, worker, member, stuck) for worker, member in crowd.items()},
                 pending=pending,
                 version=part.version,
                 now_s=state.now_s,
@@ -237,22 +251,22 @@ class Hybrid:
             ),
         )
         actions: list[Action] = []
-        asked, passed, forming = dict(part.asked), dict(part.passed), list(part.forming)
+        asked, passed, forming = set(part.asked), set(part.passed), list(part.forming)
         for action in said:
             match action:
                 case Grant(worker=worker) if self.outer.gated:
-                    asked[worker] = state.now_s
+                    asked.add(worker)
                 case Apply():
                     forming.append(action)
                 case Release(worker=worker):
-                    passed[worker] = state.now_s
+                    passed.add(worker)
                 case Grant() | Drop() | Evict():
                     actions.append(action)
-        evicted = crowd.keys() - view.members.keys()
+        here = view.members.keys()  # without those it evicts
         part = changed(
-            part, asked=_but(asked, evicted), passed=_but(passed, evicted), forming=tuple(forming),
+            part, asked=frozenset(asked & here), passed=frozenset(passed & here), forming=tuple(forming),
             version=view.version, bases={worker: member.base for worker, member in view.members.items()},
-            wake_s=view.wake_s, memory=view.memory, crowd=crowd, pending=pending,
+            wake_s=view.wake_s, memory=view.memory, crowd=crowd, pending=pending, stuck=stuck,
         )  # fmt: skip
         return part, actions
 
@@ -293,7 +307,7 @@ class Hybrid:
                     sent = {push for apply in part.sent for push in apply.pushes}
                     go = [worker for worker in sorted(part.asked) if (worker, state.members[worker].step) in sent]
                     actions += map(Grant, go)
-                    parts[group] = changed(part, asked=_but(part.asked, go))
+                    parts[group] = changed(part, asked=part.asked.difference(go))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
                     all_sent = [(weights[push], parts.get(push[0], Part()).sent) for push in pushes]
                     whole = tuple(sorted(push for _, sent in all_sent for apply in sent for push in apply.pushes))
@@ -320,6 +334,7 @@ class Hybrid:
         if part.whole and part.let_go and not any(_is_on_its_way(push, part, crowd) for push in part.crew):
             part = changed(part, crew=(), whole=False, let_go=False)
             outer = observe(outer, Pulled(group, now_s))
+        outer = _pulling(outer, group, part, crowd)
         if self.inner.replicated:
             outer, part = _in_step(outer, group, part, state, crowd)
         member = outer.members[group]
@@ -376,15 +391,26 @@ def _in_step(outer: State, group: int, part: Part, state: State, crowd: Mapping[
     return changed(outer, members={**outer.members, group: member}), part
 
 
+def _pulling(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) -> State:
+    """Since when a group pulls that was released: where this is within a group of another, that may withhold it."""
+    member = outer.members[group]
+    if member.released_s is None:
+        return outer
+    withheld = any(worker in crowd and crowd[worker].released_s == _NOT_YET_S for worker, _ in part.crew)
+    if withheld == (member.released_s == _NOT_YET_S):
+        return outer
+    member = changed(member, released_s=_NOT_YET_S if withheld else outer.now_s)
+    return changed(outer, members={**outer.members, group: member})
+
+
 def _still_true(part: Part, state: State, crowd: Mapping[int, Member]) -> Part:
     """Without what workers that are gone, or have come back, had a part in."""
     if not (part.asked or part.passed or part.forming or part.sent):
         return part
     held = {worker: member for worker, member in crowd.items() if member.held}
-    asked = {worker: at_s for worker, at_s in part.asked.items() if worker in held and held[worker].granted_s is None}
-    passed = {worker: at_s for worker, at_s in part.passed.items() if worker in held}
     return changed(
-        part, asked=asked, passed=passed, forming=_still_pending(part.forming, state),
+        part, asked=frozenset(worker for worker in part.asked & held.keys() if held[worker].granted_s is None),
+        passed=part.passed & held.keys(), forming=_still_pending(part.forming, state),
         sent=_still_pending(part.sent, state),
     )  # fmt: skip
 
@@ -398,13 +424,25 @@ def _still_pending(applies: Iterable[Apply], state: State) -> tuple[Apply, ...]:
     return tuple(left)
 
 
-def _inner_member(part: Part, worker: int, member: Member) -> Member:
-    """A worker as the inner policy sees it: it knows nothing of what the outer one withholds."""
+def _inner_member(part: Part, worker: int, member: Member, stuck: frozenset[int]) -> Member:
+    """A worker as the inner policy sees it: it knows nothing of what the outer one withholds, but that it may last."""
     base = part.bases.get(worker, part.version)
     if worker in part.passed:
-        return member.released(part.passed[worker], base)
-    granted_s = part.asked.get(worker) if member.granted_s is None else member.granted_s
-    return changed(member, granted_s=granted_s, base=base)
+        return member.released(_NOT_YET_S, base)
+    granted_s = _NOT_YET_S if member.granted_s is None and worker in part.asked else member.granted_s
+    released_s = member.released_s
+    if released_s is not None:
+        released_s = _NOT_YET_S if worker in stuck else max(released_s, part.freed_s)
+    return changed(member, granted_s=granted_s, released_s=released_s, base=base)
+
+
+def _stuck(state: State, crowd: Mapping[int, Member]) -> frozenset[int]:
+    """Workers of a group that pull, and may wait for what other groups are still to bring."""
+    late_s = [m.released_s for worker, m in state.members.items() if worker not in crowd and m.owes]
+    first_s = min((at_s for at_s in late_s if at_s is not None), default=_NOT_YET_S)
+    return frozenset(
+        worker for worker, m in crowd.items() if m.released_s is not None and not m.owes and first_s <= m.released_s
+    )
 
 
 def _has_arrived(push: Push, crowd: Mapping[int, Member]) -> bool:
@@ -437,7 +475,7 @@ def _blamed(part: Part, crowd: Mapping[int, Member]) -> list[int]:
     crew = [push for push in part.crew if push[0] in crowd]
     late = [worker for worker, clock in crew if crowd[worker].clock <= clock]
     late = late or [worker for worker, _ in crew if crowd[worker].released_s is not None]
-    return late or [worker for worker, member in crowd.items() if not member.held] or list(crowd)
+    return late or [worker for worker, member in crowd.items() if not member.held or member.owes]
 
 
 def _without(outer: State, group: int) -> State:
@@ -450,8 +488,3 @@ def _mean_rate(sent: Iterable[tuple[float, tuple[Apply, ...]]]) -> float:
     rates = [(weight, sum(apply.rate for apply in applies)) for weight, applies in sent if applies]
     total = sum(weight for weight, _ in rates)
     return sum(weight * rate for weight, rate in rates) / total if total else 1.0
-
-
-def _but(times_s: Mapping[int, float], workers: Iterable[int]) -> dict[int, float]:
-    gone = set(workers)
-    return {worker: at_s for worker, at_s in times_s.items() if worker not in gone}

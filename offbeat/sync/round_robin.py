@@ -390,6 +390,8 @@ class RoundRobin:
         leases_s = {}
         if held or len(pulling) > 1:
             for worker, m in pulling.items():
+                if not m.owes and any(other.owes and _before(other, m) for other in pulling.values()):
+                    continue  # it waits as well: updates are made in the order of turns
                 begun_s = max(m.released_s or 0.0, rotation.evicted_s)
                 leases_s[worker] = begun_s + _lease_s(m.turn_s, self.turn_lease_s)
         if held:
@@ -407,6 +409,11 @@ def _turn(state: State, worker: int, rate: float) -> list[Action]:
     if push in state.pending:
         actions.append(Apply((push,), rate=rate))
     return [*actions, Release(worker)]
+
+
+def _before(one: Member, other: Member) -> bool:
+    """Whether a turn began no later than another."""
+    return (one.released_s or 0.0) <= (other.released_s or 0.0)
 
 
 def _off(state: State) -> set[int]:
