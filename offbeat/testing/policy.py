@@ -43,6 +43,7 @@ from offbeat.sync import (
 )
 from offbeat.sync.policy import settle
 from offbeat.sync.state import changed, observe
+from offbeat.testing.purity import impurity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,6 +54,10 @@ _OTHERS: tuple[Policy, ...] = (BSP(), ASP(), SSP(bound=1), KSync(k=2))
 _PHASES = ("computing", "held", "pushing", "pushed", "pulling")
 _MOST_EVENTS = 20_000
 _MOST_WAKES = 100  # in a row, without anything decided
+_LAST, _LAST_STEPS = 1000, 3  # the last worker of all, and its steps
+_STEPS = range(1000)  # of which a policy is asked what they contribute
+_CONTRIBUTES = ("gradient", "change", None)
+_A_LITTLE_MORE = 1 + 1e-9  # than what is allowed, for rates are rounded
 
 
 def check_policy(
@@ -66,15 +71,18 @@ def check_policy(
 ) -> Mapping[str, int]:
     """Check that `policy` keeps the rules of its room.
 
-    1. It decides from the state alone: the same state, the same answer, and the state is left as it is. Its memory may
-       be lost at any moment.
-    2. What it decides is possible, and comes to an end.
-    3. Each contribution is applied at most once, and in the end exactly one of applied, dropped, pending, or lost with
-       its worker; dropped only if the policy says that it `drops`.
+    1. It decides from the state alone: the same state, the same answer, whatever the order of what it maps, and the
+       state is left as it is. It reads no clock and keeps nothing to itself. Its memory may be lost at any moment.
+    2. What it decides is possible, and comes to an end. No rate is below 0 or above one for each contribution.
+    3. Each contribution is applied at most once, and in the end exactly one of applied, dropped, or lost with its
+       worker; dropped only if the policy says that it `drops`. What is pending of workers that are gone goes into an
+       update of those that come after them. Where the policy is `replicated`, an update holds all of a round.
     4. Its `bound` holds at every release, where a worker that takes part in every m-th round only counts as one that
        takes part in those between. It lets everyone push at once, unless it is `gated`.
     5. Nobody waits for ever while nothing is under way. A worker that hangs may make others wait until somebody notices
-       and it is gone; a policy that `evicts` notices by itself.
+       and it is gone; a policy that `evicts` notices by itself. Whoever is evicted keeps others waiting: it computes,
+       pushes or pulls, and does not only wait itself.
+    6. What it says about itself is of the right kind; its workers contribute something.
 
     Args:
         policy: any; in some of the interleavings others take over from it and give back.
@@ -96,18 +104,45 @@ def check_policy(
     >>> played["interleavings"]
     20
     """
+    if wrong := _what_it_says_wrong(policy):
+        raise AssertionError(f"{policy!r}: {wrong}.")
+    fresh = deepcopy(policy)
     played: Counter[str] = Counter()
     for number in range(seed, seed + interleavings):
-        play = _Play(policy, world, number, evicts, others)
+        play = _Play(policy, fresh, world, number, evicts, others)
         play.run()
         if number % 64 == 0:
-            again = _Play(policy, world, number, evicts, others)
+            again = _Play(policy, fresh, world, number, evicts, others)
             again.run()
             if play.log != again.log:
                 again.fail("it decided otherwise when the same was played again: it knows more than the state")
         played.update(play.played)
         played["interleavings"] += 1
     return played
+
+
+def _what_it_says_wrong(policy: Policy) -> str:
+    """What is wrong with what the policy says about itself; "" if nothing is."""
+    for name in ("replicated", "drops", "gated"):
+        if not isinstance(value := getattr(policy, name), bool):
+            return f"`{name}` is {value!r}, and has to be True or False"
+    bound = policy.bound
+    if bound is not None and (type(bound) is not int or bound < 0):
+        return f"`bound` is {bound!r}, and has to be a whole number from 0, or None if nothing is promised"
+    if policy.replicated and (bound != 0 or policy.drops):
+        return (
+            f"it is `replicated`, where every update holds one contribution of every worker, but its bound is {bound} "
+            f"and `drops` is {policy.drops}: that has to be 0 and False"
+        )
+    said = [policy.contributes(step) for step in _STEPS]
+    if strange := [(step, what) for step, what in zip(_STEPS, said, strict=True) if what not in _CONTRIBUTES]:
+        step, what = strange[0]
+        return f"after step {step} it has a worker contribute {what!r}, which is none of {_CONTRIBUTES}"
+    if not any(said):
+        return f"it never has a worker contribute anything in its first {len(_STEPS)} steps"
+    if said != [policy.contributes(step) for step in _STEPS]:
+        return "asked twice what a worker contributes after a step, it says something else"
+    return ""
 
 
 @dataclass(eq=False)
@@ -134,9 +169,12 @@ class _Worker:
         steps: how many it takes before it leaves.
         fault: "crash" or "hang", the phase and the step in which that happens to it.
         push: its last contribution that was announced.
+        held: whether it has a contribution and is not released.
+        granted: whether it may push that.
         arrived: whether that is there, or was dropped.
         update: that it is in.
         needs: updates it waits for while it pulls.
+        pull_s: how long it pulls, from then on; None if it does not.
     """
 
     rank: int
@@ -148,7 +186,9 @@ class _Worker:
     every: int = 1
     fault: tuple[str, str, int] | None = None
     hung: bool = False
-    push: Push | None = None
+    push: Push = (-1, -1)
+    held: bool = False
+    granted: bool = False
     arrived: bool = True
     unwanted: bool = False
     update: _Update | None = None
@@ -159,8 +199,11 @@ class _Worker:
 class _Play:
     """One interleaving."""
 
-    def __init__(self, policy: Policy, world: int, seed: int, evicts: bool, others: Sequence[Policy]) -> None:
-        self._checked, self._policy, self._world, self._seed, self._evicts = policy, policy, world, seed, evicts
+    def __init__(
+        self, policy: Policy, fresh: Policy, world: int, seed: int, evicts: bool, others: Sequence[Policy]
+    ) -> None:
+        self._checked, self._policy, self._fresh = policy, policy, fresh
+        self._world, self._seed, self._evicts = world, seed, evicts
         self._others = others
         self._rng = rng = random.Random(seed)
         self._mood = rng.choice(("equal", "ties", "uniform", "heavy"))
@@ -174,6 +217,7 @@ class _Play:
         self._open: list[_Update] = []
         self._updates = 0
         self._idle = 0
+        self._over = False  # all but the last worker have come and gone
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.played: Counter[str] = Counter()
 
@@ -187,8 +231,12 @@ class _Play:
             elif self._queue:
                 self._now_s, _, _, what, about = heapq.heappop(self._queue)
                 self._happens(what, about)
-            elif not self._goes_on():
+            elif self._goes_on():
+                continue
+            elif self._over:
                 return self._end()
+            else:
+                self._last_joins()
         self.fail(f"no end after {_MOST_EVENTS} events")
 
     # -- what happens --------------------------------------------------------------------------------------------
@@ -275,10 +323,24 @@ class _Play:
             self._soon("noticed", (worker, None), self._draw())
         return True
 
+    def _last_joins(self) -> None:
+        """One more worker, which finds what those have left behind that are gone."""
+        self.played["pending"] += len(self._state.pending)
+        self._over = True
+        if self._policy is not self._checked:
+            self._happens("swap", (self._checked, False))
+        self._tell(Joined(_LAST, self._now_s))
+
     def _end(self) -> None:
         pending = {push for push, fate in self._fates.items() if fate == "pending"}
         if pending != set(self._state.pending):
             self.fail(f"conservation: {sorted(pending)} should be pending, the state has {self._state.pending}")
+        if orphans := self._state.orphans:
+            self.fail(
+                f"contribution {orphans[0]} arrived whole before its worker left, but is still pending: no update in "
+                f"the {_LAST_STEPS} steps of worker {_LAST}, which came after it, holds it",
+                orphans[0][0],
+            )
         for fate in self._fates.values():
             self.played[fate] += 1
 
@@ -290,15 +352,12 @@ class _Play:
             self.played["memory lost"] += 1
         state = observe(self._state, event)
         self._note(event, state)
-        if self._rng.random() < 0.04:
+        if self._rng.random() < 0.04 and self._policy is self._checked:
             self._check_pure(state, event)
         try:
             self._state, actions = settle(self._policy, state)
-        except PolicyMisstep as error:
-            self.fail(str(error).partition("\n")[0].rstrip("."), getattr(event, "worker", None))
         except Exception as error:
-            self.log.append((event, ()))
-            raise AssertionError(self._story(f"it raised {error!r}", getattr(event, "worker", None))) from error
+            self._fail_because(error, event)
         self.log.append((event, actions))
         for action in actions:
             self._carry_out(action)
@@ -312,18 +371,22 @@ class _Play:
                 self.fail(f"worker {event.worker} may not push at once, but the policy is not gated", event.worker)
 
     def _check_pure(self, state: State, event: Event) -> None:
-        members = {rank: changed(member) for rank, member in state.members.items()}
-        before = (members, dict(state.pending), deepcopy(state.memory))
-        try:
-            first, second = list(self._policy.decide(state)), list(self._policy.decide(state))
-        except Exception as error:
-            self.log.append((event, ()))
-            raise AssertionError(self._story(f"it raised {error!r}", getattr(event, "worker", None))) from error
-        if before != (state.members, state.pending, state.memory):
-            self.fail("it changed the state it was asked about")
-        if first != second:
-            self.fail(f"it is not pure: asked twice about one state it decided {first} and {second}")
         self.played["asked twice"] += 1
+        try:
+            wrong = impurity(self._checked, self._fresh, state)
+        except Exception as error:
+            self._fail_because(error, event)
+        if wrong:
+            self.log.append((event, ()))
+            self.fail(wrong, getattr(event, "worker", None))
+
+    def _fail_because(self, error: Exception, event: Event) -> NoReturn:
+        """What the policy raised, or decided although it is not possible."""
+        self.log.append((event, ()))
+        what = f"it raised {error!r}"
+        if isinstance(error, PolicyMisstep):
+            what = str(error).partition("\n")[0].rstrip(".")
+        raise AssertionError(self._story(what, getattr(event, "worker", None))) from error
 
     def _note(self, event: Event, state: State) -> None:
         """What the event means for the books."""
@@ -331,7 +394,8 @@ class _Play:
             case Ready(worker=rank, clock=clock):
                 worker, push = self._workers[rank], (rank, clock)
                 assert push not in self._fates, f"{push} was announced before"
-                worker.push, worker.arrived, worker.update, worker.unwanted = push, False, None, False
+                worker.push, worker.held, worker.granted = push, True, False
+                worker.arrived, worker.update, worker.unwanted = False, None, False
                 self._fates[push] = "pending"
                 self._phase(worker, "held", self._draw())
             case Pushed(worker=rank, clock=clock):
@@ -360,6 +424,7 @@ class _Play:
         match action:
             case Grant(worker=rank):
                 worker, push_s = self._workers[rank], self._draw(worker=self._workers[rank]) / 3
+                worker.granted = True
                 if self._phase(worker, "pushing", push_s):
                     self._soon("pushed", (worker, worker.push), push_s)
             case Apply():
@@ -370,21 +435,24 @@ class _Play:
             case Release(worker=rank):
                 self._release(self._workers[rank])
             case Evict(worker=rank):
+                self._evict(self._workers[rank])
                 self.played["evictions"] += 1
                 self._lose(rank)
                 self._may_return(rank)
             case Wake(at_s=at_s):
-                if not math.isfinite(at_s):
-                    self.fail(f"it wants to be asked again at {at_s}")
+                if not self._now_s < at_s < math.inf:
+                    self.fail(f"at {self._now_s} it wants to be asked again at {at_s}")
             case Remember():
                 pass
 
     def _apply(self, apply: Apply) -> None:
-        if not 0 <= apply.rate < math.inf:
-            self.fail(f"{apply} has no sensible rate")
+        if not 0 <= apply.rate <= len(apply.pushes) * _A_LITTLE_MORE:
+            self.fail(f"{apply} has no sensible rate: each contribution is at most a whole round, which is 1")
         waits: set[Push] = set()
         self._updates += 1
         update = _Update(self._updates, apply.in_order, waits)
+        if self._policy.replicated and (missing := self._missing(apply)) is not None:
+            self.fail(f"it is `replicated`, but {apply} is made without worker {missing}, which is no further", missing)
         for push in apply.pushes:
             if self._fates[push] != "pending":
                 self.fail(f"contribution {push} is applied, but it was {self._fates[push]}", push[0])
@@ -396,6 +464,15 @@ class _Play:
                     waits.add(push)
         self._open.append(update)
         self._make_updates()
+
+    def _missing(self, apply: Apply) -> int | None:
+        """One of the slowest workers whose contribution is in neither this update nor an earlier one."""
+        low = min((worker.pace for worker in self._workers.values()), default=0)
+        for worker in self._workers.values():
+            brings = not worker.held or self._fates[worker.push] == "pending"
+            if worker.pace == low and brings and worker.push not in apply.pushes:
+                return worker.rank
+        return None
 
     def _drop(self, push: Push) -> None:
         if not self._policy.drops:
@@ -409,6 +486,23 @@ class _Play:
             worker.brought += 1
             # A worker may stop sending what is not used, or not.
             worker.unwanted = self._rng.random() < 0.5
+
+    def _evict(self, worker: _Worker) -> None:
+        if waits := self._why_it_waits(worker):
+            self.fail(f"worker {worker.rank} is evicted, but has done all it was asked for: {waits}", worker.rank)
+        if not any(other.held or other.pull_s is not None for other in self._workers.values() if other is not worker):
+            self.fail(f"worker {worker.rank} is evicted, but nobody waits for it", worker.rank)
+
+    def _why_it_waits(self, worker: _Worker) -> str:
+        """What a worker that is not at work, and need not be, waits for; "" if something is expected from it."""
+        if worker.held and worker.arrived:
+            return f"contribution {worker.push} was {self._fates[worker.push]}, and it waits to be released"
+        if worker.held and not worker.granted:
+            return f"it waits until it may push contribution {worker.push}"
+        missing = sorted(push for update in worker.needs for push in update.waits if push != worker.push)
+        if worker.arrived and missing:
+            return f"it pulls, and the update it waits for waits for contribution {missing[0]}"
+        return ""
 
     def _release(self, worker: _Worker) -> None:
         bound = self._policy.bound
@@ -424,6 +518,7 @@ class _Play:
         worker.pace += worker.every
         worker.brought += worker.every - 1
         worker.number += 1
+        worker.held = False
         worker.pull_s = self._draw(worker=worker) / 3
         if not self._phase(worker, "pulling", worker.pull_s):
             return
@@ -439,7 +534,9 @@ class _Play:
         assert not paces or min(paces) <= member.pace <= max(paces), f"{rank} joins at {member.pace}, others: {paces}"
         steps = rng.randint(1, 4) if rng.random() < 0.85 else rng.randint(5, 20)
         worker = _Worker(rank, member.step, member.pace, member.pace, steps, rng.choice((0.5, 1.0, 1.0, 3.0)))
-        if self._hangs and rng.random() < 0.3:
+        if self._over:
+            worker.steps = _LAST_STEPS
+        elif self._hangs and rng.random() < 0.3:
             worker.fault = ("hang", rng.choice(("computing", "pushing", "pulling")), rng.randint(0, steps))
         elif self._churn and rng.random() < 0.4:
             worker.fault = ("crash", rng.choice(_PHASES), rng.randint(0, steps))
@@ -449,6 +546,7 @@ class _Play:
 
     def _compute(self, worker: _Worker) -> None:
         worker.steps -= 1
+        worker.pull_s = None
         computing_s = self._draw(worker=worker)
         if worker.steps < 0:
             self._soon("leave", (worker, None), computing_s)
@@ -469,7 +567,7 @@ class _Play:
 
     def _lose(self, rank: int) -> None:
         worker = self._workers.pop(rank)
-        if worker.push is not None and not worker.arrived:
+        if not worker.arrived:
             if self._fates[worker.push] == "pending":
                 self._fates[worker.push] = "lost"
             self._arrived(worker.push)
