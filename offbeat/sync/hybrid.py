@@ -113,7 +113,7 @@ class Hybrid:
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
             part = getattr(self, name)
-            if isinstance(part, type) or not hasattr(part, "decide"):
+            if isinstance(part, type) or not callable(getattr(part, "decide", None)):
                 raise PlanError(
                     f"Cannot use {part!r} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
                 )
@@ -123,9 +123,9 @@ class Hybrid:
                 "a server holds one set. Use LocalSGD() for all workers, or BSP() as outer - at `plan.sync.outer`."
             )
         if isinstance(self.groups, int):
-            if self.groups < 1:
+            if type(self.groups) is bool or self.groups < 1:
                 raise PlanError(
-                    f"Cannot make groups of {self.groups} workers: choose a whole number from 1 "
+                    f"Cannot make groups of {self.groups!r} workers: choose a whole number from 1 "
                     "- at `plan.sync.groups`."
                 )
             return
@@ -139,7 +139,7 @@ class Hybrid:
             raise PlanError(
                 f"Cannot use groups {self.groups!r}: name at least one rank in each - at `plan.sync.groups`."
             )
-        if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        if any(type(rank) is not int for rank in ranks) or len(set(ranks)) < len(ranks) or min(ranks) < 0:
             raise PlanError(
                 f"Cannot use groups {self.groups!r}: name each rank once, counting from 0 - at `plan.sync.groups`."
             )
