@@ -56,17 +56,19 @@ def impurity(policy: Policy, fresh: Policy, state: State) -> str:
 
 
 class _Ears:
-    """Hears the first clock that is asked while it is entered."""
+    """Hears the first clock that is asked while it is entered; nothing under a profiler, which listens there itself."""
 
     heard = ""
 
     def __enter__(self) -> _Ears:
-        self._before = sys.getprofile()
-        sys.setprofile(self._listen)
+        self._listens = sys.getprofile() is None
+        if self._listens:
+            sys.setprofile(self._listen)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sys.setprofile(self._before)
+        if self._listens:
+            sys.setprofile(None)
 
     def _listen(self, frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and not self.heard and _is_clock(called):

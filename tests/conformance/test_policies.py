@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections import Counter
 
 import pytest
@@ -92,6 +93,15 @@ def test_the_check_finds(policy: Policy, says: str) -> None:
 def test_the_check_finds_who_hangs() -> None:
     with pytest.raises(AssertionError, match="hangs and is not evicted"):
         check_policy(SSP(bound=1), interleavings=200, evicts=True)
+
+
+def test_a_profiler_keeps_its_place() -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    check_policy(ASP(), interleavings=20)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    profile.disable()
+    assert calls > 10_000
 
 
 def test_waiting_for_a_second_is_no_fault() -> None:
