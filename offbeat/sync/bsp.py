@@ -71,4 +71,5 @@ class BSP:
 
 def grant_all(state: State) -> list[Action]:
     """Let everyone push who has something to push."""
-    return [Grant(worker) for worker in state.held if state.members[worker].granted_s is None]
+    members = state.members.items()
+    return [*map(Grant, sorted([worker for worker, m in members if m.ready_s is not None and m.granted_s is None]))]
