@@ -127,6 +127,15 @@ class Plan:
         if self.tuning is not None and not isinstance(self.tuning, BatchTuning):
             raise PlanError(f"Cannot tune batches with {self.tuning!r}: use BatchTuning() or None - at `plan.tuning`.")
 
+    def check_world(self, world: int) -> None:
+        """Refuse what cannot be with so many workers. One that is alone may try any plan.
+
+        Raises:
+            PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
+        """
+        if world > 1:
+            _check_crowds(self.sync, "workers", [list(range(world))], "plan.sync")
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the TOML form: equal plans, equal digests, on every machine."""
@@ -180,6 +189,47 @@ def _takes_single_turns(policy: Policy) -> bool:
     if isinstance(policy, Hybrid):
         return _takes_single_turns(policy.outer)
     return isinstance(policy, RoundRobin) and policy.slots_over(hosts=2) == 1
+
+
+def _check_crowds(policy: Policy, what: str, crowds: list[list[int]], path: str) -> None:
+    """Refuse a policy that counts on more than there are.
+
+    Args:
+        what: it decides about: workers, or groups of them.
+        crowds: those that it decides about together; several if it is one within groups.
+
+    Raises:
+        PlanError: with the path of the number.
+    """
+    there = max(map(len, crowds))
+    if isinstance(policy, KSync) and policy.k > there:
+        raise PlanError(
+            f"Cannot make updates of {policy.k} contributions with {there} {what}: there would never be so many. "
+            f"Choose from 1 to {there}, or BSP() to wait for all - at `{path}.k`."
+        )
+    if not isinstance(policy, Hybrid):
+        return
+    if isinstance(policy.groups, int):
+        if policy.groups > there:
+            raise PlanError(
+                f"Cannot make groups of {policy.groups} with {there} {what}: not even one would be whole. Choose from "
+                f"1 to {there}, or {policy.inner!r} alone - at `{path}.groups`."
+            )
+    elif missing := {rank for group in policy.groups for rank in group}.difference(*crowds):
+        raise PlanError(
+            f"Cannot use groups {policy.groups!r} with {sum(map(len, crowds))} {what}: there is no {min(missing)} "
+            f"among them, counting from 0 - at `{path}.groups`."
+        )
+    within: list[list[int]] = []
+    between: list[list[int]] = []
+    for crowd in crowds:
+        groups: dict[int, list[int]] = {}
+        for rank in crowd:
+            groups.setdefault(policy.group_of(rank), []).append(rank)
+        within += groups.values()
+        between.append(list(groups))
+    _check_crowds(policy.inner, "workers in the largest group", within, f"{path}.inner")
+    _check_crowds(policy.outer, "groups", between, f"{path}.outer")
 
 
 def part_of(room: str, table: Any) -> Any:

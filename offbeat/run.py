@@ -160,6 +160,7 @@ class Run:
         self._server: Server | None = None
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
+            plan.check_world(self.world)
             self._server = self._connect(timeout)
         except OffbeatError as error:
             self._close(error)

@@ -138,6 +138,39 @@ def test_turns_of_one_worker_on_collocated_shards_are_refused() -> None:
         Plan(sync=other, fabric=beside)
 
 
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (KSync(k=5), "updates of 5 contributions with 4 workers: .* Choose from 1 to 4, .* at `plan.sync.k`"),
+        (Hybrid(BSP(), BSP(), groups=5), "groups of 5 with 4 workers: .* at `plan.sync.groups`"),
+        (Hybrid(BSP(), BSP(), groups=((0, 1), (2, 4))), "no 4 among them, counting from 0 - at `plan.sync.groups`"),
+        (Hybrid(KSync(k=3), BSP(), groups=2), "with 2 workers in the largest group: .* at `plan.sync.inner.k`"),
+        (Hybrid(BSP(), KSync(k=3), groups=2), "with 2 groups: .* at `plan.sync.outer.k`"),
+        (Hybrid(Hybrid(BSP(), KSync(k=3), groups=1), BSP(), groups=2), "2 groups: .* at `plan.sync.inner.outer.k`"),
+        (
+            Hybrid(BSP(), Hybrid(BSP(), BSP(), groups=3), groups=2),
+            "groups of 3 with 2 groups: .* `plan.sync.outer.groups`",
+        ),
+    ],
+    ids=str,
+)
+def test_more_than_there_are_is_refused_once_the_world_is_known(policy: Policy, says: str) -> None:
+    plan = Plan(sync=policy, fabric=ParameterServer())
+    plan.check_world(1)
+    with pytest.raises(PlanError, match=f"^Cannot .*{says}"):
+        plan.check_world(4)
+
+
+def test_as_many_as_there_are_will_do() -> None:
+    for policy in (
+        KSync(k=4),
+        Hybrid(KSync(k=2), KSync(k=2), groups=2),
+        Hybrid(KSync(k=3), BSP(), groups=((0, 1, 2),)),
+        Hybrid(Hybrid(KSync(k=2), BSP(), groups=((0, 1), (3,))), BSP(), groups=((0, 1, 2), (3,))),
+    ):
+        Plan(sync=policy, fabric=ParameterServer()).check_world(4)
+
+
 def test_collocated_shards_and_addresses_exclude_each_other() -> None:
     with pytest.raises(PlanError, match=r"one or the other.*at `plan\.fabric\.collocated`"):
         ParameterServer(("10.0.0.1:7070",), collocated=True)

@@ -279,6 +279,17 @@ def test_a_fabric_of_somebody_else() -> None:
         assert refused.startswith("Cannot run over Unbound(): it has no bind(backend=...)")
 
 
+def with_more_than_there_are() -> str:
+    with pytest.raises(PlanError) as caught:
+        offbeat.init(offbeat.Plan(sync=offbeat.KSync(k=3), fabric=offbeat.ParameterServer()))
+    return str(caught.value)
+
+
+def test_a_plan_for_more_workers_is_refused() -> None:
+    for refused in run_workers(2, with_more_than_there_are):
+        assert refused.startswith("Cannot make updates of 3 contributions with 2 workers")
+
+
 def test_a_timeout_is_a_span_of_time() -> None:
     with pytest.raises(PlanError, match=r"Cannot explain waits after 60: give a datetime.timedelta"):
         offbeat.init(timeout=60)  # type: ignore[arg-type]

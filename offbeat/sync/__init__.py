@@ -10,7 +10,7 @@
 * `ksync` - the first k make the update: backup workers
 * `round_robin` - workers take turns on the link
 * `local_sgd` - workers step by themselves, and average now and then
-* `hybrid` - one policy within groups of workers, another between groups
+* `hybrid` - one policy within groups of workers, another between groups; `group` - one of those
 """
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake

@@ -63,7 +63,7 @@ class BSP:
             go = [worker for worker, push in sorted(last.items()) if push in state.pending]
             # A whole round is applied as it is, to the bit, whatever the weights are.
             off = sum([m.is_off(low) for m in members.values()])
-            rate = 1.0 if len(go) + off == len(members) else min(1.0, state.share(*pushes))
+            rate = 1.0 if len(go) + off == len(members) else state.share(*pushes)
             return [Apply(pushes, rate), *map(Release, go)]
         # What they brought was applied before, by another policy, and may still be on its way.
         return [Release(worker) for worker in sorted(last) if state.slowest_but(worker) > low]
@@ -72,4 +72,4 @@ class BSP:
 def grant_all(state: State) -> list[Action]:
     """Let everyone push who has something to push."""
     members = state.members.items()
-    return [Grant(worker) for worker, m in members if m.ready_s is not None and m.granted_s is None]
+    return [*map(Grant, sorted([worker for worker, m in members if m.ready_s is not None and m.granted_s is None]))]

@@ -58,11 +58,11 @@ class DSSP:
     high: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.low, int) or self.low < 0:
+        if type(self.low) is not int or self.low < 0:
             raise PlanError(
                 f"Cannot let workers be {self.low!r} steps ahead: choose a whole number from 0 - at `plan.sync.low`."
             )
-        if not isinstance(self.high, int) or self.high < self.low:
+        if type(self.high) is not int or self.high < self.low:
             raise PlanError(
                 f"Cannot choose a bound between {self.low} and {self.high!r}: high is a whole number from low on "
                 "- at `plan.sync.high`."
@@ -109,7 +109,7 @@ class DSSP:
 
     def _extra(self, state: State, worker: int) -> int | None:
         """After how many steps from now the fastest worker waits least; None if that cannot be told."""
-        fast, others = state.members[worker], [m for w, m in state.members.items() if w != worker]
+        fast, others = state.members[worker], [m for w, m in sorted(state.members.items()) if w != worker]
         slow = min(others, key=lambda m: m.brought)
         if any(other.pace > fast.pace for other in others):
             return None

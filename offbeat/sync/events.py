@@ -80,8 +80,8 @@ class Left:
 class Paced:
     """The worker takes part in every `every`-th round only, from its next release on; for one that is too slow.
 
-    Nobody waits for it in the rounds between, and it does not count towards their size. A policy that drops what is
-    late drops most of what such a worker brings.
+    Nobody waits for it in the rounds between, and it does not count towards their size. What it brings is as many
+    updates older as rounds are between.
     """
 
     worker: int

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
-from offbeat.sync.events import Joined, Left, Pulled, Pushed, Ready
+from offbeat.sync.events import Left
+from offbeat.sync.group import Part, begun, blamed, inner_member, still_true, stuck_in, told, without
 from offbeat.sync.local_sgd import LocalSGD
 from offbeat.sync.policy import Policy, settle
 from offbeat.sync.state import State, changed, observe
@@ -22,43 +23,6 @@ if TYPE_CHECKING:
     from offbeat.sync.actions import Action, Push
     from offbeat.sync.policy import Contributes
     from offbeat.sync.state import Member
-
-
-@dataclass(frozen=True)
-class Part:
-    """One group: what the inner policy has decided and the outer has not confirmed.
-
-    Args:
-        version: updates that the inner policy has decided.
-        bases: the inner version that each worker computes on.
-        asked: workers that may push as far as the inner policy goes, since when.
-        passed: workers that may go on as far as the inner policy goes, since when.
-        forming: inner updates that will make the group's next contribution.
-        sent: those of the contribution that the outer policy knows of, until it is applied or dropped.
-        crew: the workers' contributions whose turn it is, until they have pulled.
-        bare: those of them that are not in it: another policy has applied them before.
-        number: of the group's contribution that `crew` makes.
-        whole: whether all of `crew` has arrived.
-        let_go: whether the outer policy has released `crew`.
-        wake_s, memory: the inner policy's.
-        crowd, pending: what the inner policy was asked about last.
-    """
-
-    version: int = 0
-    bases: Mapping[int, int] = field(default_factory=dict)
-    asked: Mapping[int, float] = field(default_factory=dict)
-    passed: Mapping[int, float] = field(default_factory=dict)
-    forming: tuple[Apply, ...] = ()
-    sent: tuple[Apply, ...] = ()
-    crew: tuple[Push, ...] = ()
-    bare: frozenset[Push] = frozenset()
-    number: int = 0
-    whole: bool = False
-    let_go: bool = False
-    wake_s: float | None = None
-    memory: object = None
-    crowd: Mapping[int, Member] = field(default_factory=dict, repr=False)
-    pending: Mapping[Push, float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +47,9 @@ class Hybrid:
     between any two workers, since a group's step is that of its slowest worker. With any other inner policy the outer
     one counts contributions of groups, and nothing is promised about steps. The rate of an update is the product of
     the inner and the outer one. Who hangs is evicted, and only that worker, if the policy that waits for it evicts: the
-    inner one within a group, the outer one when other groups wait.
+    inner one within a group, the outer one when other groups wait. A worker that may not push or pull yet, because the
+    outer policy withholds it or another group's contribution is still on its way, is not late: the inner policy sees
+    that it may from a time that has not come, infinity.
 
     Args:
         inner: within a group.
@@ -106,7 +72,7 @@ class Hybrid:
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
             part = getattr(self, name)
-            if isinstance(part, type) or not hasattr(part, "decide"):
+            if isinstance(part, type) or not callable(getattr(part, "decide", None)):
                 raise PlanError(
                     f"Cannot use {part!r} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
                 )
@@ -116,9 +82,9 @@ class Hybrid:
                 "a server holds one set. Use LocalSGD() for all workers, or BSP() as outer - at `plan.sync.outer`."
             )
         if isinstance(self.groups, int):
-            if self.groups < 1:
+            if type(self.groups) is bool or self.groups < 1:
                 raise PlanError(
-                    f"Cannot make groups of {self.groups} workers: choose a whole number from 1 "
+                    f"Cannot make groups of {self.groups!r} workers: choose a whole number from 1 "
                     "- at `plan.sync.groups`."
                 )
             return
@@ -132,7 +98,7 @@ class Hybrid:
             raise PlanError(
                 f"Cannot use groups {self.groups!r}: name at least one rank in each - at `plan.sync.groups`."
             )
-        if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        if any(type(rank) is not int for rank in ranks) or len(set(ranks)) < len(ranks) or min(ranks) < 0:
             raise PlanError(
                 f"Cannot use groups {self.groups!r}: name each rank once, counting from 0 - at `plan.sync.groups`."
             )
@@ -167,11 +133,11 @@ class Hybrid:
         """Ask the inner policy about each group, and the outer one about the groups."""
         before = state.memory if isinstance(state.memory, Hierarchy) else Hierarchy()
         crowds = self._crowds(state)
-        parts = {group: _still_true(before.parts.get(group, Part()), state, crowds[group]) for group in crowds}
+        parts = {group: still_true(before.parts.get(group, Part()), state, crowds[group]) for group in crowds}
         pending = self._not_taken(parts, state)
         actions: list[Action] = []
         for group, crowd in crowds.items():
-            parts[group], said = self._inside(parts[group], state, crowd, pending[group])
+            parts[group], said = self._inside(parts[group], state, crowd, pending[group], stuck_in(state, crowd))
             actions += said
         if any(isinstance(action, Evict) for action in actions):
             return [*actions, Remember(Hierarchy(before.outer, parts))]  # to be asked again without them
@@ -218,16 +184,23 @@ class Hybrid:
     # -- within a group ------------------------------------------------------------------------------------------
 
     def _inside(
-        self, part: Part, state: State, crowd: Mapping[int, Member], pending: Mapping[Push, float]
+        self,
+        part: Part,
+        state: State,
+        crowd: Mapping[int, Member],
+        pending: Mapping[Push, float],
+        stuck: frozenset[int],
     ) -> tuple[Part, list[Action]]:
         """What the inner policy decides; what of that happens at once."""
         due = part.wake_s is not None and part.wake_s <= state.now_s
-        if part.crowd == crowd and part.pending == pending and not due:
+        if part.crowd == crowd and part.pending == pending and part.stuck == stuck and not due:
             return part, []  # it has nothing more to say
+        if part.stuck - stuck:
+            part = changed(part, freed_s=state.now_s)
         view, said = settle(
             self.inner,
             State(
-                members={worker: _inner_member(part, worker, member) for worker, member in crowd.items()},
+                members={worker: inner_member(part, worker, member, stuck) for worker, member in crowd.items()},
                 pending=pending,
                 version=part.version,
                 now_s=state.now_s,
@@ -237,22 +210,22 @@ class Hybrid:
             ),
         )
         actions: list[Action] = []
-        asked, passed, forming = dict(part.asked), dict(part.passed), list(part.forming)
+        asked, passed, forming = set(part.asked), set(part.passed), list(part.forming)
         for action in said:
             match action:
                 case Grant(worker=worker) if self.outer.gated:
-                    asked[worker] = state.now_s
+                    asked.add(worker)
                 case Apply():
                     forming.append(action)
                 case Release(worker=worker):
-                    passed[worker] = state.now_s
+                    passed.add(worker)
                 case Grant() | Drop() | Evict():
                     actions.append(action)
-        evicted = crowd.keys() - view.members.keys()
+        here = view.members.keys()  # without those it evicts
         part = changed(
-            part, asked=_but(asked, evicted), passed=_but(passed, evicted), forming=tuple(forming),
+            part, asked=frozenset(asked & here), passed=frozenset(passed & here), forming=tuple(forming),
             version=view.version, bases={worker: member.base for worker, member in view.members.items()},
-            wake_s=view.wake_s, memory=view.memory, crowd=crowd, pending=pending,
+            wake_s=view.wake_s, memory=view.memory, crowd=crowd, pending=pending, stuck=stuck,
         )  # fmt: skip
         return part, actions
 
@@ -275,12 +248,12 @@ class Hybrid:
         due = outer.wake_s is not None and outer.wake_s <= state.now_s
         outer = changed(outer, now_s=state.now_s, wake_s=None if due else outer.wake_s)
         for group in outer.members.keys() - crowds.keys():
-            outer = _without(observe(outer, Left(group, state.now_s)), group)
+            outer = without(observe(outer, Left(group, state.now_s)), group)
         outer = changed(outer, away=self._away(state, crowds), hosts=state.hosts)
         for group, crowd in crowds.items():
             if group not in outer.members:
-                outer, parts[group] = _begun(outer, group, parts[group], crowd)
-            outer, parts[group] = self._told(outer, group, parts[group], state, crowd)
+                outer, parts[group] = begun(outer, group, parts[group], crowd)
+            outer, parts[group] = told(outer, group, parts[group], state, crowd, steps=self.inner.replicated)
         before, weights = outer, outer.pending
         outer, said = settle(self.outer, outer)
         if late := [action.worker for action in said if isinstance(action, Evict)]:
@@ -293,7 +266,7 @@ class Hybrid:
                     sent = {push for apply in part.sent for push in apply.pushes}
                     go = [worker for worker in sorted(part.asked) if (worker, state.members[worker].step) in sent]
                     actions += map(Grant, go)
-                    parts[group] = changed(part, asked=_but(part.asked, go))
+                    parts[group] = changed(part, asked=part.asked.difference(go))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
                     all_sent = [(weights[push], parts.get(push[0], Part()).sent) for push in pushes]
                     whole = tuple(sorted(push for _, sent in all_sent for apply in sent for push in apply.pushes))
@@ -309,115 +282,6 @@ class Hybrid:
                     parts[group] = changed(parts[group], let_go=True)
         return outer, actions
 
-    def _told(
-        self, outer: State, group: int, part: Part, state: State, crowd: Mapping[int, Member]
-    ) -> tuple[State, Part]:
-        """The outer state with what has happened to one group."""
-        now_s = outer.now_s
-        if part.crew and not part.whole and all(_has_arrived(push, crowd) for push in part.crew):
-            part = changed(part, whole=True)
-            outer = observe(outer, Pushed(group, part.number, now_s))
-        if part.whole and part.let_go and not any(_is_on_its_way(push, part, crowd) for push in part.crew):
-            part = changed(part, crew=(), whole=False, let_go=False)
-            outer = observe(outer, Pulled(group, now_s))
-        if self.inner.replicated:
-            outer, part = _in_step(outer, group, part, state, crowd)
-        member = outer.members[group]
-        if part.crew:
-            return outer, part
-        crew = {push for apply in part.forming for push in apply.pushes}
-        if self.inner.replicated:
-            last = {worker: m for worker, m in crowd.items() if m.pace == member.pace}
-            done = all(_has_brought(worker, part, state) for worker in last)
-            crew = {(worker, m.step) for worker, m in last.items() if done and worker in part.passed}
-        if crew:
-            bare = frozenset(crew - {push for apply in part.forming for push in apply.pushes})
-            part = changed(part, crew=tuple(sorted(crew)), bare=bare, number=member.step, sent=part.forming, forming=())
-            outer = observe(outer, Ready(group, member.step, now_s, State(crowd).weight))
-        return outer, part
-
-
-def _begun(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) -> tuple[State, Part]:
-    """The outer state with a new group, some of which may be pulling because another policy has released them."""
-    outer = observe(outer, Joined(group, outer.now_s))
-    pulling = tuple((worker, m.step - 1) for worker, m in crowd.items() if m.released_s is not None)
-    if not pulling:
-        return outer, part
-    member = changed(outer.members[group], released_s=outer.now_s)
-    part = changed(part, crew=pulling, number=member.step - 1, let_go=True)
-    return changed(outer, members={**outer.members, group: member}), part
-
-
-def _has_brought(worker: int, part: Part, state: State) -> bool:
-    """Whether the inner policy waits for nothing more from this worker than that it arrives."""
-    member = state.members[worker]
-    return worker in part.passed or (member.held and (worker, member.step) not in state.pending)
-
-
-def _in_step(outer: State, group: int, part: Part, state: State, crowd: Mapping[int, Member]) -> tuple[State, Part]:
-    """Compare a group with others by its slowest worker.
-
-    If somebody has joined who is as far behind as those that wait for the outer policy, the group is not ready yet.
-    """
-    member = outer.members[group]
-    if member.held and not all(
-        _has_brought(worker, part, state)
-        for worker, m in crowd.items()
-        if m.pace <= member.pace and (worker, m.step) not in part.crew
-    ):
-        part = changed(part, forming=(*part.sent, *part.forming), sent=(), crew=(), whole=False)
-        # Its contribution gets another number when it comes, so that no number is ever used twice.
-        outer = _without(outer, group)
-        member = changed(member, step=member.step + 1, ready_s=None, granted_s=None, arrived=False)
-    ahead = member.ahead if member.held else member.step - min(m.pace for m in crowd.values())
-    # A group leaves out what all of its workers leave out.
-    rests = max(0, member.step - ahead - max(m.pace - m.rests for m in crowd.values()))
-    member = changed(member, ahead=ahead, rests=rests, clock=min(m.brought for m in crowd.values()) + ahead)
-    return changed(outer, members={**outer.members, group: member}), part
-
-
-def _still_true(part: Part, state: State, crowd: Mapping[int, Member]) -> Part:
-    """Without what workers that are gone, or have come back, had a part in."""
-    if not (part.asked or part.passed or part.forming or part.sent):
-        return part
-    held = {worker: member for worker, member in crowd.items() if member.held}
-    asked = {worker: at_s for worker, at_s in part.asked.items() if worker in held and held[worker].granted_s is None}
-    passed = {worker: at_s for worker, at_s in part.passed.items() if worker in held}
-    return changed(
-        part, asked=asked, passed=passed, forming=_still_pending(part.forming, state),
-        sent=_still_pending(part.sent, state),
-    )  # fmt: skip
-
-
-def _still_pending(applies: Iterable[Apply], state: State) -> tuple[Apply, ...]:
-    left = []
-    for apply in applies:
-        pushes = tuple(push for push in apply.pushes if push in state.pending)
-        if pushes:
-            left.append(apply if pushes == apply.pushes else Apply(pushes, apply.rate, apply.in_order))
-    return tuple(left)
-
-
-def _inner_member(part: Part, worker: int, member: Member) -> Member:
-    """A worker as the inner policy sees it: it knows nothing of what the outer one withholds."""
-    base = part.bases.get(worker, part.version)
-    if worker in part.passed:
-        return member.released(part.passed[worker], base)
-    granted_s = part.asked.get(worker) if member.granted_s is None else member.granted_s
-    return changed(member, granted_s=granted_s, base=base)
-
-
-def _has_arrived(push: Push, crowd: Mapping[int, Member]) -> bool:
-    return push[0] not in crowd or crowd[push[0]].clock > push[1]
-
-
-def _is_on_its_way(push: Push, part: Part, crowd: Mapping[int, Member]) -> bool:
-    """Whether the worker of this contribution is pulling, or about to."""
-    member = crowd.get(push[0])
-    if member is None or member.step > push[1] + 1:
-        return False
-    return push[0] in part.passed if member.step == push[1] else member.released_s is not None
-
 
 def _blame(
     outer: State, groups: Iterable[int], parts: Mapping[int, Part], crowds: Mapping[int, Mapping[int, Member]]
@@ -426,23 +290,10 @@ def _blame(
     actions: list[Action] = []
     members = dict(outer.members)
     for group in groups:
-        actions += map(Evict, _blamed(parts[group], crowds[group]))
+        actions += map(Evict, blamed(parts[group], crowds[group]))
         released_s = None if members[group].released_s is None else outer.now_s
         members[group] = changed(members[group], since_s=outer.now_s, released_s=released_s)
     return changed(outer, members=members), actions
-
-
-def _blamed(part: Part, crowd: Mapping[int, Member]) -> list[int]:
-    """Whom a group that takes too long waits for."""
-    crew = [push for push in part.crew if push[0] in crowd]
-    late = [worker for worker, clock in crew if crowd[worker].clock <= clock]
-    late = late or [worker for worker, _ in crew if crowd[worker].released_s is not None]
-    return late or [worker for worker, member in crowd.items() if not member.held] or list(crowd)
-
-
-def _without(outer: State, group: int) -> State:
-    """No contribution of a group outlives it: the workers' own are still pending, and are brought again."""
-    return changed(outer, pending={push: weight for push, weight in outer.pending.items() if push[0] != group})
 
 
 def _mean_rate(sent: Iterable[tuple[float, tuple[Apply, ...]]]) -> float:
@@ -450,8 +301,3 @@ def _mean_rate(sent: Iterable[tuple[float, tuple[Apply, ...]]]) -> float:
     rates = [(weight, sum(apply.rate for apply in applies)) for weight, applies in sent if applies]
     total = sum(weight for weight, _ in rates)
     return sum(weight * rate for weight, rate in rates) / total if total else 1.0
-
-
-def _but(times_s: Mapping[int, float], workers: Iterable[int]) -> dict[int, float]:
-    gone = set(workers)
-    return {worker: at_s for worker, at_s in times_s.items() if worker not in gone}

@@ -27,15 +27,16 @@ Late = Literal["drop", "carry"]
 class KSync:
     """The first k contributions make an update, their mean; with b backup workers among N, k = N - b.
 
-    A step takes about as long as its k-th fastest worker instead of its slowest. If fewer than k workers are there, all
-    of them make the update.
+    A step takes about as long as its k-th fastest worker instead of its slowest. If fewer than k workers are left, all
+    of them make the update; a job that begins with fewer is refused.
 
     late="drop" (K-sync): every contribution in an update was computed on the version before it. One that comes after
     its update was made is dropped before it is pushed; its worker, which nobody interrupts while it computes, goes on
     at once with the new parameters. No contribution that is on the link is ever in vain: whoever computed on the
     current version may push at once, since all that are ready are in the update. Only right after a change from another
     policy may a push under way be dropped. What slow workers compute is lost: if the same ones are always slow, what
-    only they have seen is never learnt. Let loaders shuffle over all workers, or use "carry".
+    only they have seen is never learnt. Let loaders shuffle over all workers, or use "carry". What takes part in every
+    m-th round only (`Paced`) is late once it is older than the m - 1 updates of the rounds between.
 
     late="carry" (K-async): a late contribution counts towards the update under way, so that nothing is lost, and
     staleness has no bound.
@@ -58,7 +59,7 @@ class KSync:
     late: Late = "drop"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
+        if type(self.k) is not int or self.k < 1:
             raise PlanError(
                 f"Cannot make updates of {self.k!r} contributions: choose a whole number from 1 - at `plan.sync.k`."
             )
@@ -103,4 +104,5 @@ class KSync:
         return [*grant_all(state), *(Release(worker) for worker, push in there.items() if push not in state.pending)]
 
     def _is_late(self, state: State, push: Push) -> bool:
-        return self.late == "drop" and push in state.pending and state.members[push[0]].base < state.version
+        member = state.members[push[0]]
+        return self.late == "drop" and push in state.pending and state.version - member.base > member.rests

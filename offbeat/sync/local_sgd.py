@@ -44,19 +44,26 @@ class OuterSGD:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
+        if type(self.lr) not in (int, float) or not 0 < self.lr < float("inf"):
             raise PlanError(
                 f"Cannot step with a learning rate of {self.lr!r}: choose above 0 - at `plan.sync.outer.lr`."
             )
-        if not 0 <= self.momentum < 1:
+        if type(self.momentum) not in (int, float) or not 0 <= self.momentum < 1:
             raise PlanError(
                 f"Cannot use a momentum of {self.momentum!r}: choose from 0 to below 1 - at `plan.sync.outer.momentum`."
+            )
+        if type(self.nesterov) is not bool:
+            raise PlanError(
+                f"Cannot look ahead with nesterov={self.nesterov!r}: choose True or False "
+                "- at `plan.sync.outer.nesterov`."
             )
         if self.nesterov and self.momentum == 0:
             raise PlanError(
                 "Cannot look ahead along a momentum of 0. Use nesterov=False, or a momentum "
                 "- at `plan.sync.outer.nesterov`."
             )
+        for name in ("lr", "momentum"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one plan, with one digest
 
 
 def apply_change_(
@@ -107,11 +114,11 @@ class LocalSGD:
     outer: OuterSGD | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or self.every < 1:
+        if type(self.every) is not int or self.every < 1:
             raise PlanError(
                 f"Cannot average after each {self.every!r} steps: choose a whole number from 1 - at `plan.sync.every`."
             )
-        if not isinstance(self.after, int) or self.after < 0:
+        if type(self.after) is not int or self.after < 0:
             raise PlanError(
                 f"Cannot begin after {self.after!r} ordinary steps: choose a whole number from 0 "
                 "- at `plan.sync.after`."

@@ -130,22 +130,26 @@ class RoundRobin:
             value = getattr(self, name)
             if name == "slots" and value is None:
                 continue
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise PlanError(
                     f"Cannot rotate with {name}={value!r}: choose a whole number from {least} - at `plan.sync.{name}`."
                 )
-        if not 0 <= self.gap_factor <= 1:
+        for name in ("strict", "half_duplex"):
+            if type(value := getattr(self, name)) is not bool:
+                raise PlanError(f"Cannot rotate with {name}={value!r}: choose True or False - at `plan.sync.{name}`.")
+        if type(self.gap_factor) not in (int, float) or not 0 <= self.gap_factor <= 1:
             raise PlanError(
                 f"Cannot space turns over {self.gap_factor!r} of a cycle: choose from 0 to 1 "
                 "- at `plan.sync.gap_factor`."
             )
-        if not self.grace >= 0:
+        if type(self.grace) not in (int, float) or not self.grace >= 0:
             raise PlanError(f"Cannot wait for {self.grace!r} gaps: choose from 0 - at `plan.sync.grace`.")
         for name in ("turn_lease_s", "compute_lease_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(
-                    f"Cannot wait for {getattr(self, name)!r} s: choose more than 0 s - at `plan.sync.{name}`."
-                )
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not value > 0:
+                raise PlanError(f"Cannot wait for {value!r} s: choose more than 0 s - at `plan.sync.{name}`.")
+        for name in ("gap_factor", "grace", "turn_lease_s", "compute_lease_s"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one plan, with one digest
 
     @property
     def replicated(self) -> bool:
@@ -390,6 +394,8 @@ class RoundRobin:
         leases_s = {}
         if held or len(pulling) > 1:
             for worker, m in pulling.items():
+                if not m.owes and any(other.owes and _before(other, m) for other in pulling.values()):
+                    continue  # it waits as well: updates are made in the order of turns
                 begun_s = max(m.released_s or 0.0, rotation.evicted_s)
                 leases_s[worker] = begun_s + _lease_s(m.turn_s, self.turn_lease_s)
         if held:
@@ -407,6 +413,11 @@ def _turn(state: State, worker: int, rate: float) -> list[Action]:
     if push in state.pending:
         actions.append(Apply((push,), rate=rate))
     return [*actions, Release(worker)]
+
+
+def _before(one: Member, other: Member) -> bool:
+    """Whether a turn began no later than another."""
+    return (one.released_s or 0.0) <= (other.released_s or 0.0)
 
 
 def _off(state: State) -> set[int]:

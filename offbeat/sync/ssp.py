@@ -48,7 +48,7 @@ class SSP:
     bound: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bound, int) or self.bound < 0:
+        if type(self.bound) is not int or self.bound < 0:
             raise PlanError(
                 f"Cannot let workers be {self.bound!r} steps ahead: choose a whole number from 0; 4 is a good start "
                 "- at `plan.sync.bound`."

@@ -109,10 +109,15 @@ class Member:
         )  # fmt: skip
 
     @property
+    def owes(self) -> bool:
+        """Whether it may push, or has begun to, and its contribution is not there; others may wait for it."""
+        due = self.step + (self.released_s is None)
+        return self.clock < due and (self.granted_s is not None or self.released_s is not None)
+
+    @property
     def is_pushing(self) -> bool:
         """Whether its contribution is on its way, and more than the end of it is to come."""
-        due = self.step + (self.released_s is None)
-        return self.granted_s is not None and not self.ending and self.clock < due
+        return self.owes and self.granted_s is not None and not self.ending
 
     @property
     def phase(self) -> str:
@@ -177,9 +182,10 @@ class State:
         return tuple(sorted(push for push in self.pending if not self._has(push)))
 
     def share(self, *pushes: Push) -> float:
-        """Which part of a round's samples these pending contributions are made from."""
+        """Which part of a round's samples these pending contributions are made from; what is left from larger rounds
+        than this one is no more than a whole round."""
         weight = self.weight
-        return sum([self.pending[push] for push in pushes]) / weight if weight else 0.0
+        return min(1.0, sum([self.pending[push] for push in pushes]) / weight) if weight else 0.0
 
     def slowest_but(self, worker: int) -> int:
         """How many contributions the others have brought at least; if it is alone, as many as it has."""
@@ -227,8 +233,10 @@ def enact(state: State, action: Action) -> State:
     match action:
         case Grant(worker=worker):
             member = _member(state, action, worker)
-            if not member.held or member.granted_s is not None:
+            if not member.held:
                 raise _misstep(state, action, "it has nothing to push")
+            if member.granted_s is not None:
+                raise _misstep(state, action, "it may push already")
             return _with(state, worker, granted_s=state.now_s, ending=False, since_s=state.now_s)
         case Release(worker=worker):
             member = _member(state, action, worker)
@@ -357,7 +365,7 @@ def _without(state: State, action: Action, pushes: tuple[Push, ...]) -> Mapping[
     rest = dict(state.pending)
     for push in pushes:
         if rest.pop(push, None) is None:
-            raise _misstep(state, action, f"{push} is not pending")
+            raise _misstep(state, action, f"{push} is {'not pending' if pushes.count(push) == 1 else 'in it twice'}")
     return rest
 
 

@@ -5,7 +5,8 @@ nothing but offbeat and torch, so they run under any test runner.
 
     codec.py    check_codec: rules of `offbeat.codec.codec`
     fabric.py   check_fabric: rules of `offbeat.fabric.fabric`
-    policy.py   check_policy: rules of `offbeat.sync.policy`
+    policy.py   check_policy: rules of `offbeat.sync.policy`; `play` is one interleaving, `books` what it is checked
+                against, `purity` whether a policy decides from the state alone
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from offbeat.sync import (
     BSP,
     SSP,
     Apply,
+    Deadline,
     Drop,
     Evict,
     Grant,
@@ -160,6 +161,34 @@ def test_only_the_worker_that_hangs_is_evicted() -> None:
     server.run(300)
     assert [a.worker for _, actions in server.log for a in actions if isinstance(a, Evict)] == [4]
     assert set(server.grants[-20:]) == {0, 1, 2, 3, 5}
+
+
+@pytest.mark.parametrize("within", [RoundRobin(warmup=0), Hybrid(BSP(), RoundRobin(warmup=0), groups=1)], ids=str)
+def test_who_waits_for_the_policy_between_groups_is_not_late(within: Policy) -> None:
+    """Turns within groups have leases; the other group's step takes longer than any of them."""
+    table = Table(Hybrid(within, BSP(), groups=2), range(4))
+    assert table.ready(0) == [Grant(0)], "its turn in its group; the update waits for the other group"
+    assert table.tell(Pushed(0, 0, 2.0)) == []
+    assert table.ready(1, 3.0) == [Grant(1)]
+    assert table.tell(Pushed(1, 0, 4.0)) == []
+    for at_s in (70.0, 140.0, 210.0):
+        assert table.tell(Deadline(at_s)) == []
+    assert table.state.wake_s is None, "and nobody asks again and again"
+    assert table.ready(2, 220.0)[-2:] == [Release(0), Release(2)]
+    assert table.ready(3, 221.0) == []
+    late = [a for a in table.tell(Deadline(290.0)) if isinstance(a, Evict)]
+    assert late == [Evict(2)], "the update is made, and only this one's part in it is missing"
+
+
+def test_who_waits_for_the_contribution_of_another_group_is_not_late() -> None:
+    """With two slots a pull waits for the turn before it."""
+    table = Table(Hybrid(RoundRobin(warmup=0), RoundRobin(warmup=0, slots=2), groups=2), range(4))
+    assert table.ready(0)[-1] == Release(0)
+    assert table.ready(2, 2.0)[-1] == Release(2)
+    table.tell(Pushed(2, 0, 3.0))
+    assert table.ready(3, 3.0) == []
+    evicted_s = {a.worker: s for s in range(4, 121) for a in table.tell(Deadline(s)) if isinstance(a, Evict)}
+    assert evicted_s == {0: 61}, "and the other one is given a minute of its own from then on"
 
 
 def test_who_is_in_which_group() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.sync import BSP, DSSP, SSP, Apply, Hybrid, KSync, Member, Paced, Policy, RoundRobin, State
+from offbeat.sync import BSP, DSSP, SSP, Apply, Drop, Hybrid, KSync, Member, Paced, Policy, RoundRobin, State
 from offbeat.sync.state import observe
 from tests.sync.link import Server
 
@@ -14,6 +14,7 @@ POLICIES: list[Policy] = [
     SSP(bound=0),
     DSSP(low=0, high=0),
     KSync(k=WORLD, late="carry"),
+    KSync(k=WORLD),
     RoundRobin(warmup=2),
     RoundRobin(strict=True, warmup=2),
     Hybrid(BSP(), BSP(), groups=2),
@@ -60,6 +61,17 @@ def test_a_round_without_it_is_applied_as_it_is_to_the_bit() -> None:
     state = State({**members, 3: Member(ahead=-2, rests=2)}, {(w, 0): weight for w, weight in enumerate(weights)})
     assert state.share(*state.pending) < 1, "by rounding"
     assert BSP().decide(state)[0] == Apply(((0, 0), (1, 0), (2, 0)), rate=1.0)
+
+
+def test_who_takes_part_seldom_is_not_late_for_it() -> None:
+    """Others make updates in the rounds that it leaves out. If dropped, it would be ahead, and be waited for."""
+    server = played(KSync(k=WORLD), EVERY)
+    dropped = [push for _, actions in server.log for a in actions if isinstance(a, Drop) for push in a.pushes]
+    applied = [push for _, actions in server.log for a in actions if isinstance(a, Apply) for push in a.pushes]
+    assert not dropped
+    assert sum(worker == WORLD - 1 for worker, _ in applied) >= ROUNDS // EVERY - 3
+    hasty = Server(KSync(k=2), last_is_slow, WORLD, 0.001).run(ROUNDS)
+    assert any(Drop(((WORLD - 1, 0),)) in actions for _, actions in hasty.log), "who is just slow is"
 
 
 def test_who_is_off_and_who_is_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -316,6 +317,19 @@ def test_a_turn_that_never_ends_is_ended() -> None:
     assert [type(a).__name__ for a in actions if not isinstance(a, Remember)] == ["Evict", "Grant", "Apply", "Release"]
     state, _ = on(STRICT, state, Joined(0, 121.0))
     assert state.memory.order == (1, 0), "it may come back"
+
+
+def test_who_waits_for_the_turn_before_it_is_not_late() -> None:
+    """Updates are made in order: a pull waits for a turn that began earlier and whose contribution is not there."""
+    policy = RoundRobin(slots=2, warmup=0)
+    pushing = Member(step=1, granted_s=0.0, released_s=0.0, turn_s=10.0, push_s=5.0)
+    pulling = Member(step=1, clock=1, granted_s=0.1, released_s=0.1, turn_s=0.1, push_s=0.05)
+    waiting = Member(ready_s=0.5)
+    state = State({0: pushing, 1: pulling, 2: waiting}, {(2, 0): 1.0}, now_s=30.0)
+    assert not any(isinstance(action, Evict) for action in policy.decide(state)), "though its own turns take 0.1 s"
+    assert policy.decide(replace(state, now_s=40.0))[-1] == Evict(0)
+    arrived = {**state.members, 0: replace(pushing, clock=1)}
+    assert policy.decide(replace(state, members=arrived))[-1] == Evict(1), "now it is"
 
 
 def test_a_worker_that_is_alone_is_never_evicted() -> None:

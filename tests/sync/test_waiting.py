@@ -130,6 +130,19 @@ def test_updates_of_a_round_move_as_far_as_one_of_bsp(policy: Policy) -> None:
     assert rates[10:] == [0.25] * len(rates[10:])
 
 
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_ksync_asks_for_no_more_than_are_left(late: str) -> None:
+    server = Server(KSync(k=3, late=late), stragglers(), 4).run(40)  # type: ignore[arg-type]
+    before = len(server.log)
+    for rank in (0, 2):
+        server._lose(rank)
+        server._tell(Left(rank, server.now_s))
+    server.run(80)
+    sizes = [len(a.pushes) for _, actions in server.log[before + 2 :] for a in actions if isinstance(a, Apply)]
+    assert len(sizes) > 10
+    assert set(sizes[1:]) == {2}
+
+
 @pytest.mark.parametrize(
     ("make", "path"),
     [
