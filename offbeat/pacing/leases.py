@@ -40,7 +40,7 @@ import numpy as np
 
 from offbeat.errors import ModelError
 from offbeat.pacing.permutation import shuffled
-from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, settle, total
+from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -143,11 +143,12 @@ class Leases:
         pool = dataclasses.replace(pool, now_s=max(pool.now_s, now_s))
         if epoch > pool.epoch:
             pool = dataclasses.replace(pool, epoch=epoch, fresh=0, open={**pool.open, epoch: Tally()})
-        if self._there(pool, epoch) < count:
-            pool = give_back(pool, self._overdue(pool, worker, epoch))
-        there = self._there(pool, epoch)
-        if there >= count or (there and not self.drop_last):
-            pool, pieces = draw(pool, min(count, there))
+        there = self._there(pool, epoch, count)
+        if there < count and (overdue := self._overdue(pool, worker, epoch)):
+            pool = give_back(pool, overdue)
+            there = self._there(pool, epoch, count)
+        if there == count or (there and not self.drop_last):
+            pool, pieces = draw(pool, there)
             lease = Lease(pool.number, epoch, pieces)
             held = {**pool.held, lease.number: Held(lease, worker, pool.now_s)}
             return dataclasses.replace(pool, number=lease.number + 1, held=held), lease
@@ -255,10 +256,14 @@ class Leases:
     def _identity(self) -> dict[str, Any]:
         return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
-    def _there(self, pool: Pool, epoch: int) -> int:
-        """Samples that a worker in `epoch` could be given now."""
-        fresh = self.samples - pool.fresh if epoch == pool.epoch else 0
-        return fresh + total([piece for piece in pool.returned if piece.epoch <= epoch])
+    def _there(self, pool: Pool, epoch: int, most: int) -> int:
+        """Samples that a worker in `epoch` could be given now, as far as it wants them."""
+        there = self.samples - pool.fresh if epoch == pool.epoch else 0
+        for piece in pool.returned:
+            if there >= most or piece.epoch > epoch:
+                break
+            there += piece.size
+        return min(there, most)
 
     def _overdue(self, pool: Pool, worker: int, epoch: int) -> list[int]:
         """Leases that others have held for too long, and that would help `worker`."""

@@ -152,10 +152,11 @@ def total(pieces: Iterable[Piece]) -> int:
 
 def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
     """The pool in which those of the leases that were not delivered are returned."""
-    back = [n for n in numbers if not pool.held[n].delivered]
+    # A dict, so that whatever a lost worker held is gone through once.
+    back = {n: held for n in numbers if not (held := pool.held[n]).delivered}
     if not back:
         return pool
-    pieces = [piece for n in back for piece in pool.held[n].lease.pieces]
+    pieces = [piece for held in back.values() for piece in held.lease.pieces]
     return dataclasses.replace(
         pool,
         held={n: held for n, held in pool.held.items() if n not in back},
@@ -170,19 +171,20 @@ def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
     Fewer if they would be in too many pieces.
     """
     drawn: list[Piece] = []
-    kept: list[Piece] = []
-    for piece in pool.returned:
-        if len(drawn) == _MOST_PIECES:
-            count = 0
-        stop = min(piece.stop, piece.start + count)
-        if stop > piece.start:
-            drawn.append(piece._replace(stop=stop))
-        if stop < piece.stop:
-            kept.append(piece._replace(start=stop))
-        count -= stop - piece.start
+    # Only what is taken is looked at: much may have been returned, and the next who asks waits.
+    for piece in pool.returned[:_MOST_PIECES]:
+        if not count:
+            break
+        drawn.append(piece._replace(stop=min(piece.stop, piece.start + count)))
+        count -= drawn[-1].size
+    kept = pool.returned[len(drawn) :]
+    if drawn and (cut := drawn[-1]).stop < (whole := pool.returned[len(drawn) - 1]).stop:
+        kept = (whole._replace(start=cut.stop), *kept)
+    if kept:
+        count = 0  # there would be too many pieces
     if count:
         drawn.append(Piece(pool.epoch, pool.fresh, pool.fresh + count))
-    return dataclasses.replace(pool, returned=tuple(kept), fresh=pool.fresh + count), tuple(drawn)
+    return dataclasses.replace(pool, returned=kept, fresh=pool.fresh + count), tuple(drawn)
 
 
 def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,8 +16,11 @@ import pytest
 
 from offbeat.errors import ModelError
 from offbeat.pacing import Lease, Leases, Over, Piece, Pool, Tally, Wait
-from offbeat.pacing.pool import audit
+from offbeat.pacing.pool import Held, audit
 from tests.pacing.histories import History
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HISTORIES = 1200
 
@@ -278,6 +282,56 @@ def test_after_a_restart_leases_are_as_old_as_they_were() -> None:
     pool, _ = took(pool, leases, 0, 4, now_s=1010.0)
     loaded = leases.from_plain(leases.to_plain(pool), now_s=3.0)
     assert leases.take(loaded, 1, 4, 3.0)[1] == Wait((0,), 23.0)
+
+
+def holding(count: int) -> Pool:
+    """Worker 0 has every other sample of an epoch, each in a lease of its own."""
+    held = {n: Held(Lease(n, 0, (Piece(0, 2 * n, 2 * n + 1),)), 0, 0.0) for n in range(count)}
+    return Pool(fresh=2 * count, number=count, held=held, at={0: 0, 1: 0})
+
+
+def computing_s(do: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    do()
+    return time.process_time() - began_s
+
+
+def test_four_times_as_many_leases_come_back_in_about_four_times_the_time() -> None:
+    """And not in sixteen times: the coordinator does nothing else meanwhile."""
+
+    def come_back(count: int) -> Callable[[], object]:
+        leases, pool = Leases(2 * count), holding(count)
+        return lambda: (leases.lose(pool, 0), leases.give_back(pool, 0, range(count)))
+
+    few_s, many_s = (min(computing_s(do) for _ in range(3)) for do in map(come_back, (25_000, 100_000)))
+    assert many_s < 10 * few_s
+
+
+def test_who_asks_does_not_wait_for_all_that_has_come_back() -> None:
+    pools = {}
+    for count in (1_000, 100_000):
+        leases = Leases(2 * count)
+        pools[count] = leases, leases.lose(holding(count), 0)
+        assert len(pools[count][1].returned) == count
+
+    def take(count: int) -> None:
+        leases, pool = pools[count]
+        for _ in range(20):
+            pool, lease = took(pool, leases, 1, 3)
+            assert lease.count == 3
+
+    few_s, many_s = (min(computing_s(lambda count=count: take(count)) for _ in range(3)) for count in pools)  # type: ignore[misc]
+    assert many_s < 30 * few_s, "a hundred times as much has come back"
+
+
+def test_a_lease_of_what_came_back_is_never_in_too_many_pieces() -> None:
+    leases = Leases(4000)
+    pool = leases.lose(holding(2000), 0)
+    pool, lease = took(pool, leases, 1, 1500)
+    assert len(lease.pieces) == 1000
+    pool, lease = took(pool, leases, 1, 1500)
+    assert lease.pieces[-1] == Piece(0, 3998, 3999)
+    assert not pool.returned
 
 
 def saved() -> dict[str, Any]:

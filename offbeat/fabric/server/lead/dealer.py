@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _LIFE = 1 << 32  # numbers of leases that a server deals out in one life, at most
 _TERM = timedelta(minutes=10)  # see `Leases.term`
+# Leases of a worker: those of one contribution, and as many ahead (see the bounds in `deals`).
+_MOST_HELD = 2 << 12
 
 
 @dataclass
@@ -225,15 +227,24 @@ class Dealer:
         last = self._last.get(worker)
         if last is None:
             return {}
-        return {loader: self._draw(self._decks[loader], worker, count) for loader, count in last.used.items()}
+        dealt = {}
+        for loader, used in last.used.items():
+            deck = self._decks[loader]
+            dealt[loader] = self._draw(deck, worker, min(used, _MOST_HELD - deck.holds(worker)))
+        return dealt
 
     def take(self, worker: int, loader: int) -> list[Lease | Over]:
         """One more lease.
 
         Raises:
-            PeerError: if the worker has nothing to do with such a loader.
+            PeerError: if the worker has nothing to do with such a loader, or brings nothing of what it holds.
         """
         deck = self._deck(loader, worker)
+        if deck.holds(worker) >= _MOST_HELD:
+            raise PeerError(
+                f"Cannot deal out more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
+                "brought none of them. Step after fewer, and evaluate with a loader that is not prepared."
+            )
         return [] if deck.missing else self._draw(deck, worker, 1)
 
     def give_back(self, worker: int, loader: int, numbers: Iterable[int]) -> None:
