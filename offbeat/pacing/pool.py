@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # So that a lease is never long to tell of.
 _MOST_PIECES = 1000
+_MOST_COUNTED = 1 << 61  # of what is saved, so that it can be told of
+_MOST_S = 1e12
+_MOST_BEHIND = 1 << 16  # epochs: who is behind is told the end of each
 
 
 class Piece(NamedTuple):
@@ -198,7 +201,10 @@ def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
 
 def audit(pool: Pool, *, samples: int) -> str | None:
     """What does not add up; None if each of the `samples` of each epoch is in exactly one place."""
-    if not 0 <= pool.fresh <= samples or pool.epoch < 0:
+    wrong = _out_of_bounds(pool)
+    if wrong:
+        return wrong
+    if not 0 <= pool.fresh <= samples or (pool.fresh < samples and pool.epoch not in pool.open):
         return f"position {pool.fresh} of {samples} in epoch {pool.epoch}"
     pieces = sorted([*pool.returned, *(piece for held in pool.held.values() for piece in held.lease.pieces)])
     for piece in pieces:
@@ -217,8 +223,30 @@ def audit(pool: Pool, *, samples: int) -> str | None:
         return f"{pool.complete} epochs complete and {len(pool.open)} open, of {pool.epoch + 1}; {pool.settled}"
     if any(number != held.lease.number or number >= pool.number for number, held in pool.held.items()):
         return f"leases {sorted(pool.held)} are held, the next is {pool.number}"
-    if any(not 0 <= epoch <= pool.epoch + 1 for epoch in pool.at.values()):
+    if any(not max(0, pool.epoch - _MOST_BEHIND) <= epoch <= pool.epoch + 1 for epoch in pool.at.values()):
         return f"workers are in the epochs {pool.at}, the newest is {pool.epoch}"
+    return None
+
+
+def _out_of_bounds(pool: Pool) -> str | None:
+    """What cannot have been counted or timed; None if everything can."""
+    counted = {
+        "the epoch": [pool.epoch],
+        "the next lease": [pool.number],
+        "complete epochs": [pool.complete],
+        "samples that came back": [pool.came_back],
+        "a worker": [*pool.at, *(held.worker for held in pool.held.values())],
+        "the epoch of a lease": [held.lease.epoch for held in pool.held.values()],
+    }
+    for what, numbers in counted.items():
+        for number in numbers:
+            if not 0 <= number < _MOST_COUNTED:
+                return f"{what} is {number}"
+    if any(not 0 <= epoch <= pool.epoch for epoch in pool.open):
+        return f"the epochs {sorted(pool.open)} are open, the newest is {pool.epoch}"
+    for time_s in (pool.now_s, *(held.taken_s for held in pool.held.values())):
+        if not -_MOST_S < time_s < _MOST_S:
+            return f"a time is {time_s} s"
     return None
 
 

@@ -32,9 +32,10 @@ import msgspec
 from offbeat.errors import ModelError, PlanError
 from offbeat.pacing.explain import explain
 from offbeat.pacing.machine import Machine, Tuning
-from offbeat.pacing.planning import in_round, next_batches
+from offbeat.pacing.planning import MOST_EVERY, in_round, next_batches
 
 _VERSION = 1  # of the saved form
+_MOST_COUNTED = 1 << 61  # of what is saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +196,14 @@ class BatchTuning:
                 f"Cannot go on with a global batch of {total}: the checkpoint was made with {state.total}. Use the "
                 "same, or leave the tuning of batches out."
             )
+        if not -1 <= state.round < _MOST_COUNTED or not 0 <= state.plans < _MOST_COUNTED:
+            raise ModelError(
+                f"Cannot go on tuning batches: the checkpoint is damaged (round {state.round}, {state.plans} plans)."
+            )
         for worker, machine in state.machines.items():
-            counts = machine.most >= 1 and machine.batch >= 0 and machine.every >= 1
+            counts = 1 <= machine.most <= total and 0 <= machine.batch <= total
+            counts = counts and (machine.every == 1 or (1 < machine.every <= MOST_EVERY and machine.batch > 0))
+            counts = counts and 0 <= machine.blocked < _MOST_COUNTED and 0 <= worker < _MOST_COUNTED
             if not counts or not machine.compute.sound or not machine.transfer.sound:
                 raise ModelError(
                     f"Cannot go on tuning batches: the checkpoint is damaged (worker {worker}: {machine})."

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat.sync import Push
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _LIFE = 1 << 32  # numbers of leases that a server deals out in one life, at most
 _TERM = timedelta(minutes=10)  # see `Leases.term`
 # Leases of a worker: those of one contribution, and as many ahead (see the bounds in `deals`).
@@ -331,7 +332,7 @@ class Dealer:
         self._last.clear()
         dealt = {}
         for loader, deck in self._decks.items():
-            deck.missing, deck.ahead = before[loader].missing, before[loader].ahead
+            deck.missing, deck.gone, deck.ahead = before[loader].missing, before[loader].gone, before[loader].ahead
             deck.about = msgspec.structs.replace(deck.about, world=before[loader].about.world)
             self._man(deck)
             dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
@@ -362,13 +363,13 @@ class Dealer:
         deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
         if deck.tune is not None and deck.tuning is not None:
             deck.tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
-        deck.rounds = msgspec.convert(plain["rounds"], dict[int, int], strict=False)
+        deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
         return deck
 
     def _man(self, deck: Deck) -> None:
         """Have those who are here take part, and nobody else."""
         leases, at = deck.leases, dict(deck.pool.at)
-        for worker in at:
+        for worker in {*at, *(held.worker for held in deck.pool.held.values())}:
             deck.pool = leases.lose(deck.pool, worker)
         first = max(deck.rounds.values(), default=0)
         for worker in deck.ahead:
