@@ -6,7 +6,8 @@ whoever comes and goes; see `offbeat.pacing.leases`.
 
 * A loop over it ends when the epoch has nothing more to give. Workers that are fast go through more batches than slow
   ones; `len(loader)` is what a worker goes through on average, so that schedules can be made from it.
-* A loop that is left early goes on in the same epoch the next time.
+* A loop that is left early goes on in the same epoch the next time, with the batch that it was left with if nothing was
+  computed from that.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
-from offbeat.loader import rebuilt, sampler_of
+from offbeat.loader import MOST_LEFT, rebuilt, sampler_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from offbeat.engine import Batch, Source
-    from offbeat.loader import Drawn
+    from offbeat.engine import Batch, Draw, Source
+    from offbeat.loader import Drawn, PutBack
 
 SEEDS = 1 << 62  # that are told apart
 _STAND_IN = 2  # samples of a batch that only keeps up with the others; BatchNorm wants more than one
@@ -60,11 +61,13 @@ class LeasedLoader:
         loader: a `DataLoader` over a dataset with a length.
         source: decides who computes what.
         drawn: called with each batch.
+        put_back: called with those in whose middle the loop was left.
         world: number of workers.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, world: int) -> None:
-        self._source, self._drawn = source, drawn
+    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, put_back: PutBack, world: int) -> None:
+        self._source, self._drawn, self._put_back = source, drawn, put_back
+        self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
         together = world * batch_of(loader)
         samples, rest = divmod(source.leases.samples, together)
         self._batches = Batches(source, max(1, samples + bool(rest and not loader.drop_last)))
@@ -78,18 +81,29 @@ class LeasedLoader:
         return getattr(self.__dict__["loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        self._give_back_left()
         asked = self._batches.asked
+        given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)
         try:
             for data in self.loader:
                 batch = asked.popleft()
                 self._source.drawn(batch)
                 count = 0 if batch.lease is None else batch.lease.count
-                self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                draw = self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                given.append((batch, draw))
                 yield data
             self._source.ended()
+            given.clear()
         finally:
+            self._left = tuple(given)
             self._source.give_back(tuple(asked))
             asked.clear()
+
+    def _give_back_left(self) -> None:
+        """Give back what the last loop was left with; not when it was left, for it may have been computed since."""
+        count = self._put_back([draw for _, draw in self._left])
+        self._source.give_back([batch for batch, _ in self._left[len(self._left) - count :]])
+        self._left = ()
 
     def crowded(self) -> None:
         """There was no memory for the batch at hand."""
@@ -105,6 +119,7 @@ class LeasedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken."""
+        self._left = ()
         self._source.load_state_dict(state, seed=seed % SEEDS)
 
 

@@ -38,6 +38,8 @@ from offbeat.engine import (
     Buffers,
     Control,
     DealtSource,
+    Draw,
+    Drawn,
     Local,
     Meter,
     MetricsFile,
@@ -67,7 +69,7 @@ from offbeat.trainable import check_modules, check_optimizer, inventory, trainab
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from offbeat.engine import Exchanger, Source
     from offbeat.engine.server import Server
@@ -134,6 +136,7 @@ class Run:
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._loaders: list[Loader | LeasedLoader] = []
+        self._draws = 0  # batches that they gave out
         self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -334,7 +337,12 @@ class Run:
             prepared = self._lease(loader)
         else:
             prepared = Loader(
-                loader, control=self._control, drawn=self._on_batch, seed=self._seed, together=self._server is None
+                loader,
+                control=self._control,
+                drawn=self._on_batch,
+                put_back=self._put_back,
+                seed=self._seed,
+                together=self._server is None,
             )
         self._loaders.append(prepared)
         self._meter.loader_counts = True
@@ -380,7 +388,7 @@ class Run:
                 control=self._control,
                 take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
             )
-        return LeasedLoader(loader, source=source, drawn=self._on_batch, world=self.world)
+        return LeasedLoader(loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self.world)
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
@@ -410,11 +418,23 @@ class Run:
             reducer.share.give_up()
         self._meter.give_up()
 
-    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> None:
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
         self.has_data = real
         self._meter.samples += samples
+        self._draws += 1
         for reducer in self._reducers:
             reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
+        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
+
+    def _put_back(self, draws: Sequence[Draw]) -> int:
+        """Have those of these batches that no model has computed count no more; how many, the last ones."""
+        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        back = [draw for draw in draws if draw.number > self._draws - uncomputed]
+        for draw in back:
+            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
+            for reducer in self._reducers:
+                reducer.share.put_back(draw.drawn)
+        return len(back)
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric

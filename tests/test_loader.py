@@ -119,6 +119,23 @@ def test_an_epoch_left_early_is_done() -> None:
     assert leave_early() == [{"epoch": epoch, "batch": 0, "usual": -1.0} for epoch in (1, 2)]
 
 
+def left_with_padding() -> float:
+    """Rank 1 leaves its loop with a batch that does not count, and then computes one that does."""
+    with offbeat.init() as run:
+        replica, _, loader = prepared(run, [torch.full((2, 1), 1.0 + run.rank)] * (2 - run.rank))
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        for x in loader:
+            replica(x).sum().backward()
+            return float(replica.module.weight.grad)
+    raise AssertionError("the loader has batches")
+
+
+def test_a_batch_that_was_not_computed_does_not_weigh() -> None:
+    assert run_workers(2, left_with_padding) == [3.0, 3.0]
+
+
 # -- data that is not dealt out ------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,13 @@ class Books:
     over: frozenset[int] = frozenset()
 
 
+class Mark(NamedTuple):
+    """What was known before a batch was taken, and after."""
+
+    before: Books
+    after: Books
+
+
 class AgreedSource:
     """One loader's.
 
@@ -102,22 +109,25 @@ class AgreedSource:
         pool, _ = self.leases.acknowledge(pool, tuple(pool.held))
         over = frozenset(range(self._control.world)) - parts.keys()
         self._books = Books(pool, tuning, books.round + 1, over)
+        mark = Mark(books, self._books)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
-        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), self._books)
+        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
 
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
-        self._at = batch.mark
+        self._at = batch.mark.after
 
     def ended(self) -> None:
         """The next epoch begins."""
         self._at = self._books
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """Go back to where the loop was left; all workers leave it at the same batch."""
+        """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
-            self._books = dataclasses.replace(self._at, tuning=self._books.tuning, round=self._books.round)
+            before = batches[0].mark.before
+            self._books = dataclasses.replace(before, tuning=self._books.tuning, round=self._books.round)
+            self._at = self._books
 
     def crowded(self) -> None:
         """Not here.

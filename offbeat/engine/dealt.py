@@ -56,6 +56,8 @@ class DealtSource:
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Others may have them."""
         numbers = [b.lease.number for b in batches if b.lease is not None]
+        back = {(self._loader, number) for number in numbers}
+        self._server.drawn = [one for one in self._server.drawn if one not in back]
         if numbers:
             with contextlib.suppress(NetworkError):  # the run is closed, and the server knows that it has ended
                 self._server.client.give_back(self._hand, numbers)

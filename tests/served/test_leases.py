@@ -135,6 +135,59 @@ def test_a_loop_that_is_left_goes_on_in_the_same_epoch(num_workers: int) -> None
     assert seen == Counter(range(SAMPLES))
 
 
+def leaves_with_a_batch(plan: offbeat.Plan, forward: bool, num_workers: int) -> list[int]:
+    """What counts in an epoch through which there are many loops, each left with a batch of which nothing is used."""
+    seen: list[int] = []
+    with offbeat.init(plan) as run:
+        model, optimizer, loader = prepared(run, num_workers=num_workers)
+        over = False
+        while not over:
+            over = True
+            for number, x in enumerate(loader):
+                if number == 3:
+                    over = False
+                    if forward:
+                        model(x)
+                    break
+                train(model, optimizer, x)
+                seen += x.flatten().int().tolist() if run.has_data else []
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "num_workers"),
+    [
+        (offbeat.Plan(sync=ASP(), fabric=SERVER), False, 0),
+        (offbeat.Plan(sync=LocalSGD(2), fabric=SERVER), True, 0),
+        (offbeat.Plan(tuning=BatchTuning()), True, 0),
+        pytest.param(offbeat.Plan(tuning=BatchTuning()), False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_batch_that_a_loop_was_left_with_is_computed_all_the_same(
+    plan: offbeat.Plan, forward: bool, num_workers: int
+) -> None:
+    results = run_workers(2, leaves_with_a_batch, plan, forward, num_workers)
+    seen = Counter(itertools.chain.from_iterable(results))
+    assert seen == Counter(range(SAMPLES))
+
+
+def computes_what_it_left_with() -> list[int]:
+    """An iterator of its own for every batch, and a step outside of the loop."""
+    seen: list[int] = []
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, size=40)
+        for _ in range(5):
+            x = next(iter(loader))
+            train(model, optimizer, x)
+            seen += x.flatten().int().tolist()
+        return seen
+
+
+def test_a_batch_that_is_computed_behind_its_loop_is_not_dealt_again() -> None:
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, computes_what_it_left_with)))
+    assert seen == Counter(range(40))
+
+
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------
 
 
