@@ -99,6 +99,11 @@ class LeasedLoader:
             self._source.give_back(tuple(asked))
             asked.clear()
 
+    @property
+    def progress(self) -> float:
+        """Epochs that all workers together have been dealt, as far as this one knows."""
+        return self._source.progress
+
     def _give_back_left(self) -> None:
         """Give back what the last loop was left with; not when it was left, for it may have been computed since."""
         count = self._put_back([draw for _, draw in self._left])

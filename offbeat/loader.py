@@ -159,6 +159,12 @@ class Loader:
         if isinstance(sampler, Shard):
             sampler.seed = seed
 
+    @property
+    def progress(self) -> float:
+        """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
+        epoch, batch = self._at
+        return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
+
     def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
         # Only now, and not when it was left: what was drawn may have been computed since.
         self._put_back(self._left)

@@ -498,6 +498,20 @@ class Run:
         """Exchanges so far, of the model prepared first."""
         return self._reducers[0].step if self._reducers else 0
 
+    @property
+    def progress(self) -> float:
+        """Epochs so far of the loader prepared first, as a float: of all workers together, with the batch at hand.
+
+        For schedules: with leased data workers make different numbers of steps, and this is alike on all. Never less
+        than before. Where the length of an epoch is not known it counts whole ones.
+
+        Raises:
+            ModelError: if no loader was prepared.
+        """
+        if not self._loaders:
+            raise ModelError("Cannot tell how far the data is: no loader was prepared. Give run.prepare one.")
+        return self._loaders[0].progress
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients: backward passes inside do not communicate, for any prepared model."""

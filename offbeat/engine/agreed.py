@@ -90,6 +90,7 @@ class AgreedSource:
             pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
         self._books = Books(pool, tuning)
         self._at = self._books  # behind the last batch that the loop has
+        self.progress = 0.0
 
     def next(self) -> Batch | None:
         """This worker's part of the next step. Collective."""
@@ -117,10 +118,12 @@ class AgreedSource:
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
         self._at = batch.mark.after
+        self.progress = max(self.progress, self._reached())
 
     def ended(self) -> None:
         """The next epoch begins."""
         self._at = self._books
+        self.progress = max(self.progress, self._reached())
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Go back to before the first of these; all workers leave the loop at the same batch."""
@@ -164,6 +167,10 @@ class AgreedSource:
         pool = self.leases.from_plain(state["leases"])
         tuning = self._tune.from_plain(state["tuning"], self._total)
         self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))
+        self.progress = self._reached()
+
+    def _reached(self) -> float:
+        return self._at.pool.epoch + self._at.pool.fresh / self.leases.samples
 
     def _tell(self) -> None:
         """Exchange the times of the last steps. Collective."""

@@ -40,6 +40,10 @@ class Source(Protocol):
     def leases(self) -> Leases:
         """How the dataset is dealt out."""
 
+    @property
+    def progress(self) -> float:
+        """Epochs that all workers together had been dealt, when this one was dealt what the loop has; never less."""
+
     def next(self) -> Batch | None:
         """This worker's next batch; None at the end of its epoch."""
 

@@ -188,6 +188,41 @@ def test_a_batch_that_is_computed_behind_its_loop_is_not_dealt_again() -> None:
     assert seen == Counter(range(40))
 
 
+def progress_of(plan: offbeat.Plan) -> tuple[list[float], list[float], int]:
+    """How far the data is at each batch of two epochs, behind each, and how many steps that took."""
+    rank, at_batches, behind = int(os.environ["RANK"]), [], []
+    with offbeat.init(plan) as run:
+        model, optimizer, loader = prepared(run)
+        assert run.progress == 0.0
+        for _ in range(2):
+            for x in loader:
+                at_batches.append(run.progress)
+                train(model, optimizer, x)
+                time.sleep(0.01 * rank)
+            behind.append(run.progress)
+        return at_batches, behind, run.step
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [offbeat.Plan(), offbeat.Plan(tuning=BatchTuning()), offbeat.Plan(sync=ASP(), fabric=SERVER)],
+    ids=["dealt out", "tuned", "served"],
+)
+def test_progress_is_that_of_all_workers_together(plan: offbeat.Plan) -> None:
+    results = run_workers(2, progress_of, plan)
+    for at_batches, behind, steps in results:
+        assert behind == [1.0, 2.0]
+        assert at_batches == sorted(at_batches), "never back"
+        assert len(at_batches) == steps
+        assert 0 < at_batches[0] <= 4 * 4 / SAMPLES
+        assert at_batches[-1] <= 2.0
+    (first, _, steps), (other, _, of_other) = results
+    if plan.fabric == SERVER:
+        assert steps > of_other, "who is slow makes fewer steps"
+    else:
+        assert first == other
+
+
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------
 
 
