@@ -15,19 +15,22 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
 from offbeat.loader import MOST_LEFT, rebuilt, sampler_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import torch
 
     from offbeat.engine import Batch, Draw, Source
     from offbeat.loader import Drawn, PutBack
 
 SEEDS = 1 << 62  # that are told apart
-_STAND_IN = 2  # samples of a batch that only keeps up with the others; BatchNorm wants more than one
+_NORMALIZED = 2  # samples of a batch at least, for BatchNorm; and of one that only keeps up with the others
 
 
 class Batches(Sampler[list[int]]):
@@ -41,7 +44,7 @@ class Batches(Sampler[list[int]]):
     def __init__(self, source: Source, length: int) -> None:
         self._source, self._length = source, length
         self.asked: deque[Batch] = deque()  # for, and not yet loaded
-        self._last = list(range(min(_STAND_IN, source.leases.samples)))
+        self._last = list(range(min(_NORMALIZED, source.leases.samples)))
 
     def __iter__(self) -> Iterator[list[int]]:
         while (batch := self._source.next()) is not None:
@@ -142,6 +145,12 @@ def batch_of(loader: DataLoader[Any]) -> int:
     if loader.batch_size is None:
         raise ModelError("Cannot lease batches of a loader without batches: give it a batch_size.")
     return loader.batch_size
+
+
+def least_of(loader: DataLoader[Any], models: Iterable[torch.nn.Module]) -> int:
+    """Samples that a batch has at least: BatchNorm cannot train on one, unless that is what the user asks for."""
+    normalizes = any(isinstance(m, _BatchNorm) and m.training for model in models for m in model.modules())
+    return min(_NORMALIZED if normalizes else 1, batch_of(loader))
 
 
 def ahead_of(loader: DataLoader[Any]) -> int:

@@ -58,7 +58,7 @@ from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, Wo
 from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer
 from offbeat.layout import arrange
-from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
+from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, least_of
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases
 from offbeat.plan import Plan
@@ -131,6 +131,7 @@ class Run:
         self._seed = seed
         self._pid = os.getpid()
         self._reducers: list[Exchanger] = []
+        self._models: list[torch.nn.Module] = []
         self.has_data = True  # False while a prepared loader repeats the last batch, which then does not count
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
@@ -228,6 +229,7 @@ class Run:
             reducer = self._replicate(model, parameters, layout, fabric)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
+        self._models.append(model)
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
         after = optimizer.register_step_post_hook(lambda *_: reducer.after_step())
@@ -371,10 +373,11 @@ class Run:
             shuffle=isinstance(sampler_of(loader), RandomSampler),
             drop_last=loader.drop_last,
             batch=batch_of(loader),
+            least=least_of(loader, self._models),
             ahead=ahead_of(loader),
         )
         told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
-        told += f"\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
+        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
         self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
         source: Source
         if self._server is not None:
@@ -385,6 +388,7 @@ class Run:
                 Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
                 self.plan.tuning,
                 batch=about.batch,
+                least=about.least,
                 control=self._control,
                 take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
             )

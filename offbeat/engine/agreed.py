@@ -69,6 +69,7 @@ class AgreedSource:
         leases: how the dataset is dealt out.
         tune: how batches follow the machines.
         batch: samples of a worker's batch on average.
+        least: samples of any batch.
         control: how the workers tell each other.
         take_timings: this worker's steps since the last call.
     """
@@ -79,13 +80,14 @@ class AgreedSource:
         tune: BatchTuning,
         *,
         batch: int,
+        least: int = 1,
         control: Control,
         take_timings: Callable[[], Sequence[Timing]],
     ) -> None:
         self.leases = leases
         self._tune, self._control, self._take_timings = tune, control, take_timings
-        self._total = batch * control.world
-        pool, tuning = leases.init(), tune.init(self._total, together=True)
+        self._total, self._least = batch * control.world, least
+        pool, tuning = leases.init(), tune.init(self._total, together=True, floor=least)
         for rank in range(control.world):
             pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
         self._books = Books(pool, tuning)
@@ -100,7 +102,8 @@ class AgreedSource:
         tuning, counts = self._tune.plan(books.tuning, books.round)
         for rank in range(self._control.world):
             if rank not in books.over:
-                pool, deal = self.leases.take(pool, rank, min(counts[rank], self.leases.samples), now_s=0.0)
+                count = min(counts[rank], self.leases.samples)
+                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         if not parts:
@@ -165,7 +168,7 @@ class AgreedSource:
         """
         self.leases = dataclasses.replace(self.leases, seed=seed)
         pool = self.leases.from_plain(state["leases"])
-        tuning = self._tune.from_plain(state["tuning"], self._total)
+        tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
         self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))
         self.progress = self._reached()
 

@@ -40,7 +40,7 @@ import numpy as np
 
 from offbeat.errors import ModelError
 from offbeat.pacing.permutation import shuffled
-from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, settle
+from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, set_aside, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,13 +119,17 @@ class Leases:
             pool, at={**pool.at, worker: pool.epoch if epoch is None else min(epoch, pool.epoch)}
         )
 
-    def take(self, pool: Pool, worker: int, count: int, now_s: float) -> tuple[Pool, Lease | Over | Wait]:
+    def take(
+        self, pool: Pool, worker: int, count: int, now_s: float, *, least: int = 1
+    ) -> tuple[Pool, Lease | Over | Wait]:
         """The answer to `worker`, which takes part and asks for `count` samples.
 
         A lease has fewer only where an epoch ends, and never with `drop_last`; or if it would be in a thousand pieces.
 
         Args:
             now_s: monotonic; a time before the last one counts as that.
+            least: no lease has fewer, unless the dataset has: what would be left of an epoch is added to the lease
+                before, and what came back later to one of the next epoch.
 
         Raises:
             ModelError: if no epoch can fill such a lease with `drop_last`.
@@ -143,12 +147,13 @@ class Leases:
         pool = dataclasses.replace(pool, now_s=max(pool.now_s, now_s))
         if epoch > pool.epoch:
             pool = dataclasses.replace(pool, epoch=epoch, fresh=0, open={**pool.open, epoch: Tally()})
-        there = self._there(pool, epoch, count)
+        least = 1 if self.drop_last else min(least, count, self.samples)
+        there = self._there(pool, epoch, count + least)
         if there < count and (overdue := self._overdue(pool, worker, epoch)):
             pool = give_back(pool, overdue)
-            there = self._there(pool, epoch, count)
-        if there == count or (there and not self.drop_last):
-            pool, pieces = draw(pool, there)
+            there = self._there(pool, epoch, count + least)
+        if there >= (count if self.drop_last else least):
+            pool, pieces = draw(pool, count if there == count + least else there)
             lease = Lease(pool.number, epoch, pieces)
             held = {**pool.held, lease.number: Held(lease, worker, pool.now_s)}
             return dataclasses.replace(pool, number=lease.number + 1, held=held), lease
@@ -286,6 +291,8 @@ class Leases:
             return pool, Wait(tuple(sorted({held.worker for held in others})), until_s)
         if self.drop_last:
             pool = self.close(pool, epoch)
+        elif epoch == pool.epoch:
+            pool = set_aside(pool, samples=self.samples)
         if self.drop_last and last:
             for piece in pool.returned:
                 pool = settle(pool, piece.epoch, Tally(skipped=piece.size), samples=self.samples)

@@ -190,6 +190,14 @@ def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
     return dataclasses.replace(pool, returned=kept, fresh=pool.fresh + count), tuple(drawn)
 
 
+def set_aside(pool: Pool, *, samples: int) -> Pool:
+    """What is fresh is to be leased behind the end of its epoch."""
+    if pool.fresh == samples:
+        return pool
+    piece = Piece(pool.epoch, pool.fresh, samples)
+    return dataclasses.replace(pool, fresh=samples, returned=_joined([*pool.returned, piece]))
+
+
 def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
     """Count samples of `epoch`; with the last of its `samples` the epoch is complete."""
     now = pool.open[epoch] + tally

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -282,6 +283,41 @@ def test_after_a_restart_leases_are_as_old_as_they_were() -> None:
     pool, _ = took(pool, leases, 0, 4, now_s=1010.0)
     loaded = leases.from_plain(leases.to_plain(pool), now_s=3.0)
     assert leases.take(loaded, 1, 4, 3.0)[1] == Wait((0,), 23.0)
+
+
+@pytest.mark.parametrize("samples", range(1, 12))
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_no_lease_is_smaller_than_the_least(samples: int, count: int) -> None:
+    """Whatever comes back meanwhile; and each sample is used once all the same."""
+    leases, chance = Leases(samples), random.Random(samples)
+    pool, used = begun(leases, 2), Counter[tuple[int, int]]()
+    while pool.complete < 5:
+        worker = chance.randrange(2)
+        pool, answer = leases.take(pool, worker, count, 0.0, least=2)
+        if not isinstance(answer, Lease):
+            continue
+        assert min(2, samples) <= answer.count <= count + 1
+        if chance.random() < 0.3:
+            pool = leases.give_back(pool, worker, [answer.number])
+            continue
+        pool, _ = leases.acknowledge(pool, [answer.number])
+        used.update((piece.epoch, at) for piece in answer.pieces for at in range(piece.start, piece.stop))
+        assert audit(pool, samples=samples) is None
+    assert set(used.values()) == {1}
+    assert pool.settled.used == 5 * samples
+
+
+def test_one_sample_that_comes_back_late_is_used_in_the_next_epoch() -> None:
+    leases = Leases(3)
+    pool = begun(leases, 2)
+    pool, single = took(pool, leases, 0, 1)
+    pool, rest = took(pool, leases, 1, 2)
+    pool = leases.lose(leases.acknowledge(pool, [rest.number])[0], 0)
+    pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
+    assert answer == Over(0)
+    pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
+    assert isinstance(answer, Lease)
+    assert answer.pieces == (*single.pieces, Piece(1, 0, 1))
 
 
 def holding(count: int) -> Pool:

@@ -223,6 +223,49 @@ def test_progress_is_that_of_all_workers_together(plan: offbeat.Plan) -> None:
         assert first == other
 
 
+class Normalizes(nn.Module):
+    """Refuses, in training, a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.last(self.norm(x))
+        return last
+
+
+def normalized(plan: offbeat.Plan) -> list[list[int]]:
+    """Batches of two epochs in which batches are as small as may be."""
+    rank, seen = int(os.environ["RANK"]), list[list[int]]()
+    with offbeat.init(plan) as run:
+        model = Normalizes()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(45), batch_size=2, shuffle=True))
+        for _ in range(2):
+            for x in loader:
+                if run.has_data:
+                    seen.append(x.flatten().int().tolist())
+                time.sleep(0.005 * len(x) * rank)
+                train(replica, optimizer, x)
+        return seen
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        offbeat.Plan(tuning=BatchTuning()),
+        offbeat.Plan(fabric=SERVER, tuning=BatchTuning()),
+        offbeat.Plan(sync=ASP(), fabric=SERVER),
+    ],
+    ids=["tuned", "served and tuned", "served"],
+)
+def test_a_model_with_batchnorm_is_never_given_one_sample(plan: offbeat.Plan) -> None:
+    batches = list(itertools.chain.from_iterable(run_workers(2, normalized, plan)))
+    assert min(map(len, batches)) >= 2
+    assert set(Counter(itertools.chain.from_iterable(batches)).values()) == {2}, "each sample once in each epoch"
+
+
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------
 
 

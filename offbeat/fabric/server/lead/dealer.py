@@ -71,7 +71,7 @@ class Deck:
         deals: list[Lease | Over] = []
         while not deals or isinstance(deals[-1], Over):
             count = min(self._count(worker), self.leases.samples)
-            self.pool, deal = self.leases.take(self.pool, worker, count, now_s)
+            self.pool, deal = self.leases.take(self.pool, worker, count, now_s, least=self.about.least)
             assert not isinstance(deal, Wait), "there is always another epoch"
             deals.append(deal)
         self.rounds[worker] += 1
@@ -333,7 +333,10 @@ class Dealer:
         dealt = {}
         for loader, deck in self._decks.items():
             deck.missing, deck.gone, deck.ahead = before[loader].missing, before[loader].gone, before[loader].ahead
-            deck.about = msgspec.structs.replace(deck.about, world=before[loader].about.world)
+            world, least = before[loader].about.world, before[loader].about.least
+            deck.about = msgspec.structs.replace(deck.about, world=world, least=least)
+            if deck.tune is not None and deck.tuning is not None:
+                deck.tuning = deck.tune.with_floor(deck.tuning, least)
             self._man(deck)
             dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
         return dealt
@@ -362,7 +365,8 @@ class Dealer:
         # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
         deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
         if deck.tune is not None and deck.tuning is not None:
-            deck.tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
+            tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
+            deck.tuning = deck.tune.with_floor(tuning, about.least)
         deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
         return deck
 
@@ -388,7 +392,7 @@ class Dealer:
             leases = Leases(
                 about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last, term=_TERM
             )
-            tuning = None if tune is None else tune.init(total, together=together)
+            tuning = None if tune is None else tune.init(total, together=together, floor=about.least)
         except OffbeatError as error:
             raise PeerError(str(error)) from error
         return Deck(about, leases, leases.init(), tune, tuning, world)
@@ -434,7 +438,7 @@ class Dealer:
 
 
 def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
-    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "world"):
+    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "least", "world"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise DisagreementError(
