@@ -371,7 +371,7 @@ class Run:
             samples=len(loader.dataset),  # type: ignore[arg-type]
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
-            drop_last=loader.drop_last,
+            drop_last=bool(loader.drop_last),
             batch=batch_of(loader),
             least=least_of(loader, self._models),
             ahead=ahead_of(loader),

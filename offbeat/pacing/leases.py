@@ -93,12 +93,20 @@ class Leases:
     term: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.samples, int) or not 0 < self.samples <= 2**62:
+        if type(self.samples) is not int or not 0 < self.samples <= 2**62:
             raise ModelError(f"Cannot deal out {self.samples!r} samples: a dataset has at least 1, and at most 2^62.")
-        if not isinstance(self.seed, int):
+        if type(self.seed) is not int:
             raise ModelError(f"Cannot shuffle with the seed {self.seed!r}: choose a whole number.")
-        if self.epochs is not None and (not isinstance(self.epochs, int) or self.epochs < 1):
+        for name in ("shuffle", "drop_last"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ModelError(f"Cannot deal out data with {name}={value!r}: choose True or False.")
+        if self.epochs is not None and (type(self.epochs) is not int or self.epochs < 1):
             raise ModelError(f"Cannot deal out {self.epochs!r} epochs: choose a whole number from 1, or None.")
+        if not isinstance(self.term, timedelta):
+            raise ModelError(
+                f"Cannot lease for {self.term!r}: give a datetime.timedelta, such as timedelta(minutes=10)."
+            )
         if self.term <= timedelta(0):
             raise ModelError(f"Cannot lease for {self.term}: no worker computes in no time. Choose more than 0.")
 

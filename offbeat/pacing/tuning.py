@@ -82,19 +82,19 @@ class BatchTuning:
     def __post_init__(self) -> None:
         for name, least in (("smallest", 1), ("memory", 10), ("first_rounds", 3)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:  # True is no number of samples
                 raise PlanError(
                     f"Cannot tune batches with {name}={value!r}: choose a whole number from {least} "
                     f"- at `plan.tuning.{name}`."
                 )
-        if self.largest is not None and (not isinstance(self.largest, int) or self.largest < self.smallest):
+        if self.largest is not None and (type(self.largest) is not int or self.largest < self.smallest):
             raise PlanError(
                 f"Cannot tune batches up to {self.largest!r} from {self.smallest}: choose a larger whole number, or "
                 "None - at `plan.tuning.largest`."
             )
         for name in ("gain", "blocked", "most_change"):
             value = getattr(self, name)
-            if not 0 < value < 1:
+            if not isinstance(value, float) or not 0 < value < 1:
                 raise PlanError(
                     f"Cannot tune batches with {name}={value!r}: it is a part, above 0 and below 1 "
                     f"- at `plan.tuning.{name}`."

@@ -453,6 +453,12 @@ def test_the_saved_form_is_frozen() -> None:
         ({"samples": 5, "seed": None}, "seed None"),
         ({"samples": 5, "epochs": 0}, "deal out 0 epochs"),
         ({"samples": 5, "term": timedelta(0)}, "lease for 0:00:00"),
+        ({"samples": 5, "term": 600}, "lease for 600: give a datetime.timedelta"),
+        ({"samples": True}, "deal out True samples"),
+        ({"samples": 5, "seed": True}, "seed True"),
+        ({"samples": 5, "epochs": 2.0}, "deal out 2.0 epochs"),
+        ({"samples": 5, "shuffle": "no"}, "shuffle='no': choose True or False"),
+        ({"samples": 5, "drop_last": None}, "drop_last=None: choose True or False"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(values: dict[str, Any], said: str) -> None:

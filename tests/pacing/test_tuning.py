@@ -424,3 +424,14 @@ def test_no_batch_is_below_the_floor() -> None:
     assert min(machine.most for machine in tuning.with_floor(loaded, 3).machines.values()) >= 3
     with pytest.raises(PlanError, match=r"up to 1: this model has BatchNorm, which needs 2 .* `plan.tuning.largest`"):
         BatchTuning(largest=1).init(12, floor=2)
+
+
+@pytest.mark.parametrize("name", ["smallest", "largest", "memory", "first_rounds", "gain", "blocked", "most_change"])
+@pytest.mark.parametrize("value", [True, -1, "2", 12.5, float("nan"), None, [2]], ids=repr)
+def test_values_of_other_kinds_are_refused(name: str, value: Any) -> None:
+    if (name, value) == ("largest", None):
+        return
+    with pytest.raises(
+        PlanError, match=rf"Cannot tune batches .*{re.escape(repr(value))}.* - at `plan\.tuning\.{name}`\.$"
+    ):
+        BatchTuning(**{name: value})
