@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
-from offbeat.loader import MOST_LEFT, rebuilt, sampler_of
+from offbeat.loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -70,10 +70,12 @@ class LeasedLoader:
 
     def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, put_back: PutBack, world: int) -> None:
         self._source, self._drawn, self._put_back = source, drawn, put_back
+        self._loop = 0  # the present one
+        self._given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)  # in it
         self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
         together = world * batch_of(loader)
         samples, rest = divmod(source.leases.samples, together)
-        self._batches = Batches(source, max(1, samples + bool(rest and not loader.drop_last)))
+        self._batches = Batches(source, max(1, samples + bool(rest and not drops_last(loader))))
         self.loader = rebuilt(loader, batch_sampler=self._batches)
 
     def __len__(self) -> int:
@@ -84,9 +86,11 @@ class LeasedLoader:
         return getattr(self.__dict__["loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        self._leave()  # there is one loop at a time
         self._give_back_left()
-        asked = self._batches.asked
-        given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)
+        asked, given = self._batches.asked, self._given
+        self._loop += 1
+        loop = self._loop
         try:
             for data in self.loader:
                 batch = asked.popleft()
@@ -95,12 +99,23 @@ class LeasedLoader:
                 draw = self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
                 given.append((batch, draw))
                 yield data
+                if self._loop != loop:
+                    raise ModelError(
+                        f"Cannot go on with loop {loop} over this loader: loop {self._loop} has begun since, and "
+                        "batches are dealt out to one at a time. End one before the next, or use another loader in it."
+                    )
             self._source.ended()
             given.clear()
         finally:
-            self._left = tuple(given)
-            self._source.give_back(tuple(asked))
-            asked.clear()
+            if self._loop == loop:
+                self._leave()
+
+    def _leave(self) -> None:
+        """The loop is over."""
+        self._left += tuple(self._given)
+        self._given.clear()
+        self._source.give_back(tuple(self._batches.asked))
+        self._batches.asked.clear()
 
     @property
     def progress(self) -> float:
@@ -142,9 +157,26 @@ def can_lease(loader: Any) -> bool:
 
 def batch_of(loader: DataLoader[Any]) -> int:
     """Samples of a full batch."""
-    if loader.batch_size is None:
+    size, _ = batching_of(loader)
+    if size is None:
         raise ModelError("Cannot lease batches of a loader without batches: give it a batch_size.")
-    return loader.batch_size
+    return size
+
+
+def drops_last(loader: DataLoader[Any]) -> bool:
+    """Whether a shorter batch at the end of an epoch is left out.
+
+    Raises:
+        ModelError: if there would be no other.
+    """
+    size, drops = batching_of(loader)
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    if drops and size is not None and count < size:
+        raise ModelError(
+            f"Cannot prepare a loader without batches: {count} samples are fewer than a batch of {size}, and with "
+            "drop_last that is left out. Use a smaller batch size, or no drop_last."
+        )
+    return drops
 
 
 def least_of(loader: DataLoader[Any], models: Iterable[torch.nn.Module]) -> int:

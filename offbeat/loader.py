@@ -111,6 +111,7 @@ class Loader:
         self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
         self._at = (0, 0)  # epoch and batches given out in it, for a checkpoint
+        self._progress = 0.0
         self._unchecked = True  # whether the workers draw different data
         self._usual: float | None = None  # samples of a batch that weighs 1, where sizes are not known beforehand
         self.loader = _deal_out(loader, control.rank, control.world, seed)
@@ -153,6 +154,7 @@ class Loader:
         """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
         self._epoch, self._skip = self._at = int(state["epoch"]), int(state["batch"])
         self._left = ()
+        self._progress = self._reached()
         usual = float(state.get("usual", -1.0))
         self._usual = None if usual < 0 else usual
         sampler = getattr(self.loader, "sampler", None)
@@ -162,8 +164,7 @@ class Loader:
     @property
     def progress(self) -> float:
         """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
-        epoch, batch = self._at
-        return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
+        return self._progress
 
     def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
         # Only now, and not when it was left: what was drawn may have been computed since.
@@ -173,12 +174,18 @@ class Loader:
         try:
             for index, (batch, draw) in enumerate(self._all_batches(courses, skip), skip + 1):
                 self._at = (epoch, index)
+                self._progress = max(self._progress, self._reached())
                 given.append(draw)
                 yield batch
             given.clear()
         finally:
             self._left = tuple(given)
             self._at = (epoch + 1, 0)
+            self._progress = max(self._progress, self._reached())
+
+    def _reached(self) -> float:
+        epoch, batch = self._at
+        return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
 
     def _all_batches(self, courses: list[Course], skip: int) -> Iterator[tuple[Any, Draw]]:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
@@ -269,7 +276,14 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
             f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
         )
     shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
-    return rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=shard)
+    batch_size, drop_last = batching_of(loader)
+    return rebuilt(loader, batch_size=batch_size, drop_last=drop_last, sampler=shard)
+
+
+def batching_of(loader: DataLoader[Any]) -> tuple[int | None, bool]:
+    """Samples of a full batch, None for no batches, and whether a shorter one is left out; also of a batch sampler."""
+    batches = loader.batch_sampler
+    return (batches.batch_size, bool(batches.drop_last)) if isinstance(batches, BatchSampler) else (None, False)
 
 
 def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | None:
@@ -286,9 +300,11 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
     if type(own) not in (RandomSampler, SequentialSampler) or (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     ):
+        unknown = own if type(own) not in (RandomSampler, SequentialSampler) else loader.batch_sampler
         raise ModelError(
-            f"Cannot deal out a loader with {type(own).__name__}: offbeat cannot know which samples it draws. Give the "
-            "loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), or none."
+            f"Cannot deal out a loader with {type(unknown).__name__}: offbeat cannot know which samples it draws. "
+            "Give the loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), "
+            "or none."
         )
     assert isinstance(own, RandomSampler | SequentialSampler)
     size = len(loader.dataset)  # type: ignore[arg-type]

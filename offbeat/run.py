@@ -58,7 +58,7 @@ from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, Wo
 from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer
 from offbeat.layout import arrange
-from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, least_of
+from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases
 from offbeat.plan import Plan
@@ -371,7 +371,7 @@ class Run:
             samples=len(loader.dataset),  # type: ignore[arg-type]
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
-            drop_last=bool(loader.drop_last),
+            drop_last=drops_last(loader),
             batch=batch_of(loader),
             least=least_of(loader, self._models),
             ahead=ahead_of(loader),

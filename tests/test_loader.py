@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 import offbeat
 from offbeat.errors import ModelError
@@ -69,6 +69,24 @@ def test_a_sampler_that_draws_otherwise_is_refused() -> None:
             "Cannot deal out a loader whose RandomSampler draws 10 of 20: off",
             "Cannot deal out a loader whose SequentialSampler draws 5 of 20: ",
         ]
+
+
+def sizes_of_batches() -> tuple[list[int], list[float]]:
+    data, progress = numbers(21), []
+    with offbeat.init() as run:
+        batches = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+        _, _, loader = prepared(run, DataLoader(data, batch_sampler=batches))
+        sizes = [len(x) for (x,) in loader]
+        for _ in loader:
+            progress += [run.progress for _ in loader]
+            progress.append(run.progress)
+        return sizes, progress
+
+
+def test_a_batch_sampler_keeps_its_size_and_loops_may_be_nested() -> None:
+    for rank, (sizes, progress) in enumerate(run_workers(2, sizes_of_batches)):
+        assert sizes == [[4, 4, 3], [4, 4, 2]][rank]
+        assert progress == sorted(progress), "never back"
 
 
 # -- going on where a checkpoint was taken -------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.source import Batch
 from offbeat.engine.waiting import Awaited
-from offbeat.errors import NetworkError
+from offbeat.errors import ModelError, NetworkError
+from offbeat.fabric.server.deals import MOST_USED
 from offbeat.pacing import Lease, Leases, Over
 
 if TYPE_CHECKING:
@@ -50,8 +51,17 @@ class DealtSource:
         return Batch(deal)
 
     def drawn(self, batch: Batch) -> None:
-        """The next contribution is computed from it."""
+        """The next contribution is computed from it.
+
+        Raises:
+            ModelError: if it would be computed from too many.
+        """
         assert batch.lease is not None
+        if len(self._server.drawn) + len(self._server.used) >= MOST_USED:
+            raise ModelError(
+                f"Cannot draw another batch: {MOST_USED} were drawn since the server was brought anything, and no "
+                "contribution is computed from more. Step after fewer, and evaluate with a loader that is not prepared."
+            )
         self._server.drawn.append((self._loader, batch.lease.number))
         self._count = batch.lease.count
         # Positions are dealt in their order, so the last tells how far all workers are.

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -16,13 +17,13 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import offbeat
 from offbeat.errors import DisagreementError, ModelError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
-from offbeat.sync import ASP, BSP, LocalSGD, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, SSP, LocalSGD, Policy, RoundRobin
 from tests.served.survival import serve
 from tests.workers import run_workers
 
@@ -264,6 +265,74 @@ def test_a_model_with_batchnorm_is_never_given_one_sample(plan: offbeat.Plan) ->
     batches = list(itertools.chain.from_iterable(run_workers(2, normalized, plan)))
     assert min(map(len, batches)) >= 2
     assert set(Counter(itertools.chain.from_iterable(batches)).values()) == {2}, "each sample once in each epoch"
+
+
+def odd_loops() -> list[str]:
+    """What is said of loaders that are used otherwise than for one training loop after the other."""
+    told = []
+    with offbeat.init(offbeat.Plan(sync=SSP(4), fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, num_workers=1)
+        peek = iter(loader)
+        next(peek)
+        seen = Counter[int]()
+        for x in loader:
+            train(model, optimizer, x)
+            seen.update(x.flatten().int().tolist())
+        try:
+            next(peek)
+        except ModelError as error:
+            told.append(str(error))
+        _, _, other = prepared(run, batch=1, size=5000)
+        try:
+            for _ in range(2 * run.world):
+                for _ in other:  # as if to evaluate
+                    pass
+        except ModelError as error:
+            told.append(str(error))
+        run.settle()
+        return [*told, " ".join(map(str, seen.elements()))]
+
+
+def test_two_loops_at_a_time_and_endless_ones_are_ended_in_a_sentence() -> None:
+    results = run_workers(2, odd_loops)
+    for twice, endless, _ in results:
+        assert re.match("Cannot go on with loop 1 over this loader: loop 2 has begun since", twice)
+        assert re.match("Cannot draw another batch: 4096 were drawn since", endless)
+    seen = Counter(int(index) for *_, of_worker in results for index in of_worker.split())
+    assert seen == Counter(range(SAMPLES)), "what was only peeked at is dealt again"
+
+
+def odd_loaders() -> list[Any]:
+    data, told = Numbers(10), list[Any]()
+    with offbeat.init(offbeat.Plan(sync=ASP(), fabric=SERVER)) as run:
+        for loader in (
+            DataLoader(data, batch_size=11, drop_last=True),
+            DataLoader(Numbers(0), batch_size=2),
+            DataLoader(data, batch_size=None),
+            DataLoader(data, batch_sampler=[[0, 1], [2]]),
+            DataLoader(Numbers(1), batch_size=2),
+            DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=True)),
+        ):
+            model = nn.Linear(1, 1)
+            try:
+                _, _, one = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6), loader)
+                told.append(sorted(len(x) for x in one))
+            except ModelError as error:
+                told.append(str(error))
+    return told
+
+
+def test_other_loaders_work_or_are_refused_in_a_sentence() -> None:
+    first, second = run_workers(2, odd_loaders)
+    assert first[:4] == second[:4]
+    assert [text.partition(":")[0] for text in first[:4]] == [
+        "Cannot prepare a loader without batches",
+        "Cannot deal out 0 samples",
+        "Cannot lease batches of a loader without batches",
+        "Cannot deal out a loader with list",
+    ]
+    assert sorted(first[4] + second[4]) == [1], "one sample for two workers"
+    assert sorted(first[5] + second[5]) == [3, 3, 3]
 
 
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------

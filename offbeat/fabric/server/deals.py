@@ -27,7 +27,8 @@ _Place = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
-Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=1 << 12)]
+MOST_USED = 1 << 12  # leases, for one contribution
+Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=MOST_USED)]
 """Leases, by loader and number."""
 
 
