@@ -6,7 +6,8 @@ whoever comes and goes; see `offbeat.pacing.leases`.
 
 * A loop over it ends when the epoch has nothing more to give. Workers that are fast go through more batches than slow
   ones; `len(loader)` is what a worker goes through on average, so that schedules can be made from it.
-* A loop that is left early goes on in the same epoch the next time.
+* A loop that is left early goes on in the same epoch the next time, with the batch that it was left with if nothing was
+  computed from that.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
-from offbeat.loader import rebuilt, sampler_of
+from offbeat.loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat.engine import Batch, Source
-    from offbeat.loader import Drawn
+    import torch
+
+    from offbeat.engine import Batch, Draw, Source
+    from offbeat.loader import Drawn, PutBack
 
 SEEDS = 1 << 62  # that are told apart
-_STAND_IN = 2  # samples of a batch that only keeps up with the others; BatchNorm wants more than one
+_NORMALIZED = 2  # samples of a batch at least, for BatchNorm; and of one that only keeps up with the others
 
 
 class Batches(Sampler[list[int]]):
@@ -40,7 +44,7 @@ class Batches(Sampler[list[int]]):
     def __init__(self, source: Source, length: int) -> None:
         self._source, self._length = source, length
         self.asked: deque[Batch] = deque()  # for, and not yet loaded
-        self._last = list(range(min(_STAND_IN, source.leases.samples)))
+        self._last = list(range(min(_NORMALIZED, source.leases.samples)))
 
     def __iter__(self) -> Iterator[list[int]]:
         while (batch := self._source.next()) is not None:
@@ -60,14 +64,18 @@ class LeasedLoader:
         loader: a `DataLoader` over a dataset with a length.
         source: decides who computes what.
         drawn: called with each batch.
+        put_back: called with those in whose middle the loop was left.
         world: number of workers.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, world: int) -> None:
-        self._source, self._drawn = source, drawn
+    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, put_back: PutBack, world: int) -> None:
+        self._source, self._drawn, self._put_back = source, drawn, put_back
+        self._loop = 0  # the present one
+        self._given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)  # in it
+        self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
         together = world * batch_of(loader)
         samples, rest = divmod(source.leases.samples, together)
-        self._batches = Batches(source, max(1, samples + bool(rest and not loader.drop_last)))
+        self._batches = Batches(source, max(1, samples + bool(rest and not drops_last(loader))))
         self.loader = rebuilt(loader, batch_sampler=self._batches)
 
     def __len__(self) -> int:
@@ -78,18 +86,47 @@ class LeasedLoader:
         return getattr(self.__dict__["loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
-        asked = self._batches.asked
+        self._leave()  # there is one loop at a time
+        self._give_back_left()
+        asked, given = self._batches.asked, self._given
+        self._loop += 1
+        loop = self._loop
         try:
             for data in self.loader:
                 batch = asked.popleft()
                 self._source.drawn(batch)
                 count = 0 if batch.lease is None else batch.lease.count
-                self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                draw = self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                given.append((batch, draw))
                 yield data
+                if self._loop != loop:
+                    raise ModelError(
+                        f"Cannot go on with loop {loop} over this loader: loop {self._loop} has begun since, and "
+                        "batches are dealt out to one at a time. End one before the next, or use another loader in it."
+                    )
             self._source.ended()
+            given.clear()
         finally:
-            self._source.give_back(tuple(asked))
-            asked.clear()
+            if self._loop == loop:
+                self._leave()
+
+    def _leave(self) -> None:
+        """The loop is over."""
+        self._left += tuple(self._given)
+        self._given.clear()
+        self._source.give_back(tuple(self._batches.asked))
+        self._batches.asked.clear()
+
+    @property
+    def progress(self) -> float:
+        """Epochs that all workers together have been dealt, as far as this one knows."""
+        return self._source.progress
+
+    def _give_back_left(self) -> None:
+        """Give back what the last loop was left with; not when it was left, for it may have been computed since."""
+        count = self._put_back([draw for _, draw in self._left])
+        self._source.give_back([batch for batch, _ in self._left[len(self._left) - count :]])
+        self._left = ()
 
     def crowded(self) -> None:
         """There was no memory for the batch at hand."""
@@ -105,6 +142,7 @@ class LeasedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken."""
+        self._left = ()
         self._source.load_state_dict(state, seed=seed % SEEDS)
 
 
@@ -119,9 +157,32 @@ def can_lease(loader: Any) -> bool:
 
 def batch_of(loader: DataLoader[Any]) -> int:
     """Samples of a full batch."""
-    if loader.batch_size is None:
+    size, _ = batching_of(loader)
+    if size is None:
         raise ModelError("Cannot lease batches of a loader without batches: give it a batch_size.")
-    return loader.batch_size
+    return size
+
+
+def drops_last(loader: DataLoader[Any]) -> bool:
+    """Whether a shorter batch at the end of an epoch is left out.
+
+    Raises:
+        ModelError: if there would be no other.
+    """
+    size, drops = batching_of(loader)
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    if drops and size is not None and count < size:
+        raise ModelError(
+            f"Cannot prepare a loader without batches: {count} samples are fewer than a batch of {size}, and with "
+            "drop_last that is left out. Use a smaller batch size, or no drop_last."
+        )
+    return drops
+
+
+def least_of(loader: DataLoader[Any], models: Iterable[torch.nn.Module]) -> int:
+    """Samples that a batch has at least: BatchNorm cannot train on one, unless that is what the user asks for."""
+    normalizes = any(isinstance(m, _BatchNorm) and m.training for model in models for m in model.modules())
+    return min(_NORMALIZED if normalizes else 1, batch_of(loader))
 
 
 def ahead_of(loader: DataLoader[Any]) -> int:

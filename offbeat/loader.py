@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,19 +25,29 @@ from offbeat.engine import samples_in
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from offbeat.engine import Control
+    from offbeat.engine import Control, Draw
 
 _log = logging.getLogger("offbeat")
 _END = object()
+MOST_LEFT = 1 << 12  # batches of a loop that was left early, from which nothing was computed
 _MOST_BITS = 52  # of an exact integer in float64
 
 
 class Drawn(Protocol):
-    """Called with each batch that is given out."""
+    """Called with each batch that is given out; the answer is by what it can be put back."""
 
-    def __call__(self, *, real: bool, source: int, samples: int, weight: float) -> None: ...
+    def __call__(self, *, real: bool, source: int, samples: int, weight: float) -> Draw: ...
+
+
+class PutBack(Protocol):
+    """Called with the last batches of a loop that was left early, in order, before the next loop begins.
+
+    Those from which nothing was computed count no more. Returns how many: always the last ones.
+    """
+
+    def __call__(self, draws: Sequence[Draw]) -> int: ...
 
 
 class Shard(Sampler[int]):
@@ -79,18 +90,28 @@ class Loader:
         loader: any iterable of batches.
         control: how the workers agree on the number of batches.
         drawn: called with each batch.
+        put_back: called with those in whose middle the loop was left.
         seed: of the permutation.
         together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
             agreed on after this.
     """
 
     def __init__(
-        self, loader: Iterable[Any], *, control: Control, drawn: Drawn, seed: int = 0, together: bool = True
+        self,
+        loader: Iterable[Any],
+        *,
+        control: Control,
+        drawn: Drawn,
+        put_back: PutBack,
+        seed: int = 0,
+        together: bool = True,
     ) -> None:
-        self._control, self._drawn = control, drawn
+        self._control, self._drawn, self._put_back = control, drawn, put_back
+        self._left: tuple[Draw, ...] = ()  # the last batches of a loop that was left early
         self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
         self._at = (0, 0)  # epoch and batches given out in it, for a checkpoint
+        self._progress = 0.0
         self._unchecked = True  # whether the workers draw different data
         self._usual: float | None = None  # samples of a batch that weighs 1, where sizes are not known beforehand
         self.loader = _deal_out(loader, control.rank, control.world, seed)
@@ -132,21 +153,41 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
         self._epoch, self._skip = self._at = int(state["epoch"]), int(state["batch"])
+        self._left = ()
+        self._progress = self._reached()
         usual = float(state.get("usual", -1.0))
         self._usual = None if usual < 0 else usual
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(sampler, Shard):
             sampler.seed = seed
 
-    def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
-        try:
-            for index, batch in enumerate(self._all_batches(courses, skip), skip + 1):
-                self._at = (epoch, index)
-                yield batch
-        finally:
-            self._at = (epoch + 1, 0)
+    @property
+    def progress(self) -> float:
+        """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
+        return self._progress
 
-    def _all_batches(self, courses: list[Course], skip: int) -> Iterator[Any]:
+    def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
+        # Only now, and not when it was left: what was drawn may have been computed since.
+        self._put_back(self._left)
+        self._left = ()
+        given: deque[Draw] = deque(maxlen=MOST_LEFT)
+        try:
+            for index, (batch, draw) in enumerate(self._all_batches(courses, skip), skip + 1):
+                self._at = (epoch, index)
+                self._progress = max(self._progress, self._reached())
+                given.append(draw)
+                yield batch
+            given.clear()
+        finally:
+            self._left = tuple(given)
+            self._at = (epoch + 1, 0)
+            self._progress = max(self._progress, self._reached())
+
+    def _reached(self) -> float:
+        epoch, batch = self._at
+        return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
+
+    def _all_batches(self, courses: list[Course], skip: int) -> Iterator[tuple[Any, Draw]]:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
         batches, last, index = iter(self.loader), _END, skip
         for _ in range(skip):
@@ -169,9 +210,10 @@ class Loader:
                 self._unchecked = False
                 self._compare_first(last)
             weight = self._weight(last, real, relative_size(courses, index, self._place))
-            self._drawn(real=real, source=who.index(True), samples=samples_in(last) if real else 0, weight=weight)
+            samples = samples_in(last) if real else 0
+            draw = self._drawn(real=real, source=who.index(True), samples=samples, weight=weight)
             index += 1
-            yield last
+            yield last, draw
 
     @property
     def _place(self) -> int:
@@ -234,7 +276,14 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
             f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
         )
     shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
-    return rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=shard)
+    batch_size, drop_last = batching_of(loader)
+    return rebuilt(loader, batch_size=batch_size, drop_last=drop_last, sampler=shard)
+
+
+def batching_of(loader: DataLoader[Any]) -> tuple[int | None, bool]:
+    """Samples of a full batch, None for no batches, and whether a shorter one is left out; also of a batch sampler."""
+    batches = loader.batch_sampler
+    return (batches.batch_size, bool(batches.drop_last)) if isinstance(batches, BatchSampler) else (None, False)
 
 
 def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | None:
@@ -251,9 +300,11 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
     if type(own) not in (RandomSampler, SequentialSampler) or (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     ):
+        unknown = own if type(own) not in (RandomSampler, SequentialSampler) else loader.batch_sampler
         raise ModelError(
-            f"Cannot deal out a loader with {type(own).__name__}: offbeat cannot know which samples it draws. Give the "
-            "loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), or none."
+            f"Cannot deal out a loader with {type(unknown).__name__}: offbeat cannot know which samples it draws. "
+            "Give the loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), "
+            "or none."
         )
     assert isinstance(own, RandomSampler | SequentialSampler)
     size = len(loader.dataset)  # type: ignore[arg-type]

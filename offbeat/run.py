@@ -38,6 +38,8 @@ from offbeat.engine import (
     Buffers,
     Control,
     DealtSource,
+    Draw,
+    Drawn,
     Local,
     Meter,
     MetricsFile,
@@ -57,7 +59,7 @@ from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer, describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
-from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease
+from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases
 from offbeat.plan import Plan
@@ -68,7 +70,7 @@ from offbeat.trainable import check_modules, check_optimizer, inventory, trainab
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from offbeat.engine import Exchanger, Source
     from offbeat.engine.server import Server
@@ -130,11 +132,13 @@ class Run:
         self._seed = seed
         self._pid = os.getpid()
         self._reducers: list[Exchanger] = []
+        self._models: list[torch.nn.Module] = []
         self.has_data = True  # False while a prepared loader repeats the last batch, which then does not count
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._loaders: list[Loader | LeasedLoader] = []
+        self._draws = 0  # batches that they gave out
         self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -228,6 +232,7 @@ class Run:
             reducer = self._replicate(model, parameters, layout, fabric)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
+        self._models.append(model)
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
         after = optimizer.register_step_post_hook(lambda *_: reducer.after_step())
@@ -342,7 +347,12 @@ class Run:
             prepared = self._lease(loader)
         else:
             prepared = Loader(
-                loader, control=self._control, drawn=self._on_batch, seed=self._seed, together=self._server is None
+                loader,
+                control=self._control,
+                drawn=self._on_batch,
+                put_back=self._put_back,
+                seed=self._seed,
+                together=self._server is None,
             )
         self._loaders.append(prepared)
         self._meter.loader_counts = True
@@ -369,12 +379,13 @@ class Run:
             samples=len(loader.dataset),  # type: ignore[arg-type]
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
-            drop_last=loader.drop_last,
+            drop_last=drops_last(loader),
             batch=batch_of(loader),
+            least=least_of(loader, self._models),
             ahead=ahead_of(loader),
         )
         told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
-        told += f"\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
+        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
         self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
         source: Source
         if self._server is not None:
@@ -385,10 +396,11 @@ class Run:
                 Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
                 self.plan.tuning,
                 batch=about.batch,
+                least=about.least,
                 control=self._control,
                 take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
             )
-        return LeasedLoader(loader, source=source, drawn=self._on_batch, world=self.world)
+        return LeasedLoader(loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self.world)
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
@@ -418,11 +430,23 @@ class Run:
             reducer.share.give_up()
         self._meter.give_up()
 
-    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> None:
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
         self.has_data = real
         self._meter.samples += samples
+        self._draws += 1
         for reducer in self._reducers:
             reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
+        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
+
+    def _put_back(self, draws: Sequence[Draw]) -> int:
+        """Have those of these batches that no model has computed count no more; how many, the last ones."""
+        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        back = [draw for draw in draws if draw.number > self._draws - uncomputed]
+        for draw in back:
+            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
+            for reducer in self._reducers:
+                reducer.share.put_back(draw.drawn)
+        return len(back)
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric
@@ -485,6 +509,20 @@ class Run:
     def step(self) -> int:
         """Exchanges so far, of the model prepared first."""
         return self._reducers[0].step if self._reducers else 0
+
+    @property
+    def progress(self) -> float:
+        """Epochs so far of the loader prepared first, as a float: of all workers together, with the batch at hand.
+
+        For schedules: with leased data workers make different numbers of steps, and this is alike on all. Never less
+        than before. Where the length of an epoch is not known it counts whole ones.
+
+        Raises:
+            ModelError: if no loader was prepared.
+        """
+        if not self._loaders:
+            raise ModelError("Cannot tell how far the data is: no loader was prepared. Give run.prepare one.")
+        return self._loaders[0].progress
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

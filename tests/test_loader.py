@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 import offbeat
 from offbeat.errors import ModelError
@@ -71,6 +71,24 @@ def test_a_sampler_that_draws_otherwise_is_refused() -> None:
         ]
 
 
+def sizes_of_batches() -> tuple[list[int], list[float]]:
+    data, progress = numbers(21), []
+    with offbeat.init() as run:
+        batches = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+        _, _, loader = prepared(run, DataLoader(data, batch_sampler=batches))
+        sizes = [len(x) for (x,) in loader]
+        for _ in loader:
+            progress += [run.progress for _ in loader]
+            progress.append(run.progress)
+        return sizes, progress
+
+
+def test_a_batch_sampler_keeps_its_size_and_loops_may_be_nested() -> None:
+    for rank, (sizes, progress) in enumerate(run_workers(2, sizes_of_batches)):
+        assert sizes == [[4, 4, 3], [4, 4, 2]][rank]
+        assert progress == sorted(progress), "never back"
+
+
 # -- going on where a checkpoint was taken -------------------------------------------------------------------------
 
 
@@ -117,6 +135,23 @@ def leave_early() -> list[dict[str, int]]:
 
 def test_an_epoch_left_early_is_done() -> None:
     assert leave_early() == [{"epoch": epoch, "batch": 0, "usual": -1.0} for epoch in (1, 2)]
+
+
+def left_with_padding() -> float:
+    """Rank 1 leaves its loop with a batch that does not count, and then computes one that does."""
+    with offbeat.init() as run:
+        replica, _, loader = prepared(run, [torch.full((2, 1), 1.0 + run.rank)] * (2 - run.rank))
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        for x in loader:
+            replica(x).sum().backward()
+            return float(replica.module.weight.grad)
+    raise AssertionError("the loader has batches")
+
+
+def test_a_batch_that_was_not_computed_does_not_weigh() -> None:
+    assert run_workers(2, left_with_padding) == [3.0, 3.0]
 
 
 # -- data that is not dealt out ------------------------------------------------------------------------------------

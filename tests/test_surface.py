@@ -50,6 +50,7 @@ RUN = {
     "out_of_memory",
     "plan",
     "prepare",
+    "progress",
     "rank",
     "run_dir",
     "settle",

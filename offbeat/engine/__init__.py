@@ -36,6 +36,7 @@ from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.served import Served
 from offbeat.engine.server import connect
+from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
@@ -49,6 +50,8 @@ __all__ = [
     "Buffers",
     "Control",
     "DealtSource",
+    "Draw",
+    "Drawn",
     "Exchanger",
     "Local",
     "Meter",

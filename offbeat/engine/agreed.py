@@ -55,6 +55,13 @@ class Books:
     over: frozenset[int] = frozenset()
 
 
+class Mark(NamedTuple):
+    """What was known before a batch was taken, and after."""
+
+    before: Books
+    after: Books
+
+
 class AgreedSource:
     """One loader's.
 
@@ -62,6 +69,7 @@ class AgreedSource:
         leases: how the dataset is dealt out.
         tune: how batches follow the machines.
         batch: samples of a worker's batch on average.
+        least: samples of any batch.
         control: how the workers tell each other.
         take_timings: this worker's steps since the last call.
     """
@@ -72,17 +80,19 @@ class AgreedSource:
         tune: BatchTuning,
         *,
         batch: int,
+        least: int = 1,
         control: Control,
         take_timings: Callable[[], Sequence[Timing]],
     ) -> None:
         self.leases = leases
         self._tune, self._control, self._take_timings = tune, control, take_timings
-        self._total = batch * control.world
-        pool, tuning = leases.init(), tune.init(self._total, together=True)
+        self._total, self._least = batch * control.world, least
+        pool, tuning = leases.init(), tune.init(self._total, together=True, floor=least)
         for rank in range(control.world):
             pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
         self._books = Books(pool, tuning)
         self._at = self._books  # behind the last batch that the loop has
+        self.progress = 0.0
 
     def next(self) -> Batch | None:
         """This worker's part of the next step. Collective."""
@@ -92,7 +102,8 @@ class AgreedSource:
         tuning, counts = self._tune.plan(books.tuning, books.round)
         for rank in range(self._control.world):
             if rank not in books.over:
-                pool, deal = self.leases.take(pool, rank, min(counts[rank], self.leases.samples), now_s=0.0)
+                count = min(counts[rank], self.leases.samples)
+                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         if not parts:
@@ -102,22 +113,27 @@ class AgreedSource:
         pool, _ = self.leases.acknowledge(pool, tuple(pool.held))
         over = frozenset(range(self._control.world)) - parts.keys()
         self._books = Books(pool, tuning, books.round + 1, over)
+        mark = Mark(books, self._books)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
-        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), self._books)
+        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
 
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
-        self._at = batch.mark
+        self._at = batch.mark.after
+        self.progress = max(self.progress, self._reached())
 
     def ended(self) -> None:
         """The next epoch begins."""
         self._at = self._books
+        self.progress = max(self.progress, self._reached())
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """Go back to where the loop was left; all workers leave it at the same batch."""
+        """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
-            self._books = dataclasses.replace(self._at, tuning=self._books.tuning, round=self._books.round)
+            before = batches[0].mark.before
+            self._books = dataclasses.replace(before, tuning=self._books.tuning, round=self._books.round)
+            self._at = self._books
 
     def crowded(self) -> None:
         """Not here.
@@ -152,8 +168,12 @@ class AgreedSource:
         """
         self.leases = dataclasses.replace(self.leases, seed=seed)
         pool = self.leases.from_plain(state["leases"])
-        tuning = self._tune.from_plain(state["tuning"], self._total)
+        tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
         self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))
+        self.progress = self._reached()
+
+    def _reached(self) -> float:
+        return self._at.pool.epoch + self._at.pool.fresh / self.leases.samples
 
     def _tell(self) -> None:
         """Exchange the times of the last steps. Collective."""

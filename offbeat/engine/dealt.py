@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.source import Batch
 from offbeat.engine.waiting import Awaited
-from offbeat.errors import NetworkError
+from offbeat.errors import ModelError, NetworkError
+from offbeat.fabric.server.deals import MOST_USED
 from offbeat.pacing import Lease, Leases, Over
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class DealtSource:
         self.leases = Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last)
         self._server, self._waiter, self._loader = server, waiter, about.loader
         self._count = about.batch  # of the batch at hand
+        self.progress = 0.0
+        self._over = 0  # epochs of which this worker knows the end
         self._hand = server.client.enrol(about)
 
     def next(self) -> Batch | None:
@@ -42,20 +45,38 @@ class DealtSource:
             NetworkError: if the server is gone.
         """
         deal = self._deal()
-        return None if isinstance(deal, Over) else Batch(deal)
+        if isinstance(deal, Over):
+            self._over = deal.epoch + 1
+            return None
+        return Batch(deal)
 
     def drawn(self, batch: Batch) -> None:
-        """The next contribution is computed from it."""
+        """The next contribution is computed from it.
+
+        Raises:
+            ModelError: if it would be computed from too many.
+        """
         assert batch.lease is not None
+        if len(self._server.drawn) + len(self._server.used) >= MOST_USED:
+            raise ModelError(
+                f"Cannot draw another batch: {MOST_USED} were drawn since the server was brought anything, and no "
+                "contribution is computed from more. Step after fewer, and evaluate with a loader that is not prepared."
+            )
         self._server.drawn.append((self._loader, batch.lease.number))
         self._count = batch.lease.count
+        # Positions are dealt in their order, so the last tells how far all workers are.
+        reached = max(epoch + stop / self.leases.samples for epoch, _, stop in batch.lease.pieces)
+        self.progress = max(self.progress, reached)
 
     def ended(self) -> None:
         """The coordinator knows."""
+        self.progress = max(self.progress, float(self._over))
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Others may have them."""
         numbers = [b.lease.number for b in batches if b.lease is not None]
+        back = {(self._loader, number) for number in numbers}
+        self._server.drawn = [one for one in self._server.drawn if one not in back]
         if numbers:
             with contextlib.suppress(NetworkError):  # the run is closed, and the server knows that it has ended
                 self._server.client.give_back(self._hand, numbers)
@@ -79,7 +100,7 @@ class DealtSource:
         """
         asked = self._server.client.books()
         self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
-        return {"place": asked.place}
+        return {"place": asked.place, "progress": self.progress}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken; rank 0 tells the server, and then everybody is dealt to afresh.
@@ -89,6 +110,7 @@ class DealtSource:
             NetworkError: if the server is gone.
         """
         client, place = self._server.client, state["place"]
+        self.progress = float(state.get("progress", 0.0))
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
         if client.rank == 0 and self._loader == 0:  # it is that of all loaders

@@ -199,6 +199,7 @@ class Reducer:
 
     def _on_grad(self, entry: Entry, parameter: torch.Tensor) -> None:
         entry.used = True
+        self.share.computed()
         if not self.sync:
             return
         if not self._open:

@@ -102,6 +102,10 @@ class Served:
         )
         waiter.wait(opening, Awaited("the parameters of the server", outlives=True))
         self.begins_at = opening.step  # the number of its first contribution
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: self.share.computed())
+            for parameter in parameters.values()
+        ]
         self._take_values()
 
     # -- called by the front end ---------------------------------------------------------------------------------
@@ -250,7 +254,10 @@ class Served:
             self._waiter.wait(put, Awaited("the server to take over a checkpoint", outlives=True))
 
     def close(self) -> None:
-        """The parameters stay as they are."""
+        """Take the hooks off; the parameters stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # -- memory --------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,13 @@ class Drawn(NamedTuple):
         )
 
 
+class Draw(NamedTuple):
+    """A batch that a prepared loader gave out: which of all loaders' together, and how it counts."""
+
+    number: int
+    drawn: Drawn
+
+
 class Share:
     """Counts batches. Without a prepared loader nothing is drawn, and every exchange counts in full."""
 
@@ -48,6 +55,7 @@ class Share:
         self._scale = 1.0
         self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
+        self.uncomputed = 0  # drawn since there was a gradient last
 
     def draw(self, *, real: bool, source: int, weight: float = 1.0, samples: int = 0) -> None:
         """The prepared loader gave out a batch.
@@ -60,6 +68,7 @@ class Share:
         """
         self.stamp += 1
         self._ahead += 1
+        self.uncomputed += 1
         self._drawn = self._drawn.plus(Drawn(1, 1, weight, samples) if real else Drawn(1))
         self.padding = not real
         self.source = source
@@ -102,6 +111,16 @@ class Share:
         """By what this worker's gradient is to be multiplied: the mean weight of its real batches."""
         return self._drawn.weight / self._drawn.with_data if self._drawn.with_data else self._scale
 
+    def computed(self) -> None:
+        """A parameter has a gradient, in which there is what was drawn."""
+        self.uncomputed = 0
+
+    def put_back(self, drawn: Drawn) -> None:
+        """The loop was left with this batch in its hands, and nothing was computed from it."""
+        self._drawn = self._drawn.minus(drawn)
+        self._ahead = max(0, self._ahead - drawn.batches)
+        self.uncomputed -= drawn.batches
+
     def backward(self) -> None:
         """A backward has begun."""
         self._computed = self._drawn
@@ -115,10 +134,12 @@ class Share:
     def stepped(self) -> None:
         """A step of the worker's own has used what was drawn."""
         self._used = self._computed = self._drawn
+        self.uncomputed = 0
 
     def give_up(self) -> None:
         """What was drawn since the last step is not used."""
         self._drawn = self._computed = self._used
+        self.uncomputed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What was drawn since the last exchange, for a checkpoint between two steps."""
@@ -134,3 +155,4 @@ class Share:
         """The exchange is done; the next one counts anew."""
         self._scale, self._last_samples = self.scale, self.samples
         self._drawn = self._used = self._computed = Drawn()
+        self.uncomputed = 0

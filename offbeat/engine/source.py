@@ -32,12 +32,17 @@ class Source(Protocol):
     """Decides about one loader.
 
     1) `next` for each batch, as far ahead as the loader loads; 2) `drawn` when it is given out to the loop, in the same
-    order; 3) `ended` behind the last of an epoch, or `give_back` for those not given out when the loop is left early.
+    order; 3) `ended` behind the last of an epoch, or `give_back` for those not given out when the loop is left early,
+    and once more, before the next `next`, for those that were, and from which nothing was computed.
     """
 
     @property
     def leases(self) -> Leases:
         """How the dataset is dealt out."""
+
+    @property
+    def progress(self) -> float:
+        """Epochs that all workers together had been dealt, when this one was dealt what the loop has; never less."""
 
     def next(self) -> Batch | None:
         """This worker's next batch; None at the end of its epoch."""

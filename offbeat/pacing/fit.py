@@ -33,6 +33,8 @@ _CUT, _STEP_CUT = 3.0, 2.0  # standard deviations: of residuals, and of what is 
 _RUN, _EACH, _MOST = 5, 1.0, 2.0  # residuals in a row; standard deviations for each and for most of them
 _KNOWN_AFTER_CHANGE = 3.0  # as if so many steps had been seen
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+# What was observed stays within these, by far.
+_LARGEST, _LEAST_S, _LARGEST_RESIDUAL, _MOST_STEPS = 1e30, 1e-12, 100.0, 1 << 61
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,11 @@ class Fit:
     def sound(self) -> bool:
         """Whether this can have been observed; for one that was read from a file."""
         numbers = (self.weight, self.batch, self.seconds, self.spread, self.variance)
-        finite = all(map(math.isfinite, (*numbers, self.together, *self.recent)))
-        return finite and min(numbers) >= 0 and (not self.known or (self.batch >= 1 and self.seconds > 0))
+        small = all(abs(residual) < _LARGEST_RESIDUAL for residual in self.recent)
+        bounded = small and abs(self.together) < _LARGEST and 0 <= self.steps < _MOST_STEPS
+        if not bounded or not all(0 <= number < _LARGEST for number in numbers):
+            return False
+        return not self.known or (self.weight >= 1 and self.batch >= 1 and _LEAST_S < self.seconds < 1 / _LEAST_S)
 
     @property
     def per_sample_s(self) -> float:

@@ -40,7 +40,7 @@ import numpy as np
 
 from offbeat.errors import ModelError
 from offbeat.pacing.permutation import shuffled
-from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, settle, total
+from offbeat.pacing.pool import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, set_aside, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,12 +93,20 @@ class Leases:
     term: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.samples, int) or not 0 < self.samples <= 2**62:
+        if type(self.samples) is not int or not 0 < self.samples <= 2**62:
             raise ModelError(f"Cannot deal out {self.samples!r} samples: a dataset has at least 1, and at most 2^62.")
-        if not isinstance(self.seed, int):
+        if type(self.seed) is not int:
             raise ModelError(f"Cannot shuffle with the seed {self.seed!r}: choose a whole number.")
-        if self.epochs is not None and (not isinstance(self.epochs, int) or self.epochs < 1):
+        for name in ("shuffle", "drop_last"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ModelError(f"Cannot deal out data with {name}={value!r}: choose True or False.")
+        if self.epochs is not None and (type(self.epochs) is not int or self.epochs < 1):
             raise ModelError(f"Cannot deal out {self.epochs!r} epochs: choose a whole number from 1, or None.")
+        if not isinstance(self.term, timedelta):
+            raise ModelError(
+                f"Cannot lease for {self.term!r}: give a datetime.timedelta, such as timedelta(minutes=10)."
+            )
         if self.term <= timedelta(0):
             raise ModelError(f"Cannot lease for {self.term}: no worker computes in no time. Choose more than 0.")
 
@@ -119,13 +127,17 @@ class Leases:
             pool, at={**pool.at, worker: pool.epoch if epoch is None else min(epoch, pool.epoch)}
         )
 
-    def take(self, pool: Pool, worker: int, count: int, now_s: float) -> tuple[Pool, Lease | Over | Wait]:
+    def take(
+        self, pool: Pool, worker: int, count: int, now_s: float, *, least: int = 1
+    ) -> tuple[Pool, Lease | Over | Wait]:
         """The answer to `worker`, which takes part and asks for `count` samples.
 
         A lease has fewer only where an epoch ends, and never with `drop_last`; or if it would be in a thousand pieces.
 
         Args:
             now_s: monotonic; a time before the last one counts as that.
+            least: no lease has fewer, unless the dataset has: what would be left of an epoch is added to the lease
+                before, and what came back later to one of the next epoch.
 
         Raises:
             ModelError: if no epoch can fill such a lease with `drop_last`.
@@ -143,11 +155,13 @@ class Leases:
         pool = dataclasses.replace(pool, now_s=max(pool.now_s, now_s))
         if epoch > pool.epoch:
             pool = dataclasses.replace(pool, epoch=epoch, fresh=0, open={**pool.open, epoch: Tally()})
-        if self._there(pool, epoch) < count:
-            pool = give_back(pool, self._overdue(pool, worker, epoch))
-        there = self._there(pool, epoch)
-        if there >= count or (there and not self.drop_last):
-            pool, pieces = draw(pool, min(count, there))
+        least = 1 if self.drop_last else min(least, count, self.samples)
+        there = self._there(pool, epoch, count + least)
+        if there < count and (overdue := self._overdue(pool, worker, epoch)):
+            pool = give_back(pool, overdue)
+            there = self._there(pool, epoch, count + least)
+        if there >= (count if self.drop_last else least):
+            pool, pieces = draw(pool, count if there == count + least else there)
             lease = Lease(pool.number, epoch, pieces)
             held = {**pool.held, lease.number: Held(lease, worker, pool.now_s)}
             return dataclasses.replace(pool, number=lease.number + 1, held=held), lease
@@ -255,10 +269,14 @@ class Leases:
     def _identity(self) -> dict[str, Any]:
         return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
-    def _there(self, pool: Pool, epoch: int) -> int:
-        """Samples that a worker in `epoch` could be given now."""
-        fresh = self.samples - pool.fresh if epoch == pool.epoch else 0
-        return fresh + total([piece for piece in pool.returned if piece.epoch <= epoch])
+    def _there(self, pool: Pool, epoch: int, most: int) -> int:
+        """Samples that a worker in `epoch` could be given now, as far as it wants them."""
+        there = self.samples - pool.fresh if epoch == pool.epoch else 0
+        for piece in pool.returned:
+            if there >= most or piece.epoch > epoch:
+                break
+            there += piece.size
+        return min(there, most)
 
     def _overdue(self, pool: Pool, worker: int, epoch: int) -> list[int]:
         """Leases that others have held for too long, and that would help `worker`."""
@@ -281,6 +299,8 @@ class Leases:
             return pool, Wait(tuple(sorted({held.worker for held in others})), until_s)
         if self.drop_last:
             pool = self.close(pool, epoch)
+        elif epoch == pool.epoch:
+            pool = set_aside(pool, samples=self.samples)
         if self.drop_last and last:
             for piece in pool.returned:
                 pool = settle(pool, piece.epoch, Tally(skipped=piece.size), samples=self.samples)

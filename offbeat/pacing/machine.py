@@ -54,6 +54,7 @@ class Tuning:
         probing: whether nobody is known, and batches are varied to learn what they cost.
         plans: how often batches have changed.
         together: whether all wait for all in every round.
+        floor: no batch is smaller, whatever else is asked for.
     """
 
     total: int
@@ -63,3 +64,4 @@ class Tuning:
     probing: bool = False
     plans: int = 0
     together: bool = False
+    floor: int = 1

@@ -19,6 +19,7 @@ _FIRST_SHARE = 0.25  # of an equal share, for a worker that joins later
 _BLOCKED_STEPS = 3  # in a row
 _LEAST_GAIN = 0.01  # of the time of a round, whoever is blocked
 _SURE = 2.0  # standard errors
+MOST_EVERY = 100  # who is so slow takes part as good as never
 
 
 def next_batches(
@@ -113,7 +114,7 @@ def _every(known: dict[int, Machine], total: int, least: dict[int, int], gain: f
         machine = known[worker]
         rounds = machine.cycle_s(least[worker]) / level_s
         stays = machine.every - 1 < rounds <= machine.every * (1 + gain)
-        every[worker] = max(2, machine.every if stays else math.ceil(rounds / (1 + gain)))
+        every[worker] = max(2, machine.every if stays else math.ceil(min(MOST_EVERY, rounds / (1 + gain))))
     return every
 
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # So that a lease is never long to tell of.
 _MOST_PIECES = 1000
+_MOST_COUNTED = 1 << 61  # of what is saved, so that it can be told of
+_MOST_S = 1e12
+_MOST_BEHIND = 1 << 16  # epochs: who is behind is told the end of each
 
 
 class Piece(NamedTuple):
@@ -152,10 +155,11 @@ def total(pieces: Iterable[Piece]) -> int:
 
 def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
     """The pool in which those of the leases that were not delivered are returned."""
-    back = [n for n in numbers if not pool.held[n].delivered]
+    # A dict, so that whatever a lost worker held is gone through once.
+    back = {n: held for n in numbers if not (held := pool.held[n]).delivered}
     if not back:
         return pool
-    pieces = [piece for n in back for piece in pool.held[n].lease.pieces]
+    pieces = [piece for held in back.values() for piece in held.lease.pieces]
     return dataclasses.replace(
         pool,
         held={n: held for n, held in pool.held.items() if n not in back},
@@ -170,19 +174,28 @@ def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
     Fewer if they would be in too many pieces.
     """
     drawn: list[Piece] = []
-    kept: list[Piece] = []
-    for piece in pool.returned:
-        if len(drawn) == _MOST_PIECES:
-            count = 0
-        stop = min(piece.stop, piece.start + count)
-        if stop > piece.start:
-            drawn.append(piece._replace(stop=stop))
-        if stop < piece.stop:
-            kept.append(piece._replace(start=stop))
-        count -= stop - piece.start
+    # Only what is taken is looked at: much may have been returned, and the next who asks waits.
+    for piece in pool.returned[:_MOST_PIECES]:
+        if not count:
+            break
+        drawn.append(piece._replace(stop=min(piece.stop, piece.start + count)))
+        count -= drawn[-1].size
+    kept = pool.returned[len(drawn) :]
+    if drawn and (cut := drawn[-1]).stop < (whole := pool.returned[len(drawn) - 1]).stop:
+        kept = (whole._replace(start=cut.stop), *kept)
+    if kept:
+        count = 0  # there would be too many pieces
     if count:
         drawn.append(Piece(pool.epoch, pool.fresh, pool.fresh + count))
-    return dataclasses.replace(pool, returned=tuple(kept), fresh=pool.fresh + count), tuple(drawn)
+    return dataclasses.replace(pool, returned=kept, fresh=pool.fresh + count), tuple(drawn)
+
+
+def set_aside(pool: Pool, *, samples: int) -> Pool:
+    """What is fresh is to be leased behind the end of its epoch."""
+    if pool.fresh == samples:
+        return pool
+    piece = Piece(pool.epoch, pool.fresh, samples)
+    return dataclasses.replace(pool, fresh=samples, returned=_joined([*pool.returned, piece]))
 
 
 def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
@@ -196,7 +209,10 @@ def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
 
 def audit(pool: Pool, *, samples: int) -> str | None:
     """What does not add up; None if each of the `samples` of each epoch is in exactly one place."""
-    if not 0 <= pool.fresh <= samples or pool.epoch < 0:
+    wrong = _out_of_bounds(pool)
+    if wrong:
+        return wrong
+    if not 0 <= pool.fresh <= samples or (pool.fresh < samples and pool.epoch not in pool.open):
         return f"position {pool.fresh} of {samples} in epoch {pool.epoch}"
     pieces = sorted([*pool.returned, *(piece for held in pool.held.values() for piece in held.lease.pieces)])
     for piece in pieces:
@@ -215,8 +231,30 @@ def audit(pool: Pool, *, samples: int) -> str | None:
         return f"{pool.complete} epochs complete and {len(pool.open)} open, of {pool.epoch + 1}; {pool.settled}"
     if any(number != held.lease.number or number >= pool.number for number, held in pool.held.items()):
         return f"leases {sorted(pool.held)} are held, the next is {pool.number}"
-    if any(not 0 <= epoch <= pool.epoch + 1 for epoch in pool.at.values()):
+    if any(not max(0, pool.epoch - _MOST_BEHIND) <= epoch <= pool.epoch + 1 for epoch in pool.at.values()):
         return f"workers are in the epochs {pool.at}, the newest is {pool.epoch}"
+    return None
+
+
+def _out_of_bounds(pool: Pool) -> str | None:
+    """What cannot have been counted or timed; None if everything can."""
+    counted = {
+        "the epoch": [pool.epoch],
+        "the next lease": [pool.number],
+        "complete epochs": [pool.complete],
+        "samples that came back": [pool.came_back],
+        "a worker": [*pool.at, *(held.worker for held in pool.held.values())],
+        "the epoch of a lease": [held.lease.epoch for held in pool.held.values()],
+    }
+    for what, numbers in counted.items():
+        for number in numbers:
+            if not 0 <= number < _MOST_COUNTED:
+                return f"{what} is {number}"
+    if any(not 0 <= epoch <= pool.epoch for epoch in pool.open):
+        return f"the epochs {sorted(pool.open)} are open, the newest is {pool.epoch}"
+    for time_s in (pool.now_s, *(held.taken_s for held in pool.held.values())):
+        if not -_MOST_S < time_s < _MOST_S:
+            return f"a time is {time_s} s"
     return None
 
 

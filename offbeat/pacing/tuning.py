@@ -32,9 +32,10 @@ import msgspec
 from offbeat.errors import ModelError, PlanError
 from offbeat.pacing.explain import explain
 from offbeat.pacing.machine import Machine, Tuning
-from offbeat.pacing.planning import in_round, next_batches
+from offbeat.pacing.planning import MOST_EVERY, in_round, next_batches
 
 _VERSION = 1  # of the saved form
+_MOST_COUNTED = 1 << 61  # of what is saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class BatchTuning:
     3) `observe` each step of each worker; `out_of_memory`, `join` and `leave` when it happens.
 
     Args:
-        smallest: batch of a worker; less only if there are not enough samples for all, or too little memory.
+        smallest: batch of a worker; less only if there are not enough samples for all, or too little memory. Of a model
+            with BatchNorm it is at least 2, because that refuses to train on one sample.
         largest: batch of a worker; None for no bound but the global batch.
         memory: steps that a fit is about.
         gain: by which part a round must become shorter for batches to change.
@@ -80,40 +82,46 @@ class BatchTuning:
     def __post_init__(self) -> None:
         for name, least in (("smallest", 1), ("memory", 10), ("first_rounds", 3)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:  # True is no number of samples
                 raise PlanError(
                     f"Cannot tune batches with {name}={value!r}: choose a whole number from {least} "
                     f"- at `plan.tuning.{name}`."
                 )
-        if self.largest is not None and (not isinstance(self.largest, int) or self.largest < self.smallest):
+        if self.largest is not None and (type(self.largest) is not int or self.largest < self.smallest):
             raise PlanError(
                 f"Cannot tune batches up to {self.largest!r} from {self.smallest}: choose a larger whole number, or "
                 "None - at `plan.tuning.largest`."
             )
         for name in ("gain", "blocked", "most_change"):
             value = getattr(self, name)
-            if not 0 < value < 1:
+            if not isinstance(value, float) or not 0 < value < 1:
                 raise PlanError(
                     f"Cannot tune batches with {name}={value!r}: it is a part, above 0 and below 1 "
                     f"- at `plan.tuning.{name}`."
                 )
 
-    def init(self, total: int, *, together: bool = False) -> Tuning:
+    def init(self, total: int, *, together: bool = False, floor: int = 1) -> Tuning:
         """Nobody takes part yet.
 
         Args:
             total: the global batch, in samples.
             together: whether all wait for all in every round, so that no batch may fill several.
+            floor: no batch is smaller, whatever else is asked for.
 
         Raises:
-            PlanError: if it is smaller than the smallest batch of one worker.
+            PlanError: if it is smaller than the smallest batch of one worker, or the largest is too small.
         """
         if total < self.smallest:
             raise PlanError(
                 f"Cannot deal out a global batch of {total} in batches of at least {self.smallest}: use a larger one, "
                 "or smaller batches - at `plan.tuning.smallest`."
             )
-        return Tuning(total, together=together)
+        if self.largest is not None and self.largest < floor:
+            raise PlanError(
+                f"Cannot tune batches up to {self.largest}: this model has BatchNorm, which needs {floor} samples to "
+                f"train on. Choose {floor} or more, or None - at `plan.tuning.largest`."
+            )
+        return Tuning(total, together=together, floor=floor)
 
     def join(self, state: Tuning, worker: int, *, most: int | None = None) -> Tuning:
         """`worker` takes part, and nothing is known of it.
@@ -122,7 +130,7 @@ class BatchTuning:
             most: samples that fit into its memory, if that is known.
         """
         bounds = [bound for bound in (most, self.largest, state.total) if bound is not None]
-        machine = Machine(most=max(1, min(bounds)))
+        machine = Machine(most=max(state.floor, min(bounds)))
         return _with(state, worker, machine, changed=True)
 
     def leave(self, state: Tuning, worker: int) -> Tuning:
@@ -154,7 +162,7 @@ class BatchTuning:
         machine = state.machines.get(worker)
         if machine is None:
             return state
-        most = max(1, min(machine.most, batch // 2))
+        most = max(state.floor, min(machine.most, batch // 2))
         return _with(state, worker, dataclasses.replace(machine, most=most), changed=True)
 
     def plan(self, state: Tuning, round: int) -> tuple[Tuning, dict[int, int]]:
@@ -173,6 +181,11 @@ class BatchTuning:
     def explain(self, state: Tuning) -> str:
         """Who paces the rounds and why, and how sure that is: one sentence, for people."""
         return explain(state, known=self._known(state), least=self._least(state), most_change=self.most_change)
+
+    def with_floor(self, state: Tuning, floor: int) -> Tuning:
+        """From the next round on no batch is smaller."""
+        machines = {w: dataclasses.replace(m, most=max(m.most, floor)) for w, m in state.machines.items()}
+        return dataclasses.replace(state, machines=machines, floor=floor, changed=state.changed or state.floor != floor)
 
     def to_plain(self, state: Tuning) -> dict[str, Any]:
         """The state in dicts, lists and numbers, for a checkpoint in JSON or MessagePack."""
@@ -195,8 +208,14 @@ class BatchTuning:
                 f"Cannot go on with a global batch of {total}: the checkpoint was made with {state.total}. Use the "
                 "same, or leave the tuning of batches out."
             )
+        if not -1 <= state.round < _MOST_COUNTED or not 0 <= state.plans < _MOST_COUNTED:
+            raise ModelError(
+                f"Cannot go on tuning batches: the checkpoint is damaged (round {state.round}, {state.plans} plans)."
+            )
         for worker, machine in state.machines.items():
-            counts = machine.most >= 1 and machine.batch >= 0 and machine.every >= 1
+            counts = 1 <= machine.most <= total and 0 <= machine.batch <= total
+            counts = counts and (machine.every == 1 or (1 < machine.every <= MOST_EVERY and machine.batch > 0))
+            counts = counts and 0 <= machine.blocked < _MOST_COUNTED and 0 <= worker < _MOST_COUNTED
             if not counts or not machine.compute.sound or not machine.transfer.sound:
                 raise ModelError(
                     f"Cannot go on tuning batches: the checkpoint is damaged (worker {worker}: {machine})."
@@ -209,7 +228,7 @@ class BatchTuning:
 
     def _least(self, state: Tuning) -> dict[int, int]:
         """The smallest batch of each worker: where there are many workers or little memory, less than was asked for."""
-        least = max(1, min(self.smallest, state.total // max(1, len(state.machines))))
+        least = max(state.floor, min(self.smallest, state.total // max(1, len(state.machines))))
         return {worker: min(least, machine.most) for worker, machine in state.machines.items()}
 
 

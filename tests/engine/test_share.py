@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.engine.share import Share
+from offbeat.engine.share import Drawn, Share
 
 
 def drawn(*sizes: int) -> Share:
@@ -36,6 +36,16 @@ def test_a_step_that_was_left_out_after_its_backward_weighs_nothing() -> None:
     share.cleared()
     assert share.samples == 32
     assert share.weight == 1.0
+
+
+def test_what_is_put_back_weighs_nothing() -> None:
+    share = Share()
+    share.draw(real=True, source=0, weight=1.0, samples=4)
+    share.computed()
+    share.draw(real=False, source=0, weight=0.0)
+    assert share.uncomputed == 1
+    share.put_back(Drawn(1))
+    assert (share.weight, share.samples, share.uncomputed) == (1.0, 4, 0)
 
 
 def test_a_batch_that_is_computed_a_second_time_weighs_once() -> None:

@@ -25,13 +25,15 @@ def about(world: int, *, ahead: int = 1, batch: int = 4, samples: int = SAMPLES)
 class Class:
     """A dealer and its workers, each with the leases it was dealt."""
 
-    def __init__(self, world: int, tuning: BatchTuning | None = None, *, ahead: int = 1) -> None:
+    def __init__(
+        self, world: int, tuning: BatchTuning | None = None, *, ahead: int = 1, samples: int = SAMPLES
+    ) -> None:
         self.now_s = 0.0
         self.dealer = Dealer(lambda plan: tuning, lambda: self.now_s)
         self.hands: dict[int, list[Lease | Over]] = {worker: [] for worker in range(world)}
         self.clocks = Counter[int]()
         self.ended: dict[int, list[int]] = {worker: [] for worker in range(world)}
-        self.about = about(world, ahead=ahead)
+        self.about = about(world, ahead=ahead, samples=samples)
 
     def enrol(self, worker: int) -> None:
         for one, deals in self.dealer.enrol(worker, self.about, together=False, world=self.about.world).items():
@@ -97,6 +99,20 @@ def test_one_that_never_comes_is_not_waited_for() -> None:
     deals = one.dealer.lose(1)
     assert sorted(deals[0]) == [0, 2]
     assert one.dealer.lose(1) == {}, "once"
+
+
+def test_who_brings_nothing_is_not_dealt_to_without_end() -> None:
+    one = Class(2, samples=100_000)
+    for worker in range(2):
+        one.enrol(worker)
+    for _ in range(8191):
+        one.dealer.take(0, 0)
+    with pytest.raises(PeerError, match=r"rank 0: it holds 8192 batches of loader 0 and has brought none"):
+        one.dealer.take(0, 0)
+    assert one.dealer.take(1, 0), "others are"
+    assert one.dealer.announce(0, (0, 0), [(0, 2)] * 4000), "one of its own"
+    (deal,) = one.dealer.refill(0)[0]
+    assert isinstance(deal, Lease), "and no more than it may hold"
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import time
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,8 +17,11 @@ import pytest
 
 from offbeat.errors import ModelError
 from offbeat.pacing import Lease, Leases, Over, Piece, Pool, Tally, Wait
-from offbeat.pacing.pool import audit
+from offbeat.pacing.pool import Held, audit
 from tests.pacing.histories import History
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HISTORIES = 1200
 
@@ -280,6 +285,91 @@ def test_after_a_restart_leases_are_as_old_as_they_were() -> None:
     assert leases.take(loaded, 1, 4, 3.0)[1] == Wait((0,), 23.0)
 
 
+@pytest.mark.parametrize("samples", range(1, 12))
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_no_lease_is_smaller_than_the_least(samples: int, count: int) -> None:
+    """Whatever comes back meanwhile; and each sample is used once all the same."""
+    leases, chance = Leases(samples), random.Random(samples)
+    pool, used = begun(leases, 2), Counter[tuple[int, int]]()
+    while pool.complete < 5:
+        worker = chance.randrange(2)
+        pool, answer = leases.take(pool, worker, count, 0.0, least=2)
+        if not isinstance(answer, Lease):
+            continue
+        assert min(2, samples) <= answer.count <= count + 1
+        if chance.random() < 0.3:
+            pool = leases.give_back(pool, worker, [answer.number])
+            continue
+        pool, _ = leases.acknowledge(pool, [answer.number])
+        used.update((piece.epoch, at) for piece in answer.pieces for at in range(piece.start, piece.stop))
+        assert audit(pool, samples=samples) is None
+    assert set(used.values()) == {1}
+    assert pool.settled.used == 5 * samples
+
+
+def test_one_sample_that_comes_back_late_is_used_in_the_next_epoch() -> None:
+    leases = Leases(3)
+    pool = begun(leases, 2)
+    pool, single = took(pool, leases, 0, 1)
+    pool, rest = took(pool, leases, 1, 2)
+    pool = leases.lose(leases.acknowledge(pool, [rest.number])[0], 0)
+    pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
+    assert answer == Over(0)
+    pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
+    assert isinstance(answer, Lease)
+    assert answer.pieces == (*single.pieces, Piece(1, 0, 1))
+
+
+def holding(count: int) -> Pool:
+    """Worker 0 has every other sample of an epoch, each in a lease of its own."""
+    held = {n: Held(Lease(n, 0, (Piece(0, 2 * n, 2 * n + 1),)), 0, 0.0) for n in range(count)}
+    return Pool(fresh=2 * count, number=count, held=held, at={0: 0, 1: 0})
+
+
+def computing_s(do: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    do()
+    return time.process_time() - began_s
+
+
+def test_four_times_as_many_leases_come_back_in_about_four_times_the_time() -> None:
+    """And not in sixteen times: the coordinator does nothing else meanwhile."""
+
+    def come_back(count: int) -> Callable[[], object]:
+        leases, pool = Leases(2 * count), holding(count)
+        return lambda: (leases.lose(pool, 0), leases.give_back(pool, 0, range(count)))
+
+    few_s, many_s = (min(computing_s(do) for _ in range(3)) for do in map(come_back, (25_000, 100_000)))
+    assert many_s < 10 * few_s
+
+
+def test_who_asks_does_not_wait_for_all_that_has_come_back() -> None:
+    pools = {}
+    for count in (1_000, 100_000):
+        leases = Leases(2 * count)
+        pools[count] = leases, leases.lose(holding(count), 0)
+        assert len(pools[count][1].returned) == count
+
+    def take(count: int) -> None:
+        leases, pool = pools[count]
+        for _ in range(20):
+            pool, lease = took(pool, leases, 1, 3)
+            assert lease.count == 3
+
+    few_s, many_s = (min(computing_s(lambda count=count: take(count)) for _ in range(3)) for count in pools)  # type: ignore[misc]
+    assert many_s < 30 * few_s, "a hundred times as much has come back"
+
+
+def test_a_lease_of_what_came_back_is_never_in_too_many_pieces() -> None:
+    leases = Leases(4000)
+    pool = leases.lose(holding(2000), 0)
+    pool, lease = took(pool, leases, 1, 1500)
+    assert len(lease.pieces) == 1000
+    pool, lease = took(pool, leases, 1, 1500)
+    assert lease.pieces[-1] == Piece(0, 3998, 3999)
+    assert not pool.returned
+
+
 def saved() -> dict[str, Any]:
     leases = Leases(10, seed=3)
     pool, lease = took(begun(leases, 2), leases, 0, 4)
@@ -363,6 +453,12 @@ def test_the_saved_form_is_frozen() -> None:
         ({"samples": 5, "seed": None}, "seed None"),
         ({"samples": 5, "epochs": 0}, "deal out 0 epochs"),
         ({"samples": 5, "term": timedelta(0)}, "lease for 0:00:00"),
+        ({"samples": 5, "term": 600}, "lease for 600: give a datetime.timedelta"),
+        ({"samples": True}, "deal out True samples"),
+        ({"samples": 5, "seed": True}, "seed True"),
+        ({"samples": 5, "epochs": 2.0}, "deal out 2.0 epochs"),
+        ({"samples": 5, "shuffle": "no"}, "shuffle='no': choose True or False"),
+        ({"samples": 5, "drop_last": None}, "drop_last=None: choose True or False"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(values: dict[str, Any], said: str) -> None:

@@ -404,3 +404,34 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         state = replace(cluster.state, machines={0: bad})
         with pytest.raises(ModelError, match="damaged"):
             tuning.from_plain(tuning.to_plain(state), 512)
+
+
+def test_no_batch_is_below_the_floor() -> None:
+    tuning = BatchTuning()
+    state = tuning.init(12, floor=2)
+    for worker in range(3):
+        state = tuning.join(state, worker)
+    state = tuning.out_of_memory(state, 1, 2)
+    smallest = 12
+    for round in range(60):
+        state, batches = tuning.plan(state, round)
+        smallest = min(smallest, *batches.values())
+        for worker, batch in batches.items():
+            state = tuning.observe(state, worker, batch, 0.01 * 10**worker * batch, 0.01, 0.0)
+    assert smallest == 2
+    loaded = tuning.from_plain(json.loads(json.dumps(tuning.to_plain(state))), 12)
+    assert loaded == state
+    assert min(machine.most for machine in tuning.with_floor(loaded, 3).machines.values()) >= 3
+    with pytest.raises(PlanError, match=r"up to 1: this model has BatchNorm, which needs 2 .* `plan.tuning.largest`"):
+        BatchTuning(largest=1).init(12, floor=2)
+
+
+@pytest.mark.parametrize("name", ["smallest", "largest", "memory", "first_rounds", "gain", "blocked", "most_change"])
+@pytest.mark.parametrize("value", [True, -1, "2", 12.5, float("nan"), None, [2]], ids=repr)
+def test_values_of_other_kinds_are_refused(name: str, value: Any) -> None:
+    if (name, value) == ("largest", None):
+        return
+    with pytest.raises(
+        PlanError, match=rf"Cannot tune batches .*{re.escape(repr(value))}.* - at `plan\.tuning\.{name}`\.$"
+    ):
+        BatchTuning(**{name: value})

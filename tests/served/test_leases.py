@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -16,13 +17,13 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import offbeat
 from offbeat.errors import DisagreementError, ModelError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
-from offbeat.sync import ASP, BSP, LocalSGD, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, SSP, LocalSGD, Policy, RoundRobin
 from tests.served.survival import serve
 from tests.workers import run_workers
 
@@ -133,6 +134,205 @@ def leaves_early(num_workers: int) -> list[int]:
 def test_a_loop_that_is_left_goes_on_in_the_same_epoch(num_workers: int) -> None:
     seen = Counter(itertools.chain.from_iterable(run_workers(2, leaves_early, num_workers)))
     assert seen == Counter(range(SAMPLES))
+
+
+def leaves_with_a_batch(plan: offbeat.Plan, forward: bool, num_workers: int) -> list[int]:
+    """What counts in an epoch through which there are many loops, each left with a batch of which nothing is used."""
+    seen: list[int] = []
+    with offbeat.init(plan) as run:
+        model, optimizer, loader = prepared(run, num_workers=num_workers)
+        over = False
+        while not over:
+            over = True
+            for number, x in enumerate(loader):
+                if number == 3:
+                    over = False
+                    if forward:
+                        model(x)
+                    break
+                train(model, optimizer, x)
+                seen += x.flatten().int().tolist() if run.has_data else []
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "num_workers"),
+    [
+        (offbeat.Plan(sync=ASP(), fabric=SERVER), False, 0),
+        (offbeat.Plan(sync=LocalSGD(2), fabric=SERVER), True, 0),
+        (offbeat.Plan(tuning=BatchTuning()), True, 0),
+        pytest.param(offbeat.Plan(tuning=BatchTuning()), False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_batch_that_a_loop_was_left_with_is_computed_all_the_same(
+    plan: offbeat.Plan, forward: bool, num_workers: int
+) -> None:
+    results = run_workers(2, leaves_with_a_batch, plan, forward, num_workers)
+    seen = Counter(itertools.chain.from_iterable(results))
+    assert seen == Counter(range(SAMPLES))
+
+
+def computes_what_it_left_with() -> list[int]:
+    """An iterator of its own for every batch, and a step outside of the loop."""
+    seen: list[int] = []
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, size=40)
+        for _ in range(5):
+            x = next(iter(loader))
+            train(model, optimizer, x)
+            seen += x.flatten().int().tolist()
+        return seen
+
+
+def test_a_batch_that_is_computed_behind_its_loop_is_not_dealt_again() -> None:
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, computes_what_it_left_with)))
+    assert seen == Counter(range(40))
+
+
+def progress_of(plan: offbeat.Plan) -> tuple[list[float], list[float], int]:
+    """How far the data is at each batch of two epochs, behind each, and how many steps that took."""
+    rank, at_batches, behind = int(os.environ["RANK"]), [], []
+    with offbeat.init(plan) as run:
+        model, optimizer, loader = prepared(run)
+        assert run.progress == 0.0
+        for _ in range(2):
+            for x in loader:
+                at_batches.append(run.progress)
+                train(model, optimizer, x)
+                time.sleep(0.01 * rank)
+            behind.append(run.progress)
+        return at_batches, behind, run.step
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [offbeat.Plan(), offbeat.Plan(tuning=BatchTuning()), offbeat.Plan(sync=ASP(), fabric=SERVER)],
+    ids=["dealt out", "tuned", "served"],
+)
+def test_progress_is_that_of_all_workers_together(plan: offbeat.Plan) -> None:
+    results = run_workers(2, progress_of, plan)
+    for at_batches, behind, steps in results:
+        assert behind == [1.0, 2.0]
+        assert at_batches == sorted(at_batches), "never back"
+        assert len(at_batches) == steps
+        assert 0 < at_batches[0] <= 4 * 4 / SAMPLES
+        assert at_batches[-1] <= 2.0
+    (first, _, steps), (other, _, of_other) = results
+    if plan.fabric == SERVER:
+        assert steps > of_other, "who is slow makes fewer steps"
+    else:
+        assert first == other
+
+
+class Normalizes(nn.Module):
+    """Refuses, in training, a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.last(self.norm(x))
+        return last
+
+
+def normalized(plan: offbeat.Plan) -> list[list[int]]:
+    """Batches of two epochs in which batches are as small as may be."""
+    rank, seen = int(os.environ["RANK"]), list[list[int]]()
+    with offbeat.init(plan) as run:
+        model = Normalizes()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(Numbers(45), batch_size=2, shuffle=True))
+        for _ in range(2):
+            for x in loader:
+                if run.has_data:
+                    seen.append(x.flatten().int().tolist())
+                time.sleep(0.005 * len(x) * rank)
+                train(replica, optimizer, x)
+        return seen
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        offbeat.Plan(tuning=BatchTuning()),
+        offbeat.Plan(fabric=SERVER, tuning=BatchTuning()),
+        offbeat.Plan(sync=ASP(), fabric=SERVER),
+    ],
+    ids=["tuned", "served and tuned", "served"],
+)
+def test_a_model_with_batchnorm_is_never_given_one_sample(plan: offbeat.Plan) -> None:
+    batches = list(itertools.chain.from_iterable(run_workers(2, normalized, plan)))
+    assert min(map(len, batches)) >= 2
+    assert set(Counter(itertools.chain.from_iterable(batches)).values()) == {2}, "each sample once in each epoch"
+
+
+def odd_loops() -> list[str]:
+    """What is said of loaders that are used otherwise than for one training loop after the other."""
+    told = []
+    with offbeat.init(offbeat.Plan(sync=SSP(4), fabric=SERVER)) as run:
+        model, optimizer, loader = prepared(run, num_workers=1)
+        peek = iter(loader)
+        next(peek)
+        seen = Counter[int]()
+        for x in loader:
+            train(model, optimizer, x)
+            seen.update(x.flatten().int().tolist())
+        try:
+            next(peek)
+        except ModelError as error:
+            told.append(str(error))
+        _, _, other = prepared(run, batch=1, size=5000)
+        try:
+            for _ in range(2 * run.world):
+                for _ in other:  # as if to evaluate
+                    pass
+        except ModelError as error:
+            told.append(str(error))
+        run.settle()
+        return [*told, " ".join(map(str, seen.elements()))]
+
+
+def test_two_loops_at_a_time_and_endless_ones_are_ended_in_a_sentence() -> None:
+    results = run_workers(2, odd_loops)
+    for twice, endless, _ in results:
+        assert re.match("Cannot go on with loop 1 over this loader: loop 2 has begun since", twice)
+        assert re.match("Cannot draw another batch: 4096 were drawn since", endless)
+    seen = Counter(int(index) for *_, of_worker in results for index in of_worker.split())
+    assert seen == Counter(range(SAMPLES)), "what was only peeked at is dealt again"
+
+
+def odd_loaders() -> list[Any]:
+    data, told = Numbers(10), list[Any]()
+    with offbeat.init(offbeat.Plan(sync=ASP(), fabric=SERVER)) as run:
+        for loader in (
+            DataLoader(data, batch_size=11, drop_last=True),
+            DataLoader(Numbers(0), batch_size=2),
+            DataLoader(data, batch_size=None),
+            DataLoader(data, batch_sampler=[[0, 1], [2]]),
+            DataLoader(Numbers(1), batch_size=2),
+            DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=True)),
+        ):
+            model = nn.Linear(1, 1)
+            try:
+                _, _, one = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6), loader)
+                told.append(sorted(len(x) for x in one))
+            except ModelError as error:
+                told.append(str(error))
+    return told
+
+
+def test_other_loaders_work_or_are_refused_in_a_sentence() -> None:
+    first, second = run_workers(2, odd_loaders)
+    assert first[:4] == second[:4]
+    assert [text.partition(":")[0] for text in first[:4]] == [
+        "Cannot prepare a loader without batches",
+        "Cannot deal out 0 samples",
+        "Cannot lease batches of a loader without batches",
+        "Cannot deal out a loader with list",
+    ]
+    assert sorted(first[4] + second[4]) == [1], "one sample for two workers"
+    assert sorted(first[5] + second[5]) == [3, 3, 3]
 
 
 # -- a fixed order is deterministic ------------------------------------------------------------------------------------

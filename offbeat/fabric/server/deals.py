@@ -27,7 +27,8 @@ _Place = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
-Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=1 << 12)]
+MOST_USED = 1 << 12  # leases, for one contribution
+Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=MOST_USED)]
 """Leases, by loader and number."""
 
 
@@ -39,6 +40,7 @@ class Enrol(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         world: how many workers the job begins with.
         samples, seed, shuffle, drop_last: as of `offbeat.pacing.Leases`.
         batch: samples of a batch, if batches are not tuned.
+        least: samples of any batch, as of `offbeat.pacing.Leases.take`.
         ahead: leases that it is to hold, so that it can load ahead.
         epoch: it is in; as `holds` of a worker that comes back.
         holds: numbers of leases that it has from before.
@@ -52,6 +54,7 @@ class Enrol(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     shuffle: bool
     drop_last: bool
     batch: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    least: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
     ahead: Annotated[int, msgspec.Meta(ge=1, le=1 << 12)] = 1
     epoch: _Place = 0
     holds: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=1 << 12)] = ()

@@ -7,11 +7,14 @@ arrived, and sends it back while later blocks are still coming.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from offbeat.errors import PlanError
 from offbeat.fabric.fabric import Offers
 from offbeat.payload import Sum
+
+_PORT = re.compile("[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,31 @@ class ParameterServer:
     collocated: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.addresses, tuple):
+            raise PlanError(
+                f"Cannot reach shards at {self.addresses!r}: write a tuple of addresses, such as ('10.0.0.7:7070',) "
+                "- at `plan.fabric.addresses`."
+            )
         for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+            if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
                 raise PlanError(f"Cannot reach {address!r}: write host:port - at `plan.fabric.addresses`.")
         if len(set(self.addresses)) < len(self.addresses):
             raise PlanError("Cannot use one shard twice: give each address once - at `plan.fabric.addresses`.")
-        if not 4096 <= self.block_bytes <= 16 << 20:
+        if type(self.block_bytes) is not int or not 4096 <= self.block_bytes <= 16 << 20:
             raise PlanError(
-                f"Cannot cut parameters into blocks of {self.block_bytes} bytes: choose 4096 to 16777216 (16 MiB) "
-                "- at `plan.fabric.block_bytes`."
+                f"Cannot cut parameters into blocks of {self.block_bytes!r} bytes: choose a whole number from 4096 to "
+                "16777216 (16 MiB) - at `plan.fabric.block_bytes`."
             )
-
-        if not 0 <= self.patience_s < 1e9:
+        if type(self.patience_s) not in (int, float) or not 0 <= self.patience_s < 1e9:
             raise PlanError(
-                f"Cannot wait {self.patience_s} s for a server that is gone: choose a number of seconds from 0 "
+                f"Cannot wait {self.patience_s!r} s for a server that is gone: choose a number of seconds from 0 "
                 "- at `plan.fabric.patience_s`."
+            )
+        if type(self.collocated) is not bool:
+            raise PlanError(
+                f"Cannot start shards beside the workers with collocated={self.collocated!r}: choose True or False "
+                "- at `plan.fabric.collocated`."
             )
         if self.collocated and self.addresses:
             raise PlanError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
     from offbeat.sync import Push
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _LIFE = 1 << 32  # numbers of leases that a server deals out in one life, at most
 _TERM = timedelta(minutes=10)  # see `Leases.term`
+# Leases of a worker: those of one contribution, and as many ahead (see the bounds in `deals`).
+_MOST_HELD = 2 << 12
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Deck:
         deals: list[Lease | Over] = []
         while not deals or isinstance(deals[-1], Over):
             count = min(self._count(worker), self.leases.samples)
-            self.pool, deal = self.leases.take(self.pool, worker, count, now_s)
+            self.pool, deal = self.leases.take(self.pool, worker, count, now_s, least=self.about.least)
             assert not isinstance(deal, Wait), "there is always another epoch"
             deals.append(deal)
         self.rounds[worker] += 1
@@ -225,15 +228,24 @@ class Dealer:
         last = self._last.get(worker)
         if last is None:
             return {}
-        return {loader: self._draw(self._decks[loader], worker, count) for loader, count in last.used.items()}
+        dealt = {}
+        for loader, used in last.used.items():
+            deck = self._decks[loader]
+            dealt[loader] = self._draw(deck, worker, min(used, _MOST_HELD - deck.holds(worker)))
+        return dealt
 
     def take(self, worker: int, loader: int) -> list[Lease | Over]:
         """One more lease.
 
         Raises:
-            PeerError: if the worker has nothing to do with such a loader.
+            PeerError: if the worker has nothing to do with such a loader, or brings nothing of what it holds.
         """
         deck = self._deck(loader, worker)
+        if deck.holds(worker) >= _MOST_HELD:
+            raise PeerError(
+                f"Cannot deal out more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
+                "brought none of them. Step after fewer, and evaluate with a loader that is not prepared."
+            )
         return [] if deck.missing else self._draw(deck, worker, 1)
 
     def give_back(self, worker: int, loader: int, numbers: Iterable[int]) -> None:
@@ -320,8 +332,11 @@ class Dealer:
         self._last.clear()
         dealt = {}
         for loader, deck in self._decks.items():
-            deck.missing, deck.ahead = before[loader].missing, before[loader].ahead
-            deck.about = msgspec.structs.replace(deck.about, world=before[loader].about.world)
+            deck.missing, deck.gone, deck.ahead = before[loader].missing, before[loader].gone, before[loader].ahead
+            world, least = before[loader].about.world, before[loader].about.least
+            deck.about = msgspec.structs.replace(deck.about, world=world, least=least)
+            if deck.tune is not None and deck.tuning is not None:
+                deck.tuning = deck.tune.with_floor(deck.tuning, least)
             self._man(deck)
             dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
         return dealt
@@ -350,14 +365,15 @@ class Dealer:
         # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
         deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
         if deck.tune is not None and deck.tuning is not None:
-            deck.tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
-        deck.rounds = msgspec.convert(plain["rounds"], dict[int, int], strict=False)
+            tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
+            deck.tuning = deck.tune.with_floor(tuning, about.least)
+        deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
         return deck
 
     def _man(self, deck: Deck) -> None:
         """Have those who are here take part, and nobody else."""
         leases, at = deck.leases, dict(deck.pool.at)
-        for worker in at:
+        for worker in {*at, *(held.worker for held in deck.pool.held.values())}:
             deck.pool = leases.lose(deck.pool, worker)
         first = max(deck.rounds.values(), default=0)
         for worker in deck.ahead:
@@ -376,7 +392,7 @@ class Dealer:
             leases = Leases(
                 about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last, term=_TERM
             )
-            tuning = None if tune is None else tune.init(total, together=together)
+            tuning = None if tune is None else tune.init(total, together=together, floor=about.least)
         except OffbeatError as error:
             raise PeerError(str(error)) from error
         return Deck(about, leases, leases.init(), tune, tuning, world)
@@ -422,7 +438,7 @@ class Dealer:
 
 
 def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
-    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "world"):
+    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "least", "world"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise DisagreementError(
