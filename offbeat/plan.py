@@ -30,7 +30,7 @@ import difflib
 import hashlib
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import tomli_w
@@ -40,6 +40,9 @@ from offbeat.errors import PlanError
 from offbeat.fabric import FabricSpec, InMemory, ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
@@ -136,6 +139,36 @@ class Plan:
         if world > 1:
             _check_crowds(self.sync, "workers", [list(range(world))], "plan.sync")
 
+    def swapped(self, part: str) -> Plan:
+        """This plan with another part, such as ``[sync]``, as it may come to hold while a job trains with a server.
+
+        Args:
+            part: of a plan, as TOML; what is in it replaces what is here.
+
+        Raises:
+            PlanError: if it cannot be read, makes no plan that can work, or changes what cannot be while training.
+        """
+        new = Plan.from_toml(self.to_toml(), **_fields_of(part))
+        for name, (here, there) in self.diff(new).items():
+            if name != "sync":
+                raise PlanError(
+                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be. Save "
+                    f"a checkpoint, and start again with the other plan - at `plan.{name}`."
+                )
+            if not self.fabric.offers.served:
+                raise PlanError(
+                    f"Cannot swap {here!r} for {there!r} on {self.fabric!r} while training: there is no server, which "
+                    "could tell all workers at once. Use fabric=ParameterServer(), or save a checkpoint and start "
+                    "again with the other plan - at `plan.sync`."
+                )
+            if isinstance(here, LocalSGD) or isinstance(there, LocalSGD):
+                raise PlanError(
+                    f"Cannot swap {here!r} for {there!r} while training: with LocalSGD the optimizer steps at the "
+                    "workers, and with others at the server. Use a policy of the same kind, or save a checkpoint and "
+                    "start again with the other plan - at `plan.sync`."
+                )
+        return new
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the TOML form: equal plans, equal digests, on every machine."""
@@ -168,20 +201,29 @@ class Plan:
         Raises:
             PlanError: if the text is not TOML, or a key or value is unknown; the text ends with the path.
         """
-        try:
-            table = msgspec.toml.decode(text)
-        except msgspec.DecodeError as error:
-            raise PlanError(f"Cannot read the plan: it is not valid TOML ({error}).") from error
-        assert isinstance(table, dict)
-        fields = {f.name for f in dataclasses.fields(cls)}
-        values = {}
-        for key, value in table.items():
-            if key in instead:
-                continue
-            if key not in fields:
-                raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
-            values[key] = _value(value, cls, key, "plan", "plan")
-        return cls(**values, **instead)
+        return cls(**{**_fields_of(text, instead), **instead})
+
+
+def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """What a plan, or a part of one, says in TOML, by field; but for those that are known otherwise.
+
+    Raises:
+        PlanError: if the text is not TOML, or a key or value is unknown.
+    """
+    try:
+        table = msgspec.toml.decode(text)
+    except msgspec.DecodeError as error:
+        raise PlanError(f"Cannot read the plan: it is not valid TOML ({error}).") from error
+    assert isinstance(table, dict)
+    fields = {f.name for f in dataclasses.fields(Plan)}
+    values = {}
+    for key, value in table.items():
+        if key in known:
+            continue
+        if key not in fields:
+            raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
+        values[key] = _value(value, Plan, key, "plan", "plan")
+    return values
 
 
 def _takes_single_turns(policy: Policy) -> bool:
@@ -257,6 +299,17 @@ def names_of_fields(kind: str) -> tuple[str, ...] | None:
 
 def _kinds(kinds: frozenset[type]) -> str:
     return " and ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
+
+
+def table_of(part: Any) -> dict[str, Any]:
+    """A part as a table of TOML; `part_of` reads it back.
+
+    >>> from offbeat.sync import SSP
+    >>> table_of(SSP(4))
+    {'kind': 'SSP', 'bound': 4}
+    """
+    table: dict[str, Any] = _to_table(part)
+    return table
 
 
 def _to_table(value: Any) -> Any:

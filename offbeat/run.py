@@ -16,6 +16,7 @@ end of a ``with`` block, or of the process.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import os
 import sys
@@ -184,7 +185,7 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
-        return connect(fabric, self._control, self._waiter, timeout, self.run_dir, self._tell_of_server)
+        return connect(self.plan, fabric, self._control, self._waiter, timeout, self.run_dir, self._tell_of_server)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -327,6 +328,7 @@ class Run:
         if self.plan.tuning is not None and self.world > 1 and not self._loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
+        self._take_plan()
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
             for p in group["params"]:
@@ -574,6 +576,41 @@ class Run:
             self._server.settle(self._waiter)
             for reducer in self._reducers:
                 reducer.refreshed()
+
+    def swap(self, plan: Plan | None = None, **parts: Any) -> None:
+        """Have another synchronization policy decide from now on, such as ``run.swap(sync=SSP(4))``, for all workers.
+
+        Any worker may call it, at any time, or all. All are asked, and then it holds for all at once, between two
+        updates: nothing that was computed or is on its way is lost. If one cannot go by it, the present one goes on.
+
+        Args:
+            plan: that is to hold.
+            parts: of it, by name; the others stay as they are.
+
+        Raises:
+            PlanError: if it cannot be; then nothing has changed.
+            NetworkError: if the server is gone.
+        """
+        wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
+        self.plan.swapped(wanted.to_toml())
+        if self._server is None:  # alone
+            self._adopt(wanted)
+            return
+        self._server.swap(wanted.to_toml(), self._waiter)
+        self._take_plan()
+
+    def _take_plan(self) -> None:
+        """Go by the plan that the server says holds."""
+        if self._server is None or self._server.plans.present is self.plan:
+            return
+        self._adopt(self._server.plans.present)
+        while self._server.plans.told:
+            self._meter.event("swap", self._server.plans.told.popleft(), self.step)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        for reducer in self._reducers:
+            reducer.plan = plan
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step, place in the data, and the codec's state, for a checkpoint beside model and optimizer.

@@ -19,6 +19,7 @@ from offbeat.cli.report import report
 from offbeat.cli.run import run
 from offbeat.cli.serve import serve
 from offbeat.cli.simulate import simulate
+from offbeat.cli.swap import swap
 from offbeat.cli.top import top
 from offbeat.errors import OffbeatError
 
@@ -33,6 +34,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(serve)
 app.command()(top)
+app.command()(swap)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(certs)

@@ -34,10 +34,25 @@ _PATIENCE_S = 10.0  # for the answer, where there is only one look
 _WIDEST = 1 << 12  # a pipe has no width
 
 
+# How a job is found, and what proves that one may come in.
+JobPlace = Annotated[
+    str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
+]
+JobName = Annotated[str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
+]
+Certificate = Annotated[
+    Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
+]
+Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")]
+Authority = Annotated[
+    Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
+]
+
+
 def top(
-    job: Annotated[
-        str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
-    ],
+    job: JobPlace,
     once: Annotated[bool, typer.Option("--once", help="Look once and leave; so it is in a pipe.")] = False,
     interval: Annotated[
         float | None, typer.Option(min=0.05, help="Look every so many seconds, also in a pipe; 0.5 if left out.")
@@ -51,19 +66,11 @@ def top(
         str,
         typer.Option(help="Address for --prometheus; beyond this machine figures need certificates, on both sides."),
     ] = "127.0.0.1",
-    job_name: Annotated[
-        str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)
-    ] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
-    ] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
-    ] = None,
-    key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")] = None,
-    authority: Annotated[
-        Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
-    ] = None,
+    job_name: JobName = "",
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    authority: Authority = None,
 ) -> None:
     """Look at a job with a parameter server: what each worker does, who is ahead, who keeps the others waiting.
 
@@ -77,14 +84,7 @@ def top(
             "Cannot serve figures: the package prometheus-client is not installed. Install it with pip install "
             "'offbeat[dashboard]'."
         )
-    given = {
-        "job": job_name,
-        "token": "" if token_file is None else read_token(token_file),
-        "certificate": str(certificate or ""),
-        "key": str(key or ""),
-        "authority": str(authority or ""),
-    }
-    target = find(job, {name: value for name, value in given.items() if value})
+    target = find(job, given(job_name, token_file, certificate, key, authority))
     tls = _tls_of(target, bind) if prometheus is not None else {}
     before = signal.signal(signal.SIGTERM, _leave)
     is_terminal = sys.stdout.isatty()
@@ -109,6 +109,24 @@ def top(
 def _leave(number: int, _: object) -> NoReturn:
     """End as by Ctrl-C: the cursor is back on the terminal, and the server has heard a good-bye."""
     raise SystemExit(128 + number)
+
+
+def given(
+    job_name: str, token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
+) -> dict[str, str]:
+    """What the command line says of a job, but for where it is.
+
+    Raises:
+        NetworkError: if there is no secret in the file.
+    """
+    values = {
+        "job": job_name,
+        "token": "" if token_file is None else read_token(token_file),
+        "certificate": str(certificate or ""),
+        "key": str(key or ""),
+        "authority": str(authority or ""),
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def find(where: str, given: Mapping[str, str]) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
 from offbeat.fabric.server import Client, ParameterServer
+from offbeat.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -32,6 +34,30 @@ _FIRST_PATIENCE = timedelta(seconds=20)
 _log = logging.getLogger("offbeat")
 
 
+class Plans:
+    """The plan that holds, as the server says; asked about on the event loop's thread, read by the training thread.
+
+    Args:
+        plan: the present one.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.present = plan
+        self.told: collections.deque[str] = collections.deque()  # what has changed, for people
+
+    def judge(self, plan: str) -> tuple[str, str]:
+        """The digest of a plan that is proposed; or why this worker cannot go by it."""
+        try:
+            return self.present.swapped(plan).digest, ""
+        except PlanError as error:
+            return "", str(error)
+
+    def adopt(self, plan: str, text: str) -> None:
+        """It holds from now on."""
+        self.present = Plan.from_toml(plan)
+        self.told.append(text or f"The plan of this job has become {self.present!r}.")
+
+
 class Server:
     """A worker's connection to all shards.
 
@@ -39,10 +65,12 @@ class Server:
         client: its end.
         spec: the plan's.
         loop: where the links live; ended by `close`.
+        shards: how many there are.
+        plans: which one holds.
     """
 
-    def __init__(self, client: Client, spec: ParameterServer, loop: Loop, shards: int) -> None:
-        self.client = client
+    def __init__(self, client: Client, spec: ParameterServer, loop: Loop, shards: int, plans: Plans) -> None:
+        self.client, self.plans = client, plans
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
@@ -103,6 +131,21 @@ class Server:
             return ""
         return " ".join(scene.pace for scene in look.scenes if scene.pace)
 
+    def swap(self, part: str, waiter: Waiter) -> None:
+        """Have another plan hold for all workers.
+
+        Args:
+            part: of it, as TOML.
+
+        Raises:
+            PlanError: if it cannot be; the present one goes on.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.swap(part)
+        waiter.wait(asked, Awaited("all workers to agree on another plan", outlives=True))
+        if asked.refused:
+            raise PlanError(asked.refused)
+
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
         self.client.abort()
@@ -115,6 +158,7 @@ class Server:
 
 
 def connect(
+    plan: Plan,
     spec: ParameterServer,
     control: Control,
     waiter: Waiter,
@@ -125,6 +169,7 @@ def connect(
     """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
     Args:
+        plan: of the job; `spec` is its fabric.
         waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
@@ -166,6 +211,7 @@ def connect(
             patience=patience,
         )
 
+    plans = Plans(plan)
     client = Client(
         loop,
         rank=control.rank,
@@ -174,11 +220,12 @@ def connect(
         hosts=[address.rpartition(":")[0] for address in addresses],
         patience=timedelta(seconds=spec.patience_s),
         tell=tell,
+        plans=plans,
     )
     dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     waiter.call(lambda: loop.run(client.connect(_FIRST_PATIENCE)), dialling)
     waiter.ask_server = client.trouble
-    return Server(client, spec, loop, len(addresses))
+    return Server(client, spec, loop, len(addresses), plans)
 
 
 def _leave_address(path: Path, address: str, settings: Settings) -> None:

@@ -346,7 +346,9 @@ class RoundRobin:
         owed, weights = rotation.owed, rotation.weights
         if self.strict:
             weights = {other: weights[other] for other in order if other in weights}
-            weights[worker] = state.pending.get((worker, state.members[worker].step), weights.get(worker, 0.0))
+            push = (worker, state.members[worker].step)
+            if push in state.pending:  # else another policy has applied it, and nothing is known of its weight
+                weights[worker] = state.pending[push]
         else:
             passed = {other for other in rotation.order[:index] if not state.members[other].held} - _off(state)
             owed = (owed | passed) - {worker}

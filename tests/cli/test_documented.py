@@ -49,6 +49,7 @@ COMMANDS = {
         "--authority",
     ],
     "report": ["RUN_DIR"],
+    "swap": ["POLICY", "--job", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
     "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],
     "doctor": ["--json"],
     "plan show": ["PATH"],

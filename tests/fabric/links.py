@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.fabric.server import Client, Shard
 
 if TYPE_CHECKING:
@@ -100,6 +100,19 @@ class Parts:
 
     sync: Policy
     tuning: BatchTuning | None = None
+
+    @property
+    def digest(self) -> str:
+        return repr(self)
+
+    def to_toml(self) -> str:
+        return ""
+
+    def swapped(self, part: str) -> Parts:
+        raise PlanError(f"Cannot swap {self.sync!r} for {part!r} here.")
+
+    def check_world(self, world: int) -> None:
+        """Any number will do."""
 
 
 class Together:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -28,6 +28,8 @@ from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     MOST_REFUSAL,
     About,
+    Adopt,
+    Agreed,
     Announce,
     Answer,
     Answered,
@@ -43,9 +45,12 @@ from offbeat.fabric.server.messages import (
     Open,
     Opened,
     Part,
+    Proposed,
     Pulled,
     Refused,
     Safe,
+    Swap,
+    Swapped,
     Told,
     Values,
     pack,
@@ -69,6 +74,16 @@ if TYPE_CHECKING:
 _MOST_ANSWERED = 16
 
 
+class Plans(Protocol):
+    """Knows which plans a worker can go by. Called on the event loop's thread."""
+
+    def judge(self, plan: str) -> tuple[str, str]:
+        """The digest of a plan that is proposed, as TOML; and why it cannot be, or ""."""
+
+    def adopt(self, plan: str, text: str) -> None:
+        """It holds from now on."""
+
+
 class Client:
     """One worker's links to all shards.
 
@@ -79,6 +94,7 @@ class Client:
         hosts: on which each shard runs; if empty, all on one.
         patience: for how long to dial a server that is gone; 0 gives up at once.
         tell: called, on the event loop's thread, with what people should know.
+        plans: who knows which plans this worker can go by; None if it can go by no other.
     """
 
     def __init__(
@@ -91,8 +107,11 @@ class Client:
         hosts: Sequence[str] = (),
         patience: timedelta = timedelta(seconds=60),
         tell: Callable[[str], None] = lambda text: None,
+        plans: Plans | None = None,
     ) -> None:
         self._loop = loop
+        self._plans = plans
+        self._swaps: dict[int, Exchange] = {}
         self.rank, self.world = rank, world
         self._shard_hosts = tuple(hosts)
         self._tell = tell
@@ -107,6 +126,7 @@ class Client:
         self._draws: dict[int, Exchange] = {}  # by loader
         self.transfers = Transfers(self._links)
         self._transfers_due: list[Due] = []
+        self._asked_swaps = 0
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -223,6 +243,16 @@ class Client:
         self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
         return exchange
 
+    def swap(self, part: str) -> Exchange:
+        """Have another plan hold for all; done when it does, or does not: then why is in `Exchange.refused`.
+
+        Args:
+            part: of the plan, as TOML.
+        """
+        exchange = Exchange()
+        self._loop.call(self._swap, part, exchange)
+        return exchange
+
     def fetch(self, model: int) -> Exchange:
         """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
         exchange = Exchange()
@@ -330,6 +360,20 @@ class Client:
         place.is_outdated = False
         self._open_at(place, 0)
 
+    def _swap(self, part: str, exchange: Exchange) -> None:
+        if self._failed(exchange):
+            return
+        if not self._places:
+            exchange.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
+        elif not self._route.is_up:
+            exchange.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
+        if exchange.refused:
+            exchange.finish()
+            return
+        number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
+        self._swaps[number] = exchange
+        self._say(Swap(number, part))
+
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = exchange
@@ -391,7 +435,7 @@ class Client:
         """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
         return all(place.is_in and not place.is_entering for place in self._places.values())
 
-    def _say(self, message: Announce | Ask | Look | Pulled | FromData) -> None:
+    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))
@@ -404,6 +448,10 @@ class Client:
     def stranded(self, error: OffbeatError) -> None:
         """There are no links any more."""
         self._transfers_due += self.transfers.interrupt(error)
+        for swap in self._swaps.values():
+            swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
+            swap.finish()
+        self._swaps.clear()
         for place in self._places.values():
             place.is_in = place.is_outdated = False
 
@@ -426,7 +474,14 @@ class Client:
         exchanges = [place.exchange for place in self._places.values()]
         questions = [asked for _, asked in self._questions.values()]
         due = [one.exchange for one in self._transfers_due]
-        for exchange in [*exchanges, *questions, *self._looks.values(), *self._draws.values(), *due]:
+        for exchange in [
+            *exchanges,
+            *questions,
+            *self._looks.values(),
+            *self._draws.values(),
+            *self._swaps.values(),
+            *due,
+        ]:
             if not exchange.done():
                 exchange.finish(self._error)
 
@@ -472,8 +527,26 @@ class Client:
                 self.transfers.done(number)
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
+            case Proposed(number=number, plan=plan):
+                digest, refusal = self._judge(plan)
+                self._say(Agreed(number, digest, refusal[:MOST_REFUSAL]))
+            case Adopt(plan=plan, text=text):
+                self._adopt(plan, text)
+            case Swapped(number=number, refusal=refusal):
+                if (swap := self._swaps.pop(number, None)) is not None:
+                    swap.refused = refusal
+                    swap.finish()
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
+
+    def _judge(self, plan: str) -> tuple[str, str]:
+        return ("", "it can go by no other") if self._plans is None else self._plans.judge(plan)
+
+    def _adopt(self, plan: str, text: str) -> None:
+        for place in self._places.values():
+            place.plan = plan  # should it come to the job again
+        if self._plans is not None:
+            self._plans.adopt(plan, text)
 
     def _opened(self, place: Place, shard: int, message: Opened) -> None:
         self._route.survives = message.survives

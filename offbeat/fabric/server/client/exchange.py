@@ -27,7 +27,7 @@ class Exchange:
         self.staleness = 0  # of the contribution
         self.error: OffbeatError | None = None
         self.numbers: tuple[float, ...] = ()
-        self.refused = ""  # why what all were to do cannot be, and who says so
+        self.refused = ""  # why what all were to do, or a swap, cannot be, and who says so
         self.scenes: tuple[Scene, ...] = ()
         self.portions: list[Portion] = []
         self.place = b""  # in the data

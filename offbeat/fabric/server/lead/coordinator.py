@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.fabric.server.messages import Scene, Seen
-from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, on
+from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, on
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
@@ -110,6 +110,14 @@ class Coordinator:
             return ()
         self.started = True
         return self.tell(Adopted(self.now_s()))
+
+    def swap(self, policy: Policy) -> tuple[Action, ...]:
+        """Another policy decides from now on; what it decides now."""
+        event = adoption(self.policy, policy, self.now_s())
+        self.policy, self._explained = policy, ""
+        if not self.started:
+            return ()
+        return self.tell(event)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""

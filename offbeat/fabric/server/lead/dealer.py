@@ -257,6 +257,12 @@ class Dealer:
         deck = self._deck(loader, worker)
         deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
 
+    def together(self, is_together: bool) -> None:
+        """From now on all workers wait for each other in every round, or do not."""
+        for deck in self._decks.values():
+            if deck.tuning is not None:
+                deck.tuning = dataclasses.replace(deck.tuning, together=is_together)
+
     def crowded(self, worker: int, loader: int, count: int) -> None:
         """The worker had no memory for so many samples.
 

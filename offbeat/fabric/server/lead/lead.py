@@ -13,10 +13,12 @@ from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return,
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, revived
+from offbeat.fabric.server.lead.proposal import Proposal
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.messages import (
     Admit,
+    Adopt,
     Applied,
     Dropped,
     Evicted,
@@ -24,6 +26,7 @@ from offbeat.fabric.server.messages import (
     Gone,
     Granted,
     Opened,
+    Proposed,
     Refused,
     Released,
     Told,
@@ -35,7 +38,8 @@ from offbeat.sync.state import UNCOUNTED_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from offbeat.fabric.server.messages import Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.lead.proposal import Tell
+    from offbeat.fabric.server.messages import Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.pacing import BatchTuning, Lease, Over
@@ -48,12 +52,30 @@ class Parts(Protocol):
     Attributes:
         sync: when workers may go on.
         tuning: how large their batches are; None if that is not tuned.
+        digest: of its TOML.
     """
 
     @property
     def sync(self) -> Policy: ...
     @property
     def tuning(self) -> BatchTuning | None: ...
+    @property
+    def digest(self) -> str: ...
+    def to_toml(self) -> str: ...
+
+    def swapped(self, part: str) -> Parts:
+        """The plan with another part.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def check_world(self, world: int) -> None:
+        """Refuse what cannot be with so many workers.
+
+        Raises:
+            PlanError: if so.
+        """
 
 
 _log = logging.getLogger("offbeat")
@@ -67,6 +89,7 @@ class Lead:
         decide: carries a decision to all shards; returns what this one lost by it.
         say: sends a message to a worker.
         life: of the server.
+        adopt: tells all workers and shards which plan holds.
     """
 
     def __init__(
@@ -75,8 +98,10 @@ class Lead:
         decide: Callable[[Decision], Loss | None],
         say: Callable[[int, ToWorker], None],
         life: int = 0,
+        adopt: Callable[[Adopt], None] = lambda adopt: None,
     ) -> None:
         self._read_plan, self._decide, self._say = read_plan, decide, say
+        self._have_adopted = adopt
         self._dealer = Dealer(lambda plan: read_plan(plan).tuning, lambda: asyncio.get_running_loop().time())
         self.life = life
         self.is_over = False  # nothing is decided any more: what would follow could be in no snapshot
@@ -85,6 +110,9 @@ class Lead:
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._questions = Questions()
+        self._plan: Parts | None = None  # the present one
+        self._proposal: Proposal | None = None
+        self._proposals = 0
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -100,9 +128,10 @@ class Lead:
                 "again, from a checkpoint if there is one."
             )
         try:
-            policy = self._read_plan(details.plan).sync
+            self._plan = self._plan or self._read_plan(details.plan)
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
+        policy = self._plan.sync
         now_s = asyncio.get_running_loop().time
         coordinator = Coordinator(policy, details.world, now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
@@ -123,6 +152,7 @@ class Lead:
         """
         one, back = self.models[model], details.back
         self._workers.add(worker)
+        self._tell_plan(worker, details.plan)
         self._entries[worker] = entry
         decided = one.coordinator.state.past.get(worker, 0)
         verdict = judge(back, life=self.life, decided=decided)
@@ -188,7 +218,7 @@ class Lead:
         one = self._model(model)
         if push[0] not in one.coordinator.state.members:
             return
-        if one.everywhere(one.nearly, push):
+        if one.everywhere(one.nearly, push) and not one.is_too_early(push):
             self._carry_out(model, one.coordinator.tell(Ending(*push, one.coordinator.now_s())))
 
     def whole(self, model: int, push: Push) -> None:
@@ -199,7 +229,10 @@ class Lead:
         if one.everywhere(one.whole, push):
             one.arrived_s[push[0]] = one.coordinator.now_s()
             self._dealer.whole(model, push)
-            self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
+            if one.is_too_early(push):
+                one.too_early.add(push)
+            else:
+                self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
 
     def pulled(self, model: int, worker: int, step: int) -> None:
         """A worker has all blocks, and computes.
@@ -248,7 +281,7 @@ class Lead:
         match message:
             case Enrol(loader=loader, plan=plan):
                 try:
-                    together = self._read_plan(plan).sync.bound == 0
+                    together = (self._plan or self._read_plan(plan)).sync.bound == 0
                 except PlanError as error:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
@@ -291,9 +324,90 @@ class Lead:
                 self._step_out(model, worker)
         self._answer()
 
+    # -- another plan --------------------------------------------------------------------------------------------
+
+    def swap(self, part: str, tell: Tell) -> None:
+        """Somebody wants another plan; all workers are asked whether they can go by it.
+
+        Args:
+            part: of it, as TOML.
+            tell: called, perhaps later, with what has changed, or why nothing has.
+        """
+        try:
+            if self._plan is None or not self.started:
+                raise PlanError("Cannot swap anything yet: training has not begun. Try again when it has.")
+            parts = self._plan.swapped(part)
+            parts.check_world(len(self._workers))
+        except PlanError as error:
+            tell("", str(error))
+            return
+        if self._proposal is not None and self._proposal.parts.digest == parts.digest:
+            self._proposal.tell.append(tell)  # all workers run the same script
+        elif self._proposal is not None:
+            tell("", "Cannot swap the plan twice at once: another swap is under way. Try again when it is over.")
+        elif parts.digest == self._plan.digest:
+            tell(f"The plan stays as it is: {self._plan.sync!r}.", "")
+        else:
+            self._proposals += 1
+            self._proposal = Proposal(self._proposals, parts, parts.to_toml(), [tell])
+            for worker in sorted(self._workers):
+                self._propose(worker)
+            self._decide_on_proposal()
+
+    def agree(self, worker: int, message: Agreed) -> None:
+        """What a worker makes of the plan that was proposed."""
+        if self._proposal is not None:
+            self._proposal.hear(worker, message)
+            self._decide_on_proposal()
+
+    def _propose(self, worker: int) -> None:
+        proposal = self._proposal
+        assert proposal is not None
+        proposal.waiting.add(worker)
+        self._say(worker, Proposed(proposal.number, proposal.plan))
+
+    def _decide_on_proposal(self) -> None:
+        """Adopt what was proposed if all have agreed; let it be if one has not."""
+        proposal = self._proposal
+        if proposal is None or not proposal.is_decided:
+            return
+        self._proposal = None
+        if proposal.refusal:
+            _log.warning("The plan stays as it is. %s", proposal.refusal)
+            text = ""
+        else:
+            text = self._adopt(proposal.parts, proposal.plan)
+        for tell in proposal.tell:
+            tell(text, proposal.refusal)
+
+    def _adopt(self, new: Parts, plan: str) -> str:
+        """Have another plan hold; what is to be said of it."""
+        old, self._plan = self._plan, new
+        assert old is not None
+        text = (
+            f"From version {self.version} on {new.sync!r} decides when workers may go on, not {old.sync!r} any more "
+            f"(plan {new.digest[:12]}, was {old.digest[:12]})."
+        )
+        _log.warning("%s", text)
+        self._have_adopted(Adopt(plan, text))
+        self._dealer.together(new.sync.bound == 0)
+        for model, one in self.models.items():
+            self._carry_out(model, one.coordinator.swap(new.sync))
+        return text
+
+    def _tell_plan(self, worker: int, plan: str) -> None:
+        """Tell a worker that comes with an earlier plan which one holds; and ask it as the others were."""
+        if self._plan is not None and plan != (present := self._plan.to_toml()):
+            self._say(worker, Adopt(present, ""))
+        if self._proposal is not None:
+            self._propose(worker)
+
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self._workers.discard(worker)
+        if self._proposal is not None:
+            self._proposal.waiting.discard(worker)
+            self._decide_on_proposal()
         self._lose_data(worker)
         for model, one in self.models.items():
             if worker in one.coordinator.state.members or worker in one.coordinator.state.away:
@@ -312,7 +426,8 @@ class Lead:
         now_s = asyncio.get_running_loop().time
         if progress.data:
             self._dealer.restore(progress.data)
-        self.models[model] = revived(self._read_plan(details.plan).sync, details, version, progress, now_s)
+        self._plan = self._plan or self._read_plan(details.plan)
+        self.models[model] = revived(self._plan.sync, details, version, progress, now_s)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
@@ -429,6 +544,9 @@ class Lead:
                     self._say(worker, Evicted(model, "it kept the others waiting for too long"))
                 case Wake(at_s=at_s):
                     self._wake(model, at_s)
+        for push in sorted(push for push in one.too_early if not one.is_too_early(push)):
+            one.too_early.discard(push)
+            self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
         for worker, clock in [push for push in one.announced if push not in one.coordinator.state.pending]:
             del one.announced[(worker, clock)]  # it went with its worker
             self._decide(Dropped(model, worker, clock, coming=False))

@@ -34,6 +34,7 @@ class Model:
     nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
+    too_early: set[Push] = field(default_factory=set)  # contributions that are whole, and not granted: see below
     at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
     left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
@@ -54,6 +55,14 @@ class Model:
             return True
         self.at_once[worker] = clock
         return False
+
+    def is_too_early(self, push: Push) -> bool:
+        """Whether a contribution arrives that has not been granted.
+
+        Its worker was told by an earlier policy that it need not wait for that; the present one learns of it later.
+        """
+        member = self.coordinator.state.members.get(push[0])
+        return member is not None and member.step == push[1] and member.held and member.granted_s is None
 
     def everywhere(self, at: dict[Push, int], push: Push) -> bool:
         """One more shard has come so far with a contribution; whether it was the last.

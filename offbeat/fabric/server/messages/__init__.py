@@ -20,8 +20,8 @@ worker                                       shard (the coordinator is the first
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
 
 The other shards say Enlist, Filled, Nearly, Whole, Save and Saved to the coordinator, and it tells them what it
-decides: Begin, Admit, Applied, Dropped, Released, Gone, Mark. Who comes back says so in its details (see
-`offbeat.fabric.server.lead.resume`).
+decides: Begin, Admit, Applied, Dropped, Released, Gone, Mark, Adopt. How another plan comes to hold is said in
+`swapping`. Who comes back says so in its details (see `offbeat.fabric.server.lead.resume`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from offbeat.fabric.server.messages.shards import (
     Saved,
     Whole,
 )
+from offbeat.fabric.server.messages.swapping import Adopt, Agreed, Proposed, Swap, Swapped
 from offbeat.fabric.server.messages.training import (
     MOST_REFUSAL,
     About,
@@ -77,17 +78,27 @@ from offbeat.fabric.server.messages.training import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData
+FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
 FromShard = Enlist | Filled | Nearly | Whole | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
-FromChief = Decision | Begin | Mark | Refused
-ToWorker = Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData
+FromChief = Decision | Begin | Mark | Refused | Adopt
+ToWorker = (
+    Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData
+    | Proposed | Adopt | Swapped
+)  # fmt: skip
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
-SAYS: dict[str, tuple[type, ...]] = {"worker": get_args(FromWorker), "shard": get_args(FromShard), "onlooker": (Look,)}
+SAYS: dict[str, tuple[type, ...]] = {
+    "worker": get_args(FromWorker),
+    "shard": get_args(FromShard),
+    "onlooker": (Look,),
+    "operator": (Look, Swap),
+}
 __all__ = [
     "MOST_REFUSAL",
     "About",
     "Admit",
+    "Adopt",
+    "Agreed",
     "Announce",
     "Answer",
     "Answered",
@@ -119,6 +130,7 @@ __all__ = [
     "Part",
     "Piece",
     "PieceOf",
+    "Proposed",
     "Pulled",
     "Put",
     "PutAll",
@@ -130,6 +142,8 @@ __all__ = [
     "Scene",
     "Seen",
     "Sight",
+    "Swap",
+    "Swapped",
     "ToWorker",
     "Told",
     "Values",

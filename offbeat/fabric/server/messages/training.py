@@ -85,6 +85,7 @@ class Details(msgspec.Struct, frozen=True):
         blocks: those that this shard holds.
         back: if the worker took part before.
         hosts: on how many these holders run.
+        former: digests of plans that held before this one.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -97,6 +98,7 @@ class Details(msgspec.Struct, frozen=True):
     optimizer: OptimizerSpec
     back: Back | None = None
     hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from offbeat.fabric.server.deals import Restock
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     SAYS,
+    Adopt,
     Begin,
     Done,
     Fetch,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from offbeat.wire.link import Link
 
 _MOST_UNSEEN = 8
-_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker"}
+_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker", "operator": "an operator"}
 
 
 class Guest:
@@ -259,6 +260,8 @@ class Chief:
                 self._shard.mark(message)
             case Refused(reason=reason):
                 self._shard.refuse(reason)
+            case Adopt():
+                self._shard.adopt(message)
             case _:
                 self._shard.decide(message)
 

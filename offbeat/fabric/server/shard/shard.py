@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 from itertools import zip_longest
@@ -23,6 +22,8 @@ from offbeat.fabric.server.lead.lead import Lead
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
     Admit,
+    Adopt,
+    Agreed,
     Announce,
     Ask,
     Begin,
@@ -41,6 +42,8 @@ from offbeat.fabric.server.messages import (
     Save,
     Saved,
     Sight,
+    Swap,
+    Swapped,
     Values,
     Whole,
     pack,
@@ -48,7 +51,7 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.optimizers import check_spec, lines_of
 from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
-from offbeat.fabric.server.shard.table import Table
+from offbeat.fabric.server.shard.table import Table, digest_of
 from offbeat.fabric.server.snapshot import Identity
 
 if TYPE_CHECKING:
@@ -106,7 +109,9 @@ class Shard:
         self._waiting: dict[tuple[int, int], tuple[Guest, Details, int]] = {}
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
-        self._lead = None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life)
+        self._lead = (
+            None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life, self._have_adopted)
+        )
         self._marks = Marks(
             archive,
             job,
@@ -329,7 +334,9 @@ class Shard:
 
         guest.give_state(pieces(), Done(message.number))
 
-    def hear(self, guest: Guest, message: Announce | Pulled | Look | Ask | FromData | FromShard) -> None:
+    def hear(
+        self, guest: Guest, message: Announce | Pulled | Look | Ask | Swap | Agreed | FromData | FromShard
+    ) -> None:
         """Something for the coordinator.
 
         Raises:
@@ -342,6 +349,10 @@ class Shard:
         match message:
             case Announce():
                 lead.announce(guest.rank, message)
+            case Swap(number=number, part=part):
+                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)))
+            case Agreed():
+                lead.agree(guest.rank, message)
             case Pulled(model=model, step=step):
                 lead.pulled(model, guest.rank, step)
             case Look(number=number):
@@ -406,6 +417,11 @@ class Shard:
             self._done()
             return
         asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
+
+    def adopt(self, adopt: Adopt) -> None:
+        """Another plan holds; workers that come with an earlier one of this job are told of it."""
+        for table in self._tables.values():
+            table.adopt(adopt.plan)
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out what the coordinator decided."""
@@ -513,6 +529,12 @@ class Shard:
 
     # -- what goes out -------------------------------------------------------------------------------------------
 
+    def _have_adopted(self, adopt: Adopt) -> None:
+        """Tell all shards and workers which plan holds."""
+        for guest in (*self._shards, *self._guests.values()):
+            guest.say(adopt)
+        self.adopt(adopt)
+
     def _decide(self, decision: Decision) -> Loss | None:
         for shard in self._shards:
             shard.say(decision)
@@ -564,9 +586,11 @@ def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
 
 def _compare(rank: int, theirs: Details, ours: Details) -> None:
     check_spec(theirs.optimizer)
+    # One that was adopted before will do: it is told which one holds.
+    plan, theirs_plan = digest_of(ours.plan), digest_of(theirs.plan)
     optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
-        ("plan", _digest(theirs.plan), _digest(ours.plan)),
+        ("plan", plan if theirs_plan in ours.former else theirs_plan, plan),
         ("layout", theirs.layout, ours.layout),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
@@ -577,7 +601,3 @@ def _compare(rank: int, theirs: Details, ours: Details) -> None:
                 f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}. Start every "
                 "worker with the same plan, the same model and the same optimizer."
             )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

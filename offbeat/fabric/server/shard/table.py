@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.snapshot import TensorOf
     from offbeat.sync import Push
 
+_MOST_FORMER = 1024  # plans that a job had
 _MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
 
 
@@ -74,6 +76,11 @@ class Table:
     def blocks(self) -> tuple[int, ...]:
         """Indices of those that are held here."""
         return tuple(self.sizes)
+
+    def adopt(self, plan: str) -> None:
+        """Another plan holds, as TOML."""
+        former = (*self.details.former, digest_of(self.details.plan))[-_MOST_FORMER:]
+        self.details = msgspec.structs.replace(self.details, plan=plan, former=former)
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates decided so far."""
@@ -227,3 +234,8 @@ def _blocks(details: Details) -> dict[int, Block]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def digest_of(plan: str) -> str:
+    """Hexadecimal SHA-256 of a plan as TOML."""
+    return hashlib.sha256(plan.encode()).hexdigest()

@@ -1,0 +1,50 @@
+"""A plan that has been proposed, and who has agreed to it; one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.fabric.server.lead.lead import Parts
+    from offbeat.fabric.server.messages import Agreed
+
+    Tell = Callable[[str, str], None]  # what has changed, or why nothing has
+
+
+@dataclass
+class Proposal:
+    """What is asked of all workers.
+
+    Args:
+        number: of the proposal.
+        parts: the plan, read.
+        plan: as TOML.
+        tell: those who wanted it.
+        waiting: workers that have not answered.
+    """
+
+    number: int
+    parts: Parts
+    plan: str
+    tell: list[Tell]
+    waiting: set[int] = field(default_factory=set)
+    refusal: str = ""
+
+    def hear(self, worker: int, agreed: Agreed) -> None:
+        """What a worker makes of it."""
+        if agreed.number != self.number or worker not in self.waiting:
+            return  # of an earlier one
+        self.waiting.discard(worker)
+        if agreed.digest != self.parts.digest and not self.refusal:
+            why = (
+                agreed.refusal or f"it reads a plan with the digest {agreed.digest!r} in it, not {self.parts.digest!r}"
+            )
+            self.refusal = f"Rank {worker} cannot go by that plan: {why}"
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return not self.waiting or bool(self.refusal)

@@ -1,0 +1,74 @@
+"""How another plan comes to hold while a job trains.
+
+who wants it                 coordinator                          every worker, every shard
+  | -- Swap(number, part) ---> |                                            |
+  |                            | -- Proposed(number, plan) ---------------> |   workers only
+  |                            | <----- Agreed(number, digest, refusal) --- |
+  |                            | -- Adopt(plan) --------------------------> |   if all agree; else nothing has changed
+  | <- Swapped(number, ...) -- |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.fabric.server.messages.fields import Count, Text
+
+_Digest = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Swap(msgspec.Struct, tag=True, frozen=True):
+    """From a worker or an operator: have the plan hold that differs from the present one by this.
+
+    Args:
+        part: of a plan, as TOML: what is in it replaces what the present one has there.
+    """
+
+    number: Count
+    part: Text
+
+
+class Proposed(msgspec.Struct, tag=True, frozen=True):
+    """To each worker: can you go by this plan?"""
+
+    number: Count
+    plan: Text
+
+
+class Agreed(msgspec.Struct, tag=True, frozen=True):
+    """From a worker: what it makes of the plan that was proposed.
+
+    Args:
+        digest: of the plan as it read it; "" if it cannot go by it.
+        refusal: why not.
+    """
+
+    number: Count
+    digest: _Digest
+    refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Adopt(msgspec.Struct, tag=True, frozen=True):
+    """To all workers and shards: this plan holds from now on.
+
+    Args:
+        text: for people: what has changed, and both digests.
+    """
+
+    plan: Text
+    text: Text = ""
+
+
+class Swapped(msgspec.Struct, tag=True, frozen=True):
+    """To who wanted it.
+
+    Args:
+        text: what has changed.
+        refusal: why the plan is what it was; "" if it is not.
+    """
+
+    number: Count
+    text: Text = ""
+    refusal: Text = ""

@@ -1,0 +1,81 @@
+"""`offbeat swap`, as an operator runs it beside a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.exits import how_it_ended
+from tests.cli.commands import offbeat, script, start
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TRAIN = """
+import time, torch, offbeat
+from pathlib import Path
+run = offbeat.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+while not Path("enough").exists():
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+print(f"went by {run.plan.sync!r}")
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    path = script(tmp_path, TRAIN)
+    arguments = ("run", "--workers", 2, "--run-dir", "runs", "--fabric", "ParameterServer()", path)
+    with start(*arguments, folder=tmp_path) as process:
+        deadline_s = time.monotonic() + 40
+        while not list(tmp_path.glob("runs/**/server.json")) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        yield process
+        (tmp_path / "enough").touch()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.timeout(120)
+def test_an_operator_swaps_and_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+    (place,) = tmp_path.glob("runs/**/server.json")
+    folder = place.parent
+    for _ in range(100):  # until training has begun
+        code, output = offbeat("swap", "SSP(4)", "--job", folder, folder=tmp_path)
+        if code == 0:
+            break
+        assert "training has not begun" in " ".join(output.split()), output
+        time.sleep(0.2)
+    assert "SSP(bound=4) decides when workers may go on, not BSP() any more" in " ".join(output.split())
+    for policy, says in (
+        ("SSP(4)", "The plan stays as it is"),
+        ("LocalSGD(8)", "Cannot swap SSP(bound=4) for LocalSGD"),
+        ("KSync(9)", "Cannot make updates of 9 contributions with 2 workers"),
+        ("SPS(4)", "did you mean 'SSP'"),
+    ):
+        code, output = offbeat("swap", policy, "--job", folder, folder=tmp_path)
+        assert code == (0 if "stays" in says else 2), output
+        assert says in " ".join(output.split())
+        assert "Traceback" not in output
+    code, output = offbeat("swap", "ASP", "--job", folder, "--job-name", "another", folder=tmp_path)
+    assert code == 2
+    assert "Traceback" not in output
+    code, output = offbeat("top", "--job", folder, "--once", folder=tmp_path)
+    assert "SSP(bound=4)" in output
+    (tmp_path / "enough").touch()
+    output, _ = job.communicate(timeout=40)
+    assert job.returncode == 0, (how_it_ended(job.returncode), output)
+    assert output.count("went by SSP(bound=4)") == 2
+    assert "SSP(bound=4) decides" in (folder / "metrics.jsonl").read_text()
+    assert os.path.exists(folder)

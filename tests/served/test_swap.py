@@ -1,0 +1,146 @@
+"""Another policy while training, in real processes: nothing is lost, nothing counts twice, all know of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import PlanError
+from offbeat.fabric import ParameterServer
+from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
+from tests.workers import listen, run_workers
+
+SERVER = ParameterServer(block_bytes=4096)
+LR = 0.1
+# Without KSync, whose updates move the parameters by more than the samples in them are of a round.
+POLICIES: tuple[Policy, ...] = (
+    BSP(),
+    ASP(),
+    SSP(0),
+    SSP(2),
+    DSSP(1, 3),
+    RoundRobin(),
+    RoundRobin(strict=True),
+    Hybrid(BSP(), ASP(), groups=2),
+)
+
+
+def emitted(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3000, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def swap_often(steps: int, every: int) -> dict[str, Any]:
+    """Plain SGD adds up, so the final parameters tell whether each gradient was applied exactly once."""
+    rank, told = int(os.environ["RANK"]), listen()
+    chance = random.Random(0)
+    model = nn.Linear(3000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    swaps = 0
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        _, optimizer = run.prepare(model, optimizer)
+        for step in range(steps):
+            (model.weight * emitted(rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01 if rank else 0.0)  # so that rank 0 is done first ...
+            if rank == 0 and step % every == every - 1:
+                swaps += 1
+                # ... and what the others bring then weighs no more than before: with ASP rounds keep their size.
+                others = [policy for policy in POLICIES if policy != run.plan.sync]
+                run.swap(sync=ASP() if swaps * every == steps else chance.choice(others))
+        run.settle()
+        plan, rate = run.plan, run.state_dict()["plan"]
+        return {
+            "weight": model.weight.detach().clone().flatten(),
+            "swaps": swaps,
+            "plan": plan,
+            "toml": rate,
+            "told": told,
+        }
+
+
+@pytest.mark.timeout(120)
+def test_a_hundred_swaps_lose_nothing() -> None:
+    world, steps = 4, 200
+    results = run_workers(world, swap_often, steps, 2, timeout_s=110)
+    everything = torch.stack([emitted(rank, step) for rank in range(world) for step in range(steps)])
+    assert results[0]["swaps"] == 100
+    torch.testing.assert_close(results[0]["weight"], -LR * everything.sum(0) / world, rtol=1e-3, atol=1e-3)
+    for one in results:
+        assert torch.equal(one["weight"], results[0]["weight"]), "equal on all after settle"
+        assert one["plan"] == results[0]["plan"]
+        assert one["toml"] == results[0]["plan"].to_toml(), "a checkpoint has the plan that holds"
+
+
+def swap_by_all() -> list[str]:
+    """Every worker runs the same script."""
+    model = nn.Linear(4, 1)
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        seen = []
+        for step in range(6):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                run.swap(sync=SSP(2))
+            seen.append(repr(run.plan.sync))
+        run.settle()
+        return seen
+
+
+def test_all_may_ask_for_the_same() -> None:
+    for seen in run_workers(3, swap_by_all):
+        assert seen == ["BSP()"] * 2 + ["SSP(bound=2)"] * 4 or seen == ["BSP()"] * 3 + ["SSP(bound=2)"] * 3
+
+
+def swap_for_what_cannot_be() -> list[str]:
+    model = nn.Linear(4, 1)
+    refusals = []
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        with pytest.raises(PlanError) as caught:
+            run.swap(sync=SSP(2))
+        refusals.append(str(caught.value))
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        for changes in (
+            {"sync": LocalSGD(4)},
+            {"sync": KSync(5)},
+            {"nonfinite": "skip"},
+            {"sync": RoundRobin(), "fabric": ParameterServer(collocated=True)},
+        ):
+            with pytest.raises(PlanError) as caught:
+                run.swap(**changes)
+            refusals.append(str(caught.value))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert run.plan.sync == BSP()
+        run.settle()
+    return refusals
+
+
+def test_what_cannot_be_is_refused_and_the_old_plan_goes_on() -> None:
+    for refusals in run_workers(2, swap_for_what_cannot_be):
+        for refusal, told in zip(
+            refusals,
+            (
+                "training has not begun",
+                "Cannot swap BSP() for LocalSGD(every=4",
+                "Cannot make updates of 5 contributions with 2 workers",
+                "Cannot swap 'pass' for 'skip' while training",
+                "Cannot swap ParameterServer(",
+            ),
+            strict=True,
+        ):
+            assert told in refusal
+
+
+def test_without_a_server_there_is_nobody_to_tell_all() -> None:
+    with offbeat.init(offbeat.Plan()) as run, pytest.raises(PlanError, match="there is no server"):
+        run.swap(sync=LocalSGD(4))
