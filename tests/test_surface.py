@@ -56,6 +56,7 @@ RUN = {
     "settle",
     "state_dict",
     "step",
+    "swap",
     "world",
 }
 TESTING = {"check_codec", "check_fabric", "check_policy"}
