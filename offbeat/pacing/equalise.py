@@ -77,13 +77,18 @@ def split(costs: Sequence[Cost], total: int) -> list[int]:
     """The same in whole samples, and the sum exactly: none has a smaller longest cycle.
 
     Rounded down, and then by largest remainder, each remainder weighed by what a sample costs its worker: the next
-    sample goes where the cycle is shortest with it.
+    sample goes where the cycle is shortest with it. Where a worker's `fixed_s` is some 10^15 times its `per_sample_s`,
+    shares are wrong by whole samples; what is too much is then taken from where the cycle is longest.
 
     >>> split([Cost(0.0, 1.0, 1, 99), Cost(0.0, 2.0, 1, 99), Cost(1.0, 1.0, 1, 8)], 30)
     [15, 7, 8]
     """
     batches = [int(share) for share in shares(costs, total)]
-    left = min(total, sum(cost.most for cost in costs)) - sum(batches)
+    batches = [min(max(b, cost.least), cost.most) for b, cost in zip(batches, costs, strict=True)]
+    left = max(min(total, sum(cost.most for cost in costs)), sum(cost.least for cost in costs)) - sum(batches)
+    for _ in range(-left):
+        i = max((i for i, b in enumerate(batches) if b > costs[i].least), key=lambda i: costs[i].cycle_s(batches[i]))
+        batches[i] -= 1
     queue = [(cost.cycle_s(b + 1), i) for i, (cost, b) in enumerate(zip(costs, batches, strict=True)) if b < cost.most]
     heapq.heapify(queue)
     for _ in range(left):

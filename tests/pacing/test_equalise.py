@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.pacing.equalise import Cost, shares, split
@@ -95,6 +95,7 @@ def test_bounds_are_kept_before_the_sum_is(total: int, expected: list[int]) -> N
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(1e-12, 1e6), st.integers(0, 50)), min_size=1, max_size=20),
     st.integers(0, 100_000),
 )
+@example([(32768.0, 1e-12, 0)], 3)  # a share is the difference of two numbers that are 10^16 times as large
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_costs_give_exactly_the_sum(lines: list[tuple[float, float, int]], extra: int) -> None:
     costs = [Cost(fixed_s, per_sample_s, least, least + 100_000) for fixed_s, per_sample_s, least in lines]
