@@ -65,6 +65,23 @@ def join(waiter: Waiter) -> bool:
     return True
 
 
+def joins() -> tuple[int, int] | None:
+    """The rank of this worker and how many the job began with, if it joins one that trains; else None.
+
+    Raises:
+        PlanError: if the environment says so in no such numbers.
+    """
+    if "OFFBEAT_JOINS" not in os.environ:
+        return None
+    rank, world = _number("RANK", -1), _number("OFFBEAT_JOINS", 0)
+    if not 1 <= world <= rank:
+        raise PlanError(
+            f"Cannot join a job that began with {world} workers as rank {rank}: those ranks are taken. Start the "
+            "script with `offbeat run --join`."
+        )
+    return rank, world
+
+
 def _open_store(rank: int, world: int) -> Store:
     prefix = f"offbeat-{next(_joins)}"  # one process may join several times, one after the other
     if "OFFBEAT_STORE" in os.environ:

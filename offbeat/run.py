@@ -64,7 +64,7 @@ from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, d
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases
 from offbeat.plan import Plan
-from offbeat.rendezvous import join
+from offbeat.rendezvous import join, joins
 from offbeat.replica import Replica
 from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
@@ -154,6 +154,8 @@ class Run:
         self._owns_group = join(self._waiter)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self._joins = None if self.world > 1 else joins()
+        self.rank, self._began_with = self._joins or (self.rank, self.world)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         self._control = Control(self._bind("gloo"), self._waiter)
@@ -185,7 +187,16 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
-        return connect(self.plan, fabric, self._control, self._waiter, timeout, self.run_dir, self._tell_of_server)
+        return connect(
+            self.plan,
+            fabric,
+            self._control,
+            self._waiter,
+            timeout,
+            self.run_dir,
+            self._tell_of_server,
+            place=self._joins,
+        )
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -377,7 +388,7 @@ class Run:
         about = Enrol(
             loader=len(self._loaders),
             plan=self.plan.to_toml(),
-            world=self.world,
+            world=self._began_with,
             samples=len(loader.dataset),  # type: ignore[arg-type]
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
@@ -402,7 +413,9 @@ class Run:
                 control=self._control,
                 take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
             )
-        return LeasedLoader(loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self.world)
+        return LeasedLoader(
+            loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self._began_with
+        )
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.

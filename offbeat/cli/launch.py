@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from offbeat.cli.joining import Joining
+
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
@@ -47,6 +49,7 @@ class Job:
         servers: shards of a parameter server to start beside the workers.
         timeout_s: waits longer than this are explained.
         run_dir: absolute folder for metrics.
+        joining: the job that they join, if it trains already.
     """
 
     script: Path
@@ -56,6 +59,7 @@ class Job:
     servers: int
     timeout_s: float
     run_dir: Path
+    joining: Joining | None = None
 
 
 class Worker:
@@ -119,11 +123,16 @@ class Launch:
 
     def _start(self, private: Path) -> None:
         env = {**os.environ, **self._common_environment(private), **self._start_shards()}
-        for rank in range(self._job.workers):
+        first = 0
+        if self._job.joining is not None:
+            env |= self._job.joining.environment
+            first = self._job.joining.first_rank
+        for local_rank in range(self._job.workers):
+            rank = first + local_rank
             command = [sys.executable, "-u", "-m", "offbeat.cli.worker", str(self._job.script), *self._job.arguments]
             process = subprocess.Popen(
                 command,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -41,6 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         address: "host:port" of the first shard.
         folder: of the run, "" if unknown.
+        servers: of all shards, the first one first; () if unknown.
     """
 
     address: str
@@ -50,6 +51,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     authority: str = ""
     folder: str = ""
+    servers: tuple[str, ...] = ()
 
 
 def read_target(folder: Path) -> Target:

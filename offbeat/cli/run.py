@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from offbeat.cli.joining import look_for
 from offbeat.cli.launch import Job, Launch
 from offbeat.cli.live import LiveView, final_table
 from offbeat.cli.plan import read_plan
@@ -39,6 +40,14 @@ def run(
         int,
         typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
     ] = 0,
+    join: Annotated[
+        str,
+        typer.Option(
+            help="Have the workers join a job that trains: its run folder, or host:port of the first shard of its "
+            "server.",
+            show_default=False,
+        ),
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Explain every wait longer than this many seconds.")] = 5.0,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
@@ -58,6 +67,12 @@ def run(
         raise PlanError(f"Cannot run {script}: there is no such file.")
     given = {"sync": sync, "codec": codec, "fabric": fabric}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
+    joining = None
+    if join:
+        if servers:
+            raise PlanError("Cannot start servers for a job that is joined: it has its own. Leave out --servers.")
+        joining = look_for(join)
+        plan = plan or joining.plan
     chosen = Plan(**parts) if plan is None else read_plan(plan, **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
     try:
@@ -73,6 +88,7 @@ def run(
         servers=servers,
         timeout_s=timeout,
         run_dir=folder.resolve(),
+        joining=joining,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

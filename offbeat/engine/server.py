@@ -10,7 +10,7 @@ import os
 import secrets
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -165,6 +165,7 @@ def connect(
     timeout: timedelta,
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    place: tuple[int, int] | None = None,
 ) -> Server:
     """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
@@ -173,6 +174,7 @@ def connect(
         waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
+        place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
 
     Raises:
         PlanError: if there is a server, and the plan wants shards beside the workers.
@@ -195,8 +197,9 @@ def connect(
         addresses, settings = _beside_workers(control, waiter, settings, run_dir, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
-    if run_dir is not None and control.rank == 0:
-        _leave_address(run_dir / "server.json", addresses[0], settings)
+    if run_dir is not None and control.rank == 0 and place is None:
+        _leave_address(run_dir / "server.json", addresses, settings)
+    rank, world = place or (control.rank, control.world)
     loop = Loop()
     credentials, limits = settings.credentials(), Limits(timeout=timeout)
 
@@ -205,7 +208,7 @@ def connect(
             address,
             accept=accept,
             job=settings.job,
-            rank=control.rank,
+            rank=rank,
             credentials=credentials,
             limits=limits,
             patience=patience,
@@ -214,8 +217,8 @@ def connect(
     plans = Plans(plan)
     client = Client(
         loop,
-        rank=control.rank,
-        world=control.world,
+        rank=rank,
+        world=world,
         dials=[functools.partial(dial, address) for address in addresses],
         hosts=[address.rpartition(":")[0] for address in addresses],
         patience=timedelta(seconds=spec.patience_s),
@@ -228,9 +231,10 @@ def connect(
     return Server(client, spec, loop, len(addresses), plans)
 
 
-def _leave_address(path: Path, address: str, settings: Settings) -> None:
-    """Write down where the job can be looked at, for this user only: the token is in it."""
-    about = {"address": address, "job": settings.job, "token": settings.token}
+def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:
+    """Write down where the job can be looked at, and joined, for this user only: the token is in it."""
+    about: dict[str, Any] = {"address": addresses[0], "job": settings.job, "token": settings.token}
+    about["servers"] = list(addresses)
     # Whoever looks does so from any folder.
     for kind in ("certificate", "key", "authority"):
         file = getattr(settings, kind)

@@ -78,6 +78,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         policy: as Python.
         version: updates so far.
         started: whether all workers of the beginning have come.
+        world: how many these were to be; 0 if the server does not say.
         running_s: seconds since the model was opened.
         note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, if the server can tell.
@@ -91,6 +92,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
     note: _Text = ""
     pace: _Text = ""
+    world: _Count = 0
 
     @cached_property
     def present(self) -> tuple[Seen, ...]:

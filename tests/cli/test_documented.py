@@ -19,6 +19,7 @@ COMMANDS = {
         "--codec",
         "--fabric",
         "--servers",
+        "--join",
         "--timeout",
         "--run-dir",
     ],

@@ -86,7 +86,7 @@ def test_certificates_are_found_from_any_folder(tmp_path: Path, monkeypatch: pyt
     """What the workers were given may be relative to where they were started."""
     monkeypatch.chdir(tmp_path)
     settings = Settings(job=JOB, certificate="own/c.pem", key="/own/c.key")
-    _leave_address(tmp_path / "server.json", "127.0.0.1:7000", settings)
+    _leave_address(tmp_path / "server.json", ["127.0.0.1:7000"], settings)
     target = find(str(tmp_path), {})
     assert (target.certificate, target.key, target.authority) == (str(tmp_path / "own/c.pem"), "/own/c.key", "")
 

@@ -116,12 +116,22 @@ class Parts:
 
 
 class Together:
-    """A shard and a client for each of `world` workers."""
+    """A shard and a client for each of `world` workers.
 
-    def __init__(self, policy: Policy, world: int, tuning: BatchTuning | None = None) -> None:
+    Args:
+        read_plan: what the shard makes of the workers' plans; `Parts` of the other arguments if None.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        world: int,
+        tuning: BatchTuning | None = None,
+        read_plan: Callable[[str], Any] | None = None,
+    ) -> None:
         self.loop = Loop()
         self.ended = threading.Event()
-        self.shard = Shard(lambda plan: Parts(policy, tuning), self.ended.set)
+        self.shard = Shard(read_plan or (lambda plan: Parts(policy, tuning)), self.ended.set)
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
         self.ends = [self._link(client) for client in self.clients]
 

@@ -284,6 +284,7 @@ class Client:
     # -- on the event loop ---------------------------------------------------------------------------------------
 
     def _open(self, place: Place) -> None:
+        place.swaps = max((other.swaps for other in self._places.values()), default=0)
         self._places[place.model] = place
         if self._failed(place.exchange):
             return
@@ -332,6 +333,7 @@ class Client:
             weight=None if place.about is None else place.about.weight,
             done=tuple(place.done),
             answered=tuple(self._answered),
+            swaps=place.swaps,
         )
 
     def _announce(
@@ -530,8 +532,8 @@ class Client:
             case Proposed(number=number, plan=plan):
                 digest, refusal = self._judge(plan)
                 self._say(Agreed(number, digest, refusal[:MOST_REFUSAL]))
-            case Adopt(plan=plan, text=text):
-                self._adopt(plan, text)
+            case Adopt():
+                self._adopt(message)
             case Swapped(number=number, refusal=refusal):
                 if (swap := self._swaps.pop(number, None)) is not None:
                     swap.refused = refusal
@@ -542,11 +544,11 @@ class Client:
     def _judge(self, plan: str) -> tuple[str, str]:
         return ("", "it can go by no other") if self._plans is None else self._plans.judge(plan)
 
-    def _adopt(self, plan: str, text: str) -> None:
+    def _adopt(self, adopt: Adopt) -> None:
         for place in self._places.values():
-            place.plan = plan  # should it come to the job again
+            place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
         if self._plans is not None:
-            self._plans.adopt(plan, text)
+            self._plans.adopt(adopt.plan, adopt.text)
 
     def _opened(self, place: Place, shard: int, message: Opened) -> None:
         self._route.survives = message.survives
@@ -569,6 +571,8 @@ class Client:
     def _go(self, place: Place, go: Go) -> None:
         was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
         if not was_in:
+            if not place.life:
+                self._asked = max(self._asked, go.asked)
             if place.life != place.new_life:
                 place.done.clear()  # what was lost is counted
             place.life = place.new_life

@@ -4,5 +4,6 @@
 * `coordinator` - asks the policy, and keeps count
 * `dealer` - who computes which samples next, and how many
 * `resume` - who may come back, and with what
+* `swaps` - which plan holds, and how another one comes to; `proposal` - who has agreed to it
 * `questions` - what all workers are asked beside the data
 """

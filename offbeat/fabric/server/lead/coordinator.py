@@ -129,10 +129,11 @@ class Coordinator:
         self._count(observe(before, event), actions)
         return actions
 
-    def scene(self, model: int, *, note: str = "", pace: str = "") -> Scene:
+    def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:
         """How it goes, for people.
 
         Args:
+            world: with how many workers the job was to begin.
             note: what happened to the server.
             pace: who paces the rounds and why, if it is not the policy that knows.
         """
@@ -147,6 +148,7 @@ class Coordinator:
             workers=seen,
             note=note,
             pace=pace or self.explain(),
+            world=world,
         )
 
     def explain(self) -> str:

@@ -139,7 +139,9 @@ class Dealer:
             deck = self._decks[about.loader] = self._open(about, together=together, world=world)
         _compare(worker, about, deck.about)
         begun = not deck.missing
-        deck.missing -= not begun and worker not in deck.gone and worker not in deck.ahead
+        # Who joins later has a rank beyond those of the beginning.
+        is_awaited = worker < about.world and worker not in deck.gone and worker not in deck.ahead
+        deck.missing -= not begun and is_awaited
         self._take_in(deck, worker, about)
         if deck.missing:
             return {}
@@ -256,6 +258,11 @@ class Dealer:
         """
         deck = self._deck(loader, worker)
         deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether batches follow the machines, and add up to the same with whoever takes part."""
+        return any(deck.tuning is not None for deck in self._decks.values())
 
     def together(self, is_together: bool) -> None:
         """From now on all workers wait for each other in every round, or do not."""

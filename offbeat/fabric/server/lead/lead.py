@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,12 +13,11 @@ from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return,
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, revived
-from offbeat.fabric.server.lead.proposal import Proposal
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
+from offbeat.fabric.server.lead.swaps import Swaps
 from offbeat.fabric.server.messages import (
     Admit,
-    Adopt,
     Applied,
     Dropped,
     Evicted,
@@ -26,7 +25,6 @@ from offbeat.fabric.server.messages import (
     Gone,
     Granted,
     Opened,
-    Proposed,
     Refused,
     Released,
     Told,
@@ -38,44 +36,12 @@ from offbeat.sync.state import UNCOUNTED_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from offbeat.fabric.server.lead.proposal import Tell
-    from offbeat.fabric.server.messages import Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.lead.proposal import Parts, Tell
+    from offbeat.fabric.server.messages import Adopt, Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
-    from offbeat.pacing import BatchTuning, Lease, Over
-    from offbeat.sync import Action, Policy, Push
-
-
-class Parts(Protocol):
-    """What is to be known of a plan.
-
-    Attributes:
-        sync: when workers may go on.
-        tuning: how large their batches are; None if that is not tuned.
-        digest: of its TOML.
-    """
-
-    @property
-    def sync(self) -> Policy: ...
-    @property
-    def tuning(self) -> BatchTuning | None: ...
-    @property
-    def digest(self) -> str: ...
-    def to_toml(self) -> str: ...
-
-    def swapped(self, part: str) -> Parts:
-        """The plan with another part.
-
-        Raises:
-            PlanError: if it cannot be, or not while training.
-        """
-
-    def check_world(self, world: int) -> None:
-        """Refuse what cannot be with so many workers.
-
-        Raises:
-            PlanError: if so.
-        """
+    from offbeat.pacing import Lease, Over
+    from offbeat.sync import Action, Push
 
 
 _log = logging.getLogger("offbeat")
@@ -110,9 +76,7 @@ class Lead:
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._questions = Questions()
-        self._plan: Parts | None = None  # the present one
-        self._proposal: Proposal | None = None
-        self._proposals = 0
+        self._swaps = Swaps(read_plan, say, self._adopted)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -128,14 +92,15 @@ class Lead:
                 "again, from a checkpoint if there is one."
             )
         try:
-            self._plan = self._plan or self._read_plan(details.plan)
+            policy = self._swaps.begin(details.plan).sync
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
-        policy = self._plan.sync
         now_s = asyncio.get_running_loop().time
         coordinator = Coordinator(policy, details.world, now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
-        self.models[model] = Model(coordinator, details.optimizer, details.shards, to_fill, details.holders)
+        self.models[model] = Model(
+            coordinator, details.optimizer, details.shards, to_fill, details.holders, world=details.world
+        )
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
@@ -149,10 +114,13 @@ class Lead:
 
         Args:
             entry: of its `Open`.
+
+        Raises:
+            PeerError: if its plan is not of this job.
         """
         one, back = self.models[model], details.back
+        self._swaps.join(worker, details, life=self.life)
         self._workers.add(worker)
-        self._tell_plan(worker, details.plan)
         self._entries[worker] = entry
         decided = one.coordinator.state.past.get(worker, 0)
         verdict = judge(back, life=self.life, decided=decided)
@@ -163,6 +131,8 @@ class Lead:
             self._take_back(one, worker, back, decided)
         if back is None:
             actions = one.coordinator.join(worker)
+            if one.coordinator.started:
+                self._tell_joined(one, worker)
         else:
             actions = one.coordinator.join(worker, least=back.clock, weight=back.weight)
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
@@ -170,6 +140,15 @@ class Lead:
         if not one.to_fill:
             self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN)
             self._start(model)
+
+    def _tell_joined(self, one: Model, worker: int) -> None:
+        """Say who is new, and what becomes of the batches."""
+        count = len(one.coordinator.state.members)
+        batches = "each keeps its batch, and a round has more samples, but moves the parameters as far as before"
+        if self._dealer.is_tuned:
+            batches = "they share the same global batch"
+        version = one.coordinator.state.version
+        _log.warning("Rank %d has joined at version %d: %d workers take part; %s.", worker, version, count, batches)
 
     def filled(self, model: int) -> None:
         """A shard has its first values."""
@@ -269,7 +248,9 @@ class Lead:
     def look(self) -> tuple[Scene, ...]:
         """How it goes."""
         pace = self._dealer.explain()
-        return tuple(one.coordinator.scene(m, note=one.note, pace=pace) for m, one in self.models.items())
+        return tuple(
+            one.coordinator.scene(m, world=one.world, note=one.note, pace=pace) for m, one in self.models.items()
+        )
 
     def data(self, worker: int, message: FromData) -> None:
         """What a worker says about its data.
@@ -281,7 +262,7 @@ class Lead:
         match message:
             case Enrol(loader=loader, plan=plan):
                 try:
-                    together = (self._plan or self._read_plan(plan)).sync.bound == 0
+                    together = (self._swaps.present or self._read_plan(plan)).sync.bound == 0
                 except PlanError as error:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
@@ -324,90 +305,26 @@ class Lead:
                 self._step_out(model, worker)
         self._answer()
 
-    # -- another plan --------------------------------------------------------------------------------------------
-
     def swap(self, part: str, tell: Tell) -> None:
-        """Somebody wants another plan; all workers are asked whether they can go by it.
-
-        Args:
-            part: of it, as TOML.
-            tell: called, perhaps later, with what has changed, or why nothing has.
-        """
-        try:
-            if self._plan is None or not self.started:
-                raise PlanError("Cannot swap anything yet: training has not begun. Try again when it has.")
-            parts = self._plan.swapped(part)
-            parts.check_world(len(self._workers))
-        except PlanError as error:
-            tell("", str(error))
-            return
-        if self._proposal is not None and self._proposal.parts.digest == parts.digest:
-            self._proposal.tell.append(tell)  # all workers run the same script
-        elif self._proposal is not None:
-            tell("", "Cannot swap the plan twice at once: another swap is under way. Try again when it is over.")
-        elif parts.digest == self._plan.digest:
-            tell(f"The plan stays as it is: {self._plan.sync!r}.", "")
-        else:
-            self._proposals += 1
-            self._proposal = Proposal(self._proposals, parts, parts.to_toml(), [tell])
-            for worker in sorted(self._workers):
-                self._propose(worker)
-            self._decide_on_proposal()
+        """Somebody wants another plan; see `Swaps.swap`."""
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
-        if self._proposal is not None:
-            self._proposal.hear(worker, message)
-            self._decide_on_proposal()
+        self._swaps.agree(worker, message)
 
-    def _propose(self, worker: int) -> None:
-        proposal = self._proposal
-        assert proposal is not None
-        proposal.waiting.add(worker)
-        self._say(worker, Proposed(proposal.number, proposal.plan))
-
-    def _decide_on_proposal(self) -> None:
-        """Adopt what was proposed if all have agreed; let it be if one has not."""
-        proposal = self._proposal
-        if proposal is None or not proposal.is_decided:
-            return
-        self._proposal = None
-        if proposal.refusal:
-            _log.warning("The plan stays as it is. %s", proposal.refusal)
-            text = ""
-        else:
-            text = self._adopt(proposal.parts, proposal.plan)
-        for tell in proposal.tell:
-            tell(text, proposal.refusal)
-
-    def _adopt(self, new: Parts, plan: str) -> str:
-        """Have another plan hold; what is to be said of it."""
-        old, self._plan = self._plan, new
-        assert old is not None
-        text = (
-            f"From version {self.version} on {new.sync!r} decides when workers may go on, not {old.sync!r} any more "
-            f"(plan {new.digest[:12]}, was {old.digest[:12]})."
-        )
-        _log.warning("%s", text)
-        self._have_adopted(Adopt(plan, text))
-        self._dealer.together(new.sync.bound == 0)
+    def _adopted(self, plan: Parts, adopt: Adopt) -> None:
+        """Another plan holds: tell everybody, and have its policy decide."""
+        _log.warning("From version %d on %s", self.version, adopt.text)
+        self._have_adopted(adopt)
+        self._dealer.together(plan.sync.bound == 0)
         for model, one in self.models.items():
-            self._carry_out(model, one.coordinator.swap(new.sync))
-        return text
-
-    def _tell_plan(self, worker: int, plan: str) -> None:
-        """Tell a worker that comes with an earlier plan which one holds; and ask it as the others were."""
-        if self._plan is not None and plan != (present := self._plan.to_toml()):
-            self._say(worker, Adopt(present, ""))
-        if self._proposal is not None:
-            self._propose(worker)
+            self._carry_out(model, one.coordinator.swap(plan.sync))
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self._workers.discard(worker)
-        if self._proposal is not None:
-            self._proposal.waiting.discard(worker)
-            self._decide_on_proposal()
+        self._swaps.leave(worker)
         self._lose_data(worker)
         for model, one in self.models.items():
             if worker in one.coordinator.state.members or worker in one.coordinator.state.away:
@@ -426,8 +343,8 @@ class Lead:
         now_s = asyncio.get_running_loop().time
         if progress.data:
             self._dealer.restore(progress.data)
-        self._plan = self._plan or self._read_plan(details.plan)
-        self.models[model] = revived(self._plan.sync, details, version, progress, now_s)
+        policy = self._swaps.begin(details.plan, details.swaps).sync
+        self.models[model] = revived(policy, details, version, progress, now_s)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
@@ -494,7 +411,8 @@ class Lead:
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
-        self._say(worker, Go(model, clock, one.coordinator.state.version, 0, values, again=again, waits=waits))
+        version, asked = one.coordinator.state.version, self._questions.next_number
+        self._say(worker, Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked))
         if values:
             one.joining.add(worker)
             self._decide(Released(model, worker, clock))

@@ -28,6 +28,7 @@ class Model:
     shards: int
     to_fill: int  # shards that have not got their first values
     holders: int  # shards that hold blocks of it
+    world: int = 0  # workers that the job was to begin with
     announced: dict[Push, About] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
@@ -134,4 +135,13 @@ def revived(policy: Policy, details: Details, version: int, progress: Progress, 
     losses = Losses(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])
-    return Model(coordinator, details.optimizer, details.shards, 0, details.holders, losses=losses, note=progress.note)
+    return Model(
+        coordinator,
+        details.optimizer,
+        details.shards,
+        0,
+        details.holders,
+        world=details.world,
+        losses=losses,
+        note=progress.note,
+    )

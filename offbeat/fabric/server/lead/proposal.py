@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.fabric.server.lead.lead import Parts
     from offbeat.fabric.server.messages import Agreed
+    from offbeat.pacing import BatchTuning
+    from offbeat.sync import Policy
 
     Tell = Callable[[str, str], None]  # what has changed, or why nothing has
+
+
+class Parts(Protocol):
+    """What is to be known of a plan.
+
+    Attributes:
+        sync: when workers may go on.
+        tuning: how large their batches are; None if that is not tuned.
+        digest: of its TOML.
+    """
+
+    @property
+    def sync(self) -> Policy: ...
+    @property
+    def tuning(self) -> BatchTuning | None: ...
+    @property
+    def digest(self) -> str: ...
+    def to_toml(self) -> str: ...
+
+    def swapped(self, part: str) -> Parts:
+        """The plan with another part.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def check_world(self, world: int) -> None:
+        """Refuse what cannot be with so many workers.
+
+        Raises:
+            PlanError: if so.
+        """
 
 
 @dataclass

@@ -38,6 +38,12 @@ class Questions:
         self._asked.setdefault(question.number, {})[worker] = question
 
     @property
+    def next_number(self) -> int:
+        """Of a newcomer's first question: the one that others wait with, or the next."""
+        open_ = [number for number, asked in self._asked.items() if asked]
+        return min(open_) if open_ else max(self._answered, default=-1) + 1
+
+    @property
     def askers(self) -> set[int]:
         """Workers that wait for the others to ask."""
         return {worker for asked in self._asked.values() for worker in asked}

@@ -57,6 +57,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         policy: as Python.
         version: updates so far.
         started: whether all workers of the beginning have come.
+        world: how many these were to be.
         running_s: seconds since the model was opened.
         note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, in a sentence; "" if that is not known here.
@@ -70,6 +71,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=4096)]
     note: Text = ""
     pace: Text = ""
+    world: Count = 0
 
 
 class Sight(msgspec.Struct, tag=True, frozen=True):

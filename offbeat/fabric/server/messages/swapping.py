@@ -54,10 +54,12 @@ class Adopt(msgspec.Struct, tag=True, frozen=True):
     """To all workers and shards: this plan holds from now on.
 
     Args:
+        number: how often the plan of the job was swapped.
         text: for people: what has changed, and both digests.
     """
 
     plan: Text
+    number: Count
     text: Text = ""
 
 

@@ -60,6 +60,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
         weight: samples of its last contribution; None before the first.
         done: contributions that were acknowledged, and are in no snapshot that it knows of: number and samples.
         answered: the last questions it has the answers of.
+        swaps: how often the plan of the job was swapped, as far as it knows.
     """
 
     life: Count
@@ -70,6 +71,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] | None = None
     done: Annotated[tuple[tuple[Count, float], ...], msgspec.Meta(max_length=1 << 16)] = ()
     answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
+    swaps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)] = 0
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -86,6 +88,7 @@ class Details(msgspec.Struct, frozen=True):
         back: if the worker took part before.
         hosts: on how many these holders run.
         former: digests of plans that held before this one.
+        swaps: how often it was swapped.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -99,6 +102,7 @@ class Details(msgspec.Struct, frozen=True):
     back: Back | None = None
     hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
+    swaps: Count = 0
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
@@ -173,6 +177,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
         counted: whether the contribution is in an update; False if it was dropped, or there was none.
         again: announce the contribution that you hold once more, under the number `step`.
         waits: whether the worker waits until it is granted to push what it computes; else it pushes at once.
+        asked: number of the first question of a worker that has just joined.
     """
 
     model: Model
@@ -183,6 +188,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     counted: bool = False
     again: bool = False
     waits: bool = True
+    asked: Count = 0
 
 
 class Values(msgspec.Struct, tag=True, frozen=True):

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.fabric.server.deals import FromData
-    from offbeat.fabric.server.lead.lead import Parts
+    from offbeat.fabric.server.lead.proposal import Parts
     from offbeat.fabric.server.messages import Back, Decision, Details, FromShard, ToWorker
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.shard.ledger import Loss
@@ -421,7 +421,7 @@ class Shard:
     def adopt(self, adopt: Adopt) -> None:
         """Another plan holds; workers that come with an earlier one of this job are told of it."""
         for table in self._tables.values():
-            table.adopt(adopt.plan)
+            table.adopt(adopt.plan, adopt.number)
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out what the coordinator decided."""
@@ -588,9 +588,12 @@ def _compare(rank: int, theirs: Details, ours: Details) -> None:
     check_spec(theirs.optimizer)
     # One that was adopted before will do: it is told which one holds.
     plan, theirs_plan = digest_of(ours.plan), digest_of(theirs.plan)
+    # One from before a swap will do, or after one of which this shard has not heard yet: the coordinator sees to that.
+    if theirs_plan in ours.former or (theirs.back is not None and theirs.back.swaps != ours.swaps):
+        theirs_plan = plan
     optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
-        ("plan", plan if theirs_plan in ours.former else theirs_plan, plan),
+        ("plan", theirs_plan, plan),
         ("layout", theirs.layout, ours.layout),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),

@@ -77,10 +77,10 @@ class Table:
         """Indices of those that are held here."""
         return tuple(self.sizes)
 
-    def adopt(self, plan: str) -> None:
-        """Another plan holds, as TOML."""
+    def adopt(self, plan: str, number: int) -> None:
+        """Another plan holds, as TOML; the job's `number`-th."""
         former = (*self.details.former, digest_of(self.details.plan))[-_MOST_FORMER:]
-        self.details = msgspec.structs.replace(self.details, plan=plan, former=former)
+        self.details = msgspec.structs.replace(self.details, plan=plan, former=former, swaps=number)
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates decided so far."""

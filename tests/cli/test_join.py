@@ -1,0 +1,108 @@
+"""`offbeat run --join`: workers that come to a job while it trains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.commands import offbeat, script, start
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Goes on until it is told that it is enough, over data of which each sample says that it was computed.
+TRAIN = """
+import time, torch, offbeat
+from pathlib import Path
+run = offbeat.init()
+torch.manual_seed(run.rank)
+model = torch.nn.Linear(1, 1)
+data = torch.utils.data.TensorDataset(torch.arange(4000, dtype=torch.float32).unsqueeze(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+first = model.module.weight.item()
+steps, seen = 0, []
+for epoch in range(1000):
+    for (x,) in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        seen += [(epoch, int(i)) for i in x.flatten()]
+        time.sleep(0.005)
+        if Path("enough").exists():
+            break
+    else:
+        continue
+    break
+mean = run.mean(1.0)
+run.settle()
+print(f"RESULT {run.rank} {steps} {mean} {model.module.weight.item():.9f}")
+"""
+
+
+def soon(condition: Callable[[], bool], seconds: float = 40) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    path = script(tmp_path, TRAIN)
+    plan = ("--sync", "SSP(4)", "--fabric", "ParameterServer()")
+    with start("run", "--workers", 2, "--run-dir", "job", *plan, path, folder=tmp_path) as process:
+        assert soon((tmp_path / "job/server.json").exists)
+        yield process
+        (tmp_path / "enough").touch()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+
+def present(folder: Path) -> dict[int, int]:
+    """Contributions of each worker that takes part."""
+    code, output = offbeat("top", "--job", "job", "--once", "--json", folder=folder)
+    if code:
+        return {}
+    (scene,) = json.loads(output)["scenes"]
+    return {one["worker"]: one["applied"] for one in scene["workers"] if one["phase"] != "gone" and scene["started"]}
+
+
+@pytest.mark.timeout(180)
+def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+    assert soon(lambda: len(present(tmp_path)) == 2)
+    joiner = ("run", "--join", "job", "--workers", 2, "--run-dir", "joined", tmp_path / "train.py")
+    with start(*joiner, folder=tmp_path) as newcomers:
+        assert soon(lambda: set(present(tmp_path)) == {0, 1, 2, 3} and min(present(tmp_path).values()) > 10)
+        (tmp_path / "enough").touch()
+        theirs, _ = newcomers.communicate(timeout=60)
+    ours, _ = job.communicate(timeout=60)
+    assert (job.returncode, newcomers.returncode) == (0, 0), ours + theirs
+    results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
+    assert sorted(int(rank) for rank, *_ in results) == [0, 1, 2, 3]
+    assert {mean for _, _, mean, _ in results} == {"1.0"}, "all answer the same question"
+    assert len({weight for *_, weight in results}) == 1, "all end with the same parameters"
+    # A third one finds nobody any more.
+    code, output = offbeat("run", "--join", "job", tmp_path / "train.py", folder=tmp_path)
+    assert code == 2
+    assert "Traceback" not in output
+
+
+def test_what_cannot_be_joined(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAIN)
+    for where, says in (("nowhere", "there is no such folder"), (".", "it has no server.json")):
+        code, output = offbeat("run", "--join", where, path, folder=tmp_path)
+        assert code == 2
+        assert says in " ".join(output.split())
+    code, output = offbeat("run", "--join", ".", "--servers", 1, path, folder=tmp_path)
+    assert code == 2
+    assert "Cannot start servers for a job that is joined" in " ".join(output.split())
