@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,10 +17,16 @@ import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
+from tests.served.survival import Counter, join, kept, serve, told, wait_for_snapshot
 from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SERVER = ParameterServer(block_bytes=4096)
 LR = 0.1
+STEPS = 40
+PATIENCE_S = 120.0  # starting a server takes long on a machine that does much else
 # Without KSync, whose updates move the parameters by more than the samples in them are of a round.
 POLICIES: tuple[Policy, ...] = (
     BSP(),
@@ -127,7 +135,7 @@ def swap_for_what_cannot_be() -> list[str]:
 
 def test_what_cannot_be_is_refused_and_the_old_plan_goes_on() -> None:
     for refusals in run_workers(2, swap_for_what_cannot_be):
-        for refusal, told in zip(
+        for refusal, says in zip(
             refusals,
             (
                 "training has not begun",
@@ -138,9 +146,48 @@ def test_what_cannot_be_is_refused_and_the_old_plan_goes_on() -> None:
             ),
             strict=True,
         ):
-            assert told in refusal
+            assert says in refusal
 
 
 def test_without_a_server_there_is_nobody_to_tell_all() -> None:
     with offbeat.init(offbeat.Plan()) as run, pytest.raises(PlanError, match="there is no server"):
         run.swap(sync=LocalSGD(4))
+
+
+# -- a server that is set back to before a swap ------------------------------------------------------------------------
+
+
+def swap_and_kill(folder: Path, shards: int) -> tuple[str, list[str], float]:
+    """Rank 0 kills a shard right after a swap, of which no snapshot knows; which policy decides in the end."""
+    keepers = serve(folder, shards, snapshots=str(folder / "server"), every=1000, restarts=5)
+    with join(BSP(), folder, PATIENCE_S) as run:
+        counter = Counter(run)
+        for step in range(STEPS):
+            counter.step()
+            if keepers and step == 10:
+                wait_for_snapshot(folder / "server")
+                run.swap(sync=SSP(2))
+                os.kill(kept(keepers[-1]), signal.SIGKILL)
+        run.settle()
+        policies = [scene.policy for scene in scenes(run)]
+        return repr(run.plan.sync), policies, counter.count
+
+
+def scenes(run: offbeat.Run) -> list[Any]:
+    server = run._server
+    assert server is not None
+    exchange = server.client.look()
+    assert exchange.wait(timedelta(seconds=30))
+    return list(exchange.scenes)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_server_that_is_set_back_learns_from_its_workers_which_plan_holds(tmp_path: Path, shards: int) -> None:
+    results = run_workers(2, swap_and_kill, tmp_path, shards, timeout_s=290)
+    assert [mine for mine, _, _ in results] == ["SSP(bound=2)"] * 2
+    assert [policies for _, policies, _ in results] == [["SSP(bound=2)"]] * 2
+    texts = told(tmp_path, 0)
+    assert any("The parameter server was restarted and goes on from version" in text for text in texts), "it fired"
+    (rounds,) = {count for _, _, count in results}
+    assert 0 < rounds <= STEPS
