@@ -354,6 +354,7 @@ def _command(pid: int) -> str:
 @pytest.mark.lab
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: builds network namespaces")
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_delay_on_the_links_costs_each_round_of_the_ring(tmp_path: Path) -> None:
     """Two hosts, two rounds per bucket, 30 ms each way: at least 60 ms more, which the simulator knows."""
     step_s, simulated_s = {}, {}
