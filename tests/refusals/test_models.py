@@ -132,6 +132,7 @@ FIRST: dict[str, tuple[dict[str, Any], str]] = {
     "no plan": ({"plan": "p"}, "Cannot coordinate by this worker's plan"),
     "no policy": ({"plan": "[sync]\nkind = 'SPS'\n"}, "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?)"),
     "a type of parameters": ({"blocks": (block(0, "int8"),)}, "Cannot hold parameters of type 'int8' at a server"),
+    "no blocks": ({"blocks": ()}, "Cannot hold a model without blocks"),
     "a block twice": ({"blocks": (block(), block())}, "Cannot hold 2 blocks: 1 come twice"),
     "a large block": (
         {"blocks": (block(0, "float32", PieceOf(0, 0, 1 << 30)),)},

@@ -586,15 +586,16 @@ def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
 
 def _compare(rank: int, theirs: Details, ours: Details) -> None:
     check_spec(theirs.optimizer)
-    # One that was adopted before will do: it is told which one holds.
     plan, theirs_plan = digest_of(ours.plan), digest_of(theirs.plan)
-    # One from before a swap will do, or after one of which this shard has not heard yet: the coordinator sees to that.
+    # A plan from before a swap will do, or after one that this shard has not heard of: the coordinator sees to that.
     if theirs_plan in ours.former or (theirs.back is not None and theirs.back.swaps != ours.swaps):
         theirs_plan = plan
     optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
         ("plan", theirs_plan, plan),
         ("layout", theirs.layout, ours.layout),
+        # What the digest is of cannot be known here, so whoever came first may have said one thing and meant another.
+        ("way to cut it into blocks", digest_of(str(theirs.blocks)), digest_of(str(ours.blocks))),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
         *(("optimizer", there, here) for there, here in optimizers),

@@ -217,6 +217,8 @@ def _blocks(details: Details) -> dict[int, Block]:
         if len({piece.name for piece in pieces}) < len(pieces):
             raise PeerError(f"Cannot hold block {one.index}: a parameter has two pieces in it.")
         blocks[one.index] = Block(one.index, 0, 0, one.dtype, DTYPES[one.dtype].itemsize, pieces)
+    if not blocks and details.shards == 1:  # others would be held to it, as to the first one's
+        raise PeerError("Cannot hold a model without blocks: no other shard has any.")
     if len(blocks) < len(details.blocks):
         raise PeerError(f"Cannot hold {len(details.blocks)} blocks: {len(details.blocks) - len(blocks)} come twice.")
     largest = max((block.size_bytes for block in blocks.values()), default=0)
@@ -236,6 +238,6 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def digest_of(plan: str) -> str:
-    """Hexadecimal SHA-256 of a plan as TOML."""
-    return hashlib.sha256(plan.encode()).hexdigest()
+def digest_of(text: str) -> str:
+    """Its hexadecimal SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()
