@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offbeat.codec import Cast, Dense
-    from offbeat.fabric import InMemory, ParameterServer, ProcessGroup
+    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup
     from offbeat.pacing import BatchTuning
     from offbeat.plan import Plan
     from offbeat.replica import Replica
@@ -26,6 +26,7 @@ _HOMES = {
     "Cast": "offbeat.codec",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
+    "Elastic": "offbeat.fabric",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
@@ -49,6 +50,7 @@ __all__ = [
     "BatchTuning",
     "Cast",
     "Dense",
+    "Elastic",
     "Hybrid",
     "InMemory",
     "KSync",

@@ -239,7 +239,7 @@ class Loader:
         if self._apart or any(hasattr(s, "num_replicas") for s in (sampler, batch_sampler)):
             return
         digests = self._control.texts("the comparison of first batches", _fingerprint(batch))
-        if self._control.rank == 0 and digests[0] and len(set(digests)) == 1:
+        if self._control.rank == 0 and digests[0] and len(set(digests.values())) == 1:
             _log.warning(
                 "All %d workers drew the same first batch: the loader was left as it is, because it has no sampler for "
                 "distributed data. Let it yield only this worker's share, such as every run.world-th sample from "
@@ -253,7 +253,7 @@ class Loader:
         courses = [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
-            courses = [Course.from_text(text) for text in texts]
+            courses = [Course.from_text(text) for text in texts.values()]
         return courses if all(course.length >= 0 for course in courses) else []
 
     def _who_has_data(self, mine: bool) -> list[bool]:
@@ -261,7 +261,8 @@ class Loader:
         if self._apart:
             return [mine]
         if world > _MOST_BITS:
-            return [text == "1" for text in self._control.texts(question, str(int(mine)))]
+            texts = self._control.texts(question, str(int(mine)))
+            return [texts.get(rank) == "1" for rank in range(world)]
         (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
         return [bool(int(flags) >> rank & 1) for rank in range(world)]
 

@@ -37,7 +37,7 @@ import tomli_w
 
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.errors import PlanError
-from offbeat.fabric import FabricSpec, InMemory, ParameterServer, ProcessGroup
+from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
 from offbeat.pacing import BatchTuning
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
@@ -392,5 +392,10 @@ _KINDS: dict[str, dict[str, Any]] = {
         "SSP": SSP,
     },
     "codec": {"Cast": Cast, "Dense": Dense},
-    "fabric": {"InMemory": InMemory, "ParameterServer": ParameterServer, "ProcessGroup": ProcessGroup},
+    "fabric": {
+        "Elastic": Elastic,
+        "InMemory": InMemory,
+        "ParameterServer": ParameterServer,
+        "ProcessGroup": ProcessGroup,
+    },
 }

@@ -32,17 +32,20 @@ _LOOK_S = 0.02
 _joins = itertools.count()
 
 
-def join(waiter: Waiter) -> bool:
-    """Make sure that torch's default process group exists if there is more than one worker; whether we made it.
+def join(waiter: Waiter) -> Store | None:
+    """Make sure that torch's default process group exists if there is more than one worker.
+
+    Returns:
+        Where the workers met, if we made it.
 
     Raises:
         PlanError: if the environment names no rank of this worker.
     """
     if dist.is_initialized():
-        return False
+        return None
     world = _number("WORLD_SIZE", 1)
     if world == 1:
-        return False
+        return None
     rank, local_rank = _number("RANK", -1), _number("LOCAL_RANK", 0)
     if not 0 <= rank < world:
         raise PlanError(
@@ -62,7 +65,7 @@ def join(waiter: Waiter) -> bool:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
     )
-    return True
+    return store
 
 
 def joins() -> tuple[int, int] | None:

@@ -56,7 +56,7 @@ from offbeat.engine import (
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
-from offbeat.fabric import Binds, InMemory, ProcessGroup, never_destroy
+from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
 from offbeat.fabric.server import Enrol, ParameterServer, describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
@@ -73,10 +73,13 @@ from offbeat.wire.culprit import END_OF_RUN, without_quoted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from torch._C._distributed_c10d import Store
+
     from offbeat.engine import Exchanger, Source
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
+    from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
@@ -151,17 +154,20 @@ class Run:
             tell=self._tell_stall,
             report_path=None if run_dir is None else run_dir / f"stall-rank{os.environ.get('RANK', '0')}.json",
         )
-        self._owns_group = join(self._waiter)
+        store = join(self._waiter)
+        self._owns_group = store is not None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self._joins = None if self.world > 1 else joins()
         self.rank, self._began_with = self._joins or (self.rank, self.world)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
+        elastic = isinstance(plan.fabric, Elastic) and self.world > 1
+        self._circle = Circle(_shared(store), self.rank, self.world) if elastic else None
         self._control = Control(self._bind("gloo"), self._waiter)
-        self._watch = start_watch(self._control) if self.world > 1 else None
+        self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
         if self._watch is not None:
-            self._waiter.witness = Watched(self._watch, self.rank, timeout)
+            self._waiter.witness = self._witness(self._watch, timeout)
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
@@ -172,6 +178,31 @@ class Run:
         except OffbeatError as error:
             self._close(error)
             raise
+
+    def _witness(self, watch: Watch, timeout: timedelta) -> Watched:
+        circle = self._circle
+        if circle is None:
+            return Watched(watch, self.rank, timeout)
+        watched = Watched(watch, self.rank, timeout, members=lambda: circle.members)
+        circle.gone, circle.changed = watched.gone, self._go_on_without
+        if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
+        return watched
+
+    def _go_on_without(self, lost: Mapping[int, str]) -> None:
+        """Say who is lost, and what that means for the batch and the learning rate."""
+        assert self._circle is not None
+        if not lost:
+            text = "The workers had lost their connections, and have made new ones; nobody is missing."
+        else:
+            told = " ".join(f"Rank {rank} {why}" for rank, why in sorted(lost.items()))
+            left = ", ".join(map(str, self._circle.members))
+            text = (
+                f"{told} What is left, rank {left}, goes on: the step at hand is the mean of their gradients. Each "
+                "keeps its batch, so that a step has fewer samples; the learning rate stays as it is."
+            )
+        _log.warning("%s", text)
+        self._meter.event("membership", text, self.step)
 
     def _connect(self, timeout: timedelta) -> Server | None:
         fabric = self.plan.fabric
@@ -470,6 +501,8 @@ class Run:
         elif not isinstance(self.plan.fabric, InMemory):
             # Beside a server a process group carries what is agreed on at the beginning.
             spec = ProcessGroup() if self.plan.fabric.offers.served else self.plan.fabric
+            if isinstance(spec, Elastic):
+                return self._bind_elastic(spec, backend)
             if not isinstance(spec, Binds):
                 raise PlanError(
                     f"Cannot run over {spec!r}: it has no bind(backend=...), which returns this worker's end - at "
@@ -481,6 +514,18 @@ class Run:
                 f"Cannot run {self.world} worker processes over {self.plan.fabric!r}: it lives in one process. "
                 "Use ProcessGroup() - at `plan.fabric`."
             )
+        self._fabrics.append(fabric)
+        return fabric
+
+    def _bind_elastic(self, spec: Elastic, backend: str) -> Fabric:
+        circle = self._circle
+        assert circle is not None
+        if backend != "gloo":
+            raise PlanError(
+                f"Cannot run {spec!r} with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
+                "ProcessGroup(), or ParameterServer() - at `plan.fabric`."
+            )
+        fabric = self._waiter.call(lambda: spec.bind(circle), Awaited("the connection to the others"))
         self._fabrics.append(fabric)
         return fabric
 
@@ -734,7 +779,7 @@ class Run:
                 fabric.close()
             else:
                 fabric.abandon()
-        if self._owns_group and orderly:
+        if self._owns_group and orderly and (self._circle is None or len(self._circle.members) == self.world):
             dist.destroy_process_group()
         elif self._owns_group and dist.group.WORLD is not None:
             never_destroy(dist.group.WORLD)
@@ -802,6 +847,15 @@ def _number(value: float | torch.Tensor, name: str) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"Cannot take {shown} for {name}: a single number is needed.") from error
+
+
+def _shared(store: Store | None) -> Store:
+    if store is None:
+        raise PlanError(
+            "Cannot run Elastic() in a process group that offbeat did not make: those that are left would have nowhere "
+            "to meet. Leave init_process_group to offbeat.init(), or use ProcessGroup() - at `plan.fabric`."
+        )
+    return store
 
 
 def _make_folder(folder: Path) -> None:

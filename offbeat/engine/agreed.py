@@ -179,12 +179,12 @@ class AgreedSource:
         """Exchange the times of the last steps. Collective."""
         mine = tuple(self._take_timings())[-_MOST_TOLD:]
         told = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
-        steps = zip(*map(_timings, told), strict=False)
+        steps = zip(*map(_timings, told.values()), strict=False)
         tuning = self._books.tuning
         for step in steps:
             # Who waits least waits for nobody: that is how long it takes to send.
             transfer_s = min(timing.wait_s for timing in step)
-            for rank, timing in enumerate(step):
+            for rank, timing in zip(told, step, strict=True):
                 if timing.samples:
                     blocked_s = timing.wait_s - transfer_s
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)

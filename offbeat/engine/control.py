@@ -17,7 +17,7 @@ from offbeat.errors import DisagreementError
 from offbeat.payload import Contribution, Gather, Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.engine.waiting import Waiter
     from offbeat.fabric import Fabric
@@ -58,12 +58,12 @@ class Control:
         assert isinstance(reply, Total)
         first, second, *sums = reply.tensor.tolist()
         # All numbers are equal if and only if their variance is zero.
-        if int(second) * self.world != int(first) ** 2:
+        if int(second) * round(reply.weight * self.world) != int(first) ** 2:
             self._disagree(question)
         return sums[: len(numbers)]
 
-    def texts(self, question: str, text: str) -> list[str]:
-        """Every rank's `text`, in rank order. Collective.
+    def texts(self, question: str, text: str) -> dict[int, str]:
+        """The `text` of every worker that takes part, by rank, in their order. Collective.
 
         Raises:
             DisagreementError: if the workers ask different questions, or a rank's text is not what this function sends.
@@ -83,7 +83,7 @@ class Control:
             DisagreementError: naming the ranks that differ from the majority and the first line in which they do.
         """
         texts = self.texts(f"the comparison of the {what}", text)
-        if len(set(texts)) == 1:
+        if len(set(texts.values())) == 1:
             return
         odd, usual = odd_ones(texts)
         theirs, ours = _first_difference(texts[odd[0]], texts[usual])
@@ -93,11 +93,11 @@ class Control:
             f"rank {odd[0]} has {theirs!r}, rank {usual} has {ours!r}. {advice}"
         )
 
-    def _gather(self, question: str, text: str) -> list[str]:
+    def _gather(self, question: str, text: str) -> dict[int, str]:
         data = torch.frombuffer(bytearray(zlib.compress(text.encode())), dtype=torch.uint8)
         reply = self._waiter.wait(self._fabric.start(Gather((data,))), Awaited(question))
         assert isinstance(reply, list)
-        return [_unpack(contribution) for contribution in reply]
+        return {contribution.worker: _unpack(contribution) for contribution in reply}
 
     def _disagree(self, question: str) -> None:
         questions = self._gather("the comparison after a disagreement", question)
@@ -109,10 +109,11 @@ class Control:
         )
 
 
-def odd_ones(texts: Sequence[str]) -> tuple[list[int], int]:
+def odd_ones(texts: Mapping[int, str]) -> tuple[list[int], int]:
     """The ranks whose text differs from the majority's, and the first rank of the majority."""
-    majority = max(texts, key=texts.count)
-    return [rank for rank, text in enumerate(texts) if text != majority], texts.index(majority)
+    said = list(texts.values())
+    majority = max(said, key=said.count)
+    return [rank for rank, text in texts.items() if text != majority], next(r for r in texts if texts[r] == majority)
 
 
 def _unpack(contribution: Contribution) -> str:

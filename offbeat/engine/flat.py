@@ -128,11 +128,12 @@ class Flat:
             return []
         return [e.name for e in self.entries if e.view is not None and not bool(torch.isfinite(e.view).all())]
 
-    def read_tail(self, tail: torch.Tensor) -> Tail:
+    def read_tail(self, tail: torch.Tensor, part: float = 1.0) -> Tail:
         """What the workers said together.
 
         Args:
             tail: [T] the summed tail.
+            part: of the workers that took part; below 1 if some are lost.
         """
         weight, stamps, squares, nonfinite = tail[:_HEAD].tolist()
         unused = [i for i, entry in enumerate(self.entries) if not (entry.used and self.took_part)]
@@ -141,7 +142,7 @@ class Flat:
             counts = tail[_HEAD:].tolist()
             used = {i for i in unused if counts[i] > 0}
         # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
-        same = int(squares) * self._world == int(stamps) ** 2
+        same = int(squares) * round(part * self._world) == int(stamps) ** 2
         return Tail(weight / self._world, same, nonfinite > 0, used)
 
     def settle(self, used_elsewhere: set[int]) -> None:

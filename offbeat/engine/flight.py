@@ -78,7 +78,7 @@ class Flight:
         if self._tail_pending is not None:
             total = self._channel.wait_for_bucket(self._tail_pending, bucket)
         assert isinstance(total, Total)
-        return self.flat.read_tail(total.tensor if total.tail is None else total.tail)
+        return self.flat.read_tail(total.tensor if total.tail is None else total.tail, total.weight)
 
     def land(self, weight: float) -> None:
         """Complete the remaining rounds and leave the mean in the bucket.

@@ -32,7 +32,7 @@ def nonfinite(control: Control, places: Sequence[str], mine: Sequence[str]) -> s
         mine: parameters of which this worker's own gradient does.
     """
     texts = control.texts("the search for NaN and Inf", some(mine))
-    culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    culprits = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
     summed = f"the mean of {some(places)}, in none of the workers' own"
     return f"NaN or Inf in the gradient of {culprits or summed}"
 

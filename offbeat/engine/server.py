@@ -281,7 +281,7 @@ def _beside_workers(
             said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
         except NetworkError as error:
             said = f"! {error}"
-    addresses = control.texts("the addresses of the shards", said)
+    addresses = list(control.texts("the addresses of the shards", said).values())
     for one in addresses:
         if one.startswith("!"):
             raise NetworkError(one[2:])

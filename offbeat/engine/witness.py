@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import struct
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ import msgspec
 
 from offbeat.errors import NetworkError
 from offbeat.wire import Diagnosis, Watch, explain
-from offbeat.wire.culprit import END_OF_RUN
+from offbeat.wire.culprit import END_OF_RUN, gone
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Awaited
     from offbeat.wire.messages import Roster
@@ -39,10 +42,13 @@ class Watched:
         watch: this worker's handle on it.
         rank: this worker's.
         timeout: the run's.
+        members: ranks that take part now, where the others go on without one that is lost; None where they do not.
     """
 
-    def __init__(self, watch: Watch, rank: int, timeout: timedelta) -> None:
-        self._watch, self._rank = watch, rank
+    def __init__(
+        self, watch: Watch, rank: int, timeout: timedelta, members: Callable[[], Sequence[int]] | None = None
+    ) -> None:
+        self._watch, self._rank, self._members, self._timeout = watch, rank, members, timeout
         self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
         self._leaving = False
         self._exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
@@ -78,9 +84,23 @@ class Watched:
         except NetworkError as error:
             _log.warning("%s", error)
             return None
+        if self._members is not None and not diagnosis.disagrees:
+            diagnosis = replace(diagnosis, fatal=False)
         return diagnosis.with_server(server) if server else diagnosis
 
+    def gone(self) -> dict[int, str]:
+        """Who takes no further part, and why; nobody if that cannot be known now."""
+        try:
+            roster = self._watch.roster(self._patience)
+        except NetworkError as error:
+            _log.warning("%s", error)
+            return {}
+        return gone(roster, patience_s=self._timeout.total_seconds())
+
     def _explain(self, roster: Roster, awaited: Awaited, waited_s: float) -> Diagnosis:
+        if self._members is not None:
+            here = set(self._members())
+            roster = msgspec.structs.replace(roster, words=tuple(w for w in roster.words if w.rank in here))
         return explain(
             roster,
             rank=self._rank,
@@ -102,14 +122,17 @@ def _phase(awaited: Awaited) -> str:
 def meeting_address(control: Control) -> str:
     """Where this worker can listen so that all others reach it: loopback if all are on one machine. Collective."""
     here = control.texts("the comparison of machines", _machine())
-    return "127.0.0.1" if len(set(here)) == 1 else _address()
+    return "127.0.0.1" if len(set(here.values())) == 1 else _address()
 
 
-def start_watch(control: Control) -> Watch | None:
+def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
     """Give this worker a sentinel, and connect it with the others'. Collective.
 
     The hub's address and the run's token, fresh for each run, travel over the control group: who can read there could
     read the gradients as well.
+
+    Args:
+        outlives: the job goes on without a worker that is lost.
 
     Returns:
         None if the hub or the sentinel cannot be started; training works without, only silently.
@@ -118,7 +141,7 @@ def start_watch(control: Control) -> Watch | None:
     token, watch, announced = secrets.token_bytes(32), None, ""
     if control.rank == 0:
         try:
-            watch = Watch.start(rank=0, world=control.world, token=token, hub=None, bind=bind)
+            watch = Watch.start(rank=0, world=control.world, token=token, hub=None, bind=bind, outlives=outlives)
             announced = f"{watch.hub} {token.hex()}"
         except NetworkError as error:
             announced = f"! {error}"

@@ -65,7 +65,12 @@ class BoundProcessGroup:
     def start(self, payload: Payload) -> Pending:
         if isinstance(payload, Sum):
             return self._start_sum(payload)
-        return GatherWorks(self._handle, self.rank, self.world, payload.tensors)
+        group = self._handle
+
+        def all_gather(into: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+            return dist.all_gather(into, tensor, group=group, async_op=True)
+
+        return GatherWorks(all_gather, self.rank, self.world, payload.tensors)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Works:
         # As bytes: Gloo has no broadcast for some dtypes, such as int16.
@@ -145,8 +150,14 @@ class GatherWorks:
 
     _MAX_DIMS = 8
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world: int, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._group, self._rank, self._world = group, rank, world
+    def __init__(
+        self,
+        all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any],
+        rank: int,
+        world: int,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> None:
+        self._all_gather, self._rank, self._world = all_gather, rank, world
         self._tensors = [t.contiguous() for t in tensors]
         device = tensors[0].device if tensors else torch.device("cpu")
         shapes = torch.full((len(tensors), self._MAX_DIMS + 1), 0, dtype=torch.int64, device=device)
@@ -154,7 +165,7 @@ class GatherWorks:
             row[0] = tensor.dim()
             row[1 : 1 + tensor.dim()] = torch.tensor(tensor.shape)
         self._shapes = [torch.empty_like(shapes) for _ in range(world)]
-        self._works = [dist.all_gather(self._shapes, shapes, group=group, async_op=True)]
+        self._works = [all_gather(self._shapes, shapes)]
         self._contents: list[list[torch.Tensor]] | None = None
         self.sent_bytes = (world - 1) * sum(t.numel() * t.element_size() for t in tensors)
 
@@ -196,7 +207,7 @@ class GatherWorks:
             into = [torch.empty_like(padded) for _ in range(self._world)]
             self._contents.append(into)
             if most:
-                self._works.append(dist.all_gather(into, padded, group=self._group, async_op=True))
+                self._works.append(self._all_gather(into, padded))
 
 
 def _wait_for(work: Any, timeout: timedelta) -> bool:

@@ -88,6 +88,11 @@ class Diagnosis:
         return replace(self, server=trouble, note="", fatal=fatal)
 
     @property
+    def disagrees(self) -> bool:
+        """Whether the workers are apart, rather than one of them late or lost."""
+        return self.note == _DISAGREE
+
+    @property
     def text(self) -> str:
         """One screen."""
         lines = [f"step {self.step}: rank {self.rank} has waited {self.waited_s:.1f} s in {self.place}."]
@@ -155,6 +160,25 @@ def explain(
     if elsewhere and waited_s > SETTLED_S:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), True, _DISAGREE)
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
+
+
+def gone(roster: Roster, *, patience_s: float) -> dict[int, str]:
+    """Who takes no further part, and why in words: who has died or raised an exception, or is out of reach for long.
+
+    Args:
+        roster: last words of all workers.
+        patience_s: how long somebody may be out of reach.
+    """
+    lost = {}
+    for words in roster.words if roster.hub_lost_s is None else ():
+        verdict = _judge(words, _Place(words.step, "exchanging", "", words.model))
+        if verdict is None:
+            continue
+        silent = verdict.reason == "unreachable" and words.age_s > patience_s and bool(words.host)
+        if silent or verdict.reason in ("dead", "raised"):
+            last = verdict.detail.strip().splitlines()[-1:]
+            lost[words.rank] = " ".join([verdict.text, *last])
+    return lost
 
 
 def without_quoted(text: str) -> str:

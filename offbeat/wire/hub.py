@@ -221,10 +221,11 @@ class Host:
 
     Args:
         rank: of its worker.
+        outlives: the others may go on when that is lost.
     """
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub, self._rank = hub, rank
+    def __init__(self, hub: Hub, rank: int, *, outlives: bool = False) -> None:
+        self._hub, self._rank, self._outlives = hub, rank, outlives
         self.report = hub.report
         self.ask = hub.roster
 
@@ -236,8 +237,9 @@ class Host:
         """Stay until the others have gone as well, or have had time to ask what happened."""
         if well:
             self._hub.leave(self._rank)
-        self._hub.farewell(self._rank)
+        if not self._outlives:
+            self._hub.farewell(self._rank)
         deadline_s = time.monotonic() + _LINGER_S
-        while self._hub.peers and time.monotonic() < deadline_s:
+        while self._hub.peers and (self._outlives or time.monotonic() < deadline_s):
             await asyncio.sleep(0.05)
         self._hub.close()

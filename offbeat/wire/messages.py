@@ -154,7 +154,10 @@ class Bye(msgspec.Struct, tag=True, frozen=True):
 
 
 class Config(msgspec.Struct, tag=True, frozen=True):
-    """From a worker to its sentinel; `hub` is None where the hub is to be opened at `bind`."""
+    """From a worker to its sentinel; `hub` is None where the hub is to be opened at `bind`.
+
+    `outlives`: the others go on without this worker, so the hub stays as long as one of them is connected.
+    """
 
     rank: Rank
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
@@ -163,6 +166,7 @@ class Config(msgspec.Struct, tag=True, frozen=True):
     token: bytes
     hub: Name | None
     bind: Name
+    outlives: bool = False
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

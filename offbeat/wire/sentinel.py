@@ -199,7 +199,7 @@ async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
     if config.hub is None:
         hub = Hub(token=config.token, world=config.world)
         talk.say(Ready(hub=await hub.serve(config.bind)))
-        host = Duty(talk, sentinel, Host(hub, config.rank))
+        host = Duty(talk, sentinel, Host(hub, config.rank, outlives=config.outlives))
         hub.on_show = host.show
         await host.run()
         return

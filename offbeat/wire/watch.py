@@ -57,7 +57,15 @@ class Watch:
 
     @classmethod
     def start(
-        cls, *, rank: int, world: int, token: bytes, hub: str | None, bind: str = "127.0.0.1", host: str | None = None
+        cls,
+        *,
+        rank: int,
+        world: int,
+        token: bytes,
+        hub: str | None,
+        bind: str = "127.0.0.1",
+        host: str | None = None,
+        outlives: bool = False,
     ) -> Watch:
         """Start this worker's sentinel.
 
@@ -67,6 +75,7 @@ class Watch:
             hub: "address:port" of rank 0's, or None to open it here (see `Watch.hub` for where).
             bind: address to open it on.
             host: this machine's name, for people.
+            outlives: the hub stays when this worker is lost, as long as another is connected.
 
         Raises:
             NetworkError: if the sentinel or the hub cannot be started.
@@ -85,7 +94,7 @@ class Watch:
         # A forked child is not the worker: what it says, no sentinel hears.
         os.register_at_fork(after_in_child=page.detach)
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
-        config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind)
+        config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind, outlives)
         watch._begin(config)
         return watch
 

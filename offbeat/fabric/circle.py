@@ -1,0 +1,327 @@
+"""Who takes part in an elastic group, and how those that are left find together again. See `elastic` for the data.
+
+All that is said here is said through the store in which the workers first met. The *circle* is numbered: the first one
+is 0, and each has its own keys.
+
+    broken              set by whoever finds out that circle N is no more
+    stands/RANK         where this worker stands: which exchanges of circle N it has completed
+    members             those that stand, written once, by the lowest of them, when every other is known to be gone
+    groups/NUMBER       where circle N + 1 connects, one group for each bound fabric
+
+Whoever waits looks at `broken` between two waits, so it need not be told by a broken connection: in a ring only the
+neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is gone
+by mistake (its machine was cut off) finds that the others have gone on without it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
+
+import msgspec
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from offbeat.errors import NetworkError, PeerError, WorkerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_NEVER = timedelta(days=365)
+_LOOK_S = 0.02  # at the store, while there is nothing else to do
+_ASK_S = 0.25  # who is gone
+_SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """Which exchanges of one fabric a worker has completed: all before `below`, and some beyond."""
+
+    below: _Count
+    beyond: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
+
+    def has(self, number: int) -> bool:
+        return number < self.below or number in self.beyond
+
+    @property
+    def end(self) -> int:
+        """Behind the last one."""
+        return max(self.beyond, default=self.below - 1) + 1
+
+
+_stands = msgspec.json.Decoder(tuple[Stand, ...])
+_members = msgspec.json.Decoder(Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)])
+
+
+class Party(Protocol):
+    """One fabric of this worker, as its circle sees it."""
+
+    def stop(self) -> Stand:
+        """Nothing is expected of the group any more; what has been completed until now."""
+
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+        """Use this group from now on, once those that lack what others have completed were `supplied` with it.
+
+        Args:
+            stands: by rank, of all members.
+        """
+
+    def supplied(self, timeout: timedelta) -> bool:
+        """Give and take what some have completed and others have not; whether that is done.
+
+        Raises:
+            NetworkError: if one more is lost meanwhile.
+        """
+
+
+class Circle:
+    """One worker's view of it; the same for all its fabrics.
+
+    Args:
+        store: where the workers met; it must outlive any of them.
+        rank, world: worker `rank` of the `world` that the job begins with.
+
+    Attributes:
+        members: ranks that take part.
+        gone: says who is known to be gone, and why; None as long as that cannot be known.
+        changed: called with who is lost, and why, when the others go on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+    ) -> None:
+        self._store = PrefixStore("circle", store)
+        self.rank, self.world = rank, world
+        self.members = tuple(range(world))
+        self.gone: Callable[[], Mapping[int, str]] | None = None
+        self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
+        self._number = 0
+        self._parties: list[Party] = []
+        self._mending: _Mending | None = None
+        self._asked_s = self._looked_s = 0.0
+
+    def enter(self, party: Party) -> dist.ProcessGroup:
+        """A group for one more fabric. Collective: all call it in the same order.
+
+        Raises:
+            WorkerLostError: if one is gone.
+            NetworkError: if they cannot be connected.
+        """
+        connecting = _Connecting(self, self._number, self.members, range(len(self._parties), len(self._parties) + 1))
+        while not connecting.is_done:
+            if lost := self.ask(self.members):
+                told = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
+                raise WorkerLostError(f"Cannot connect all workers: {told}. Start the job again.")
+            time.sleep(_LOOK_S)
+        self._parties.append(party)
+        (group,) = connecting.take()
+        return group
+
+    def leave(self, party: Party) -> None:
+        """This fabric is closed. Its number is not used again."""
+        self._parties[self._parties.index(party)] = _Closed()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether exchanges can go on."""
+        return self._mending is None
+
+    def break_(self) -> None:
+        """This circle is no more: a connection in it broke.
+
+        Raises:
+            NetworkError: if nobody can know who is left.
+        """
+        if self.gone is None:
+            raise NetworkError("The connection to another worker broke.")
+        if self._mending is None:
+            self._store.set(f"{self._number}/broken", "")
+            self._mending = _Mending(self, self._number, self._parties)
+
+    def look(self, waited_s: float) -> None:
+        """See whether others have found out that it is no more, or somebody is gone without a word.
+
+        Args:
+            waited_s: for how long the exchange at hand has been waited for.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            if self._store.check([f"{self._number}/broken"]):
+                self.break_()
+        if waited_s > _SUSPECT_S and self.ask(self.members):
+            self.break_()
+
+    def ask(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Which of these are known to be gone, and why; asked not too often."""
+        if self.gone is None or time.monotonic() - self._asked_s < _ASK_S:
+            return {}
+        gone = self.gone()
+        self._asked_s = time.monotonic()
+        return {rank: gone[rank] for rank in ranks if rank in gone and rank != self.rank}
+
+    def mend(self, timeout: timedelta) -> bool:
+        """Go on forming the next circle; whether it is whole. Call it again until it is.
+
+        Raises:
+            WorkerLostError: if the others have gone on without this worker.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while self._mending is not None:
+            mending = self._mending
+            try:
+                lost = mending.advance()
+            except NetworkError:  # one more is lost
+                self._mending = mending.again()
+                continue
+            if lost is not None:
+                self.members, self._number, self._mending = mending.members, mending.number + 1, None
+                self.changed(lost)
+            elif time.monotonic() > deadline_s:
+                return False
+            else:
+                time.sleep(_LOOK_S)
+        return True
+
+    def _connect(self, number: int, index: int, members: Sequence[int]) -> dist.ProcessGroup:
+        place = PrefixStore(f"{number}/groups/{index}", self._store)
+        # By itself, without torch's registry of groups: that knows only the workers of the beginning.
+        group: Any = dist.ProcessGroupGloo(place, members.index(self.rank), len(members), _NEVER)
+        return cast("dist.ProcessGroup", group)
+
+
+class _Mending:
+    """From circle `number` to the next one, in steps that do not block."""
+
+    def __init__(self, circle: Circle, number: int, parties: Sequence[Party]) -> None:
+        self._circle, self.number, self._parties = circle, number, tuple(parties)
+        self._store = PrefixStore(str(number), circle._store)
+        self._store.set(f"stands/{circle.rank}", msgspec.json.encode([party.stop() for party in parties]).decode())
+        self._lost: dict[int, str] = {}
+        self.members: tuple[int, ...] = ()
+        self._connecting: _Connecting | None = None
+        self._has_groups = False
+        self._waiting: list[Party] = []
+
+    def again(self) -> _Mending:
+        """One more was lost on the way to circle `number` + 1: that is no more, either."""
+        self._circle._store.set(f"{self.number + 1}/broken", "")
+        following = _Mending(self._circle, self.number + 1, self._parties)
+        following._lost = self._lost
+        return following
+
+    def advance(self) -> Mapping[int, str] | None:
+        """Do what can be done now; who was lost and why, once all is done.
+
+        Raises:
+            NetworkError: if one more is lost.
+            WorkerLostError: if the others have gone on without this worker.
+        """
+        if not self.members and not self._agree():
+            return None
+        if self._connecting is None:
+            self._connecting = _Connecting(self._circle, self.number + 1, self.members, range(len(self._parties)))
+        self._check_next()
+        if not self._connecting.is_done:
+            return None
+        if not self._has_groups:
+            self._hand_over(self._connecting.take())
+        while self._waiting:
+            if not self._waiting[0].supplied(timedelta(seconds=_LOOK_S)):
+                return None
+            self._waiting.pop(0)
+        return self._lost
+
+    def _agree(self) -> bool:
+        """Whether it is known who goes on."""
+        circle, store = self._circle, self._store
+        if not store.check(["members"]):
+            candidates = self._candidates()
+            self._lost |= circle.ask(candidates)
+            left = [rank for rank in candidates if rank not in self._lost]
+            if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
+                return False
+            store.compare_set("members", "", msgspec.json.encode(left).decode())
+        members = self._decided(self.number)
+        if circle.rank not in members:
+            raise WorkerLostError(
+                f"Cannot go on as rank {circle.rank}: it was not heard of, and ranks {', '.join(map(str, members))} "
+                "have gone on without it."
+            )
+        for rank in set(self._candidates()) - set(members):
+            self._lost.setdefault(rank, "is gone")
+        self.members = members
+        return True
+
+    def _candidates(self) -> tuple[int, ...]:
+        """Members of the circle that is no more."""
+        if not self.number:
+            return tuple(range(self._circle.world))
+        return self._decided(self.number - 1)
+
+    def _decided(self, number: int) -> tuple[int, ...]:
+        members: tuple[int, ...] = _members.decode(self._circle._store.get(f"{number}/members"))
+        return members
+
+    def _check_next(self) -> None:
+        if self._circle._store.check([f"{self.number + 1}/broken"]) or self._circle.ask(self.members):
+            raise NetworkError("One more worker is lost.")
+
+    def _hand_over(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        stands = {rank: _stands.decode(self._store.get(f"stands/{rank}")) for rank in self.members}
+        if len({len(one) for one in stands.values()}) > 1:
+            raise PeerError("Cannot go on: the workers do not use the same number of groups.")
+        for index, (party, group) in enumerate(zip(self._parties, groups, strict=True)):
+            party.go_on(group, {rank: one[index] for rank, one in stands.items()})
+        self._waiting, self._has_groups = list(self._parties), True
+
+
+class _Connecting:
+    """Makes the groups of a circle on a thread of its own: it may never come to an end, if one more is lost."""
+
+    def __init__(self, circle: Circle, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
+        self._circle, self._number, self._members, self._indices = circle, number, members, indices
+        self._groups: list[dist.ProcessGroup] = []
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._run, name="offbeat-circle", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def take(self) -> Sequence[dist.ProcessGroup]:
+        """The groups.
+
+        Raises:
+            NetworkError: if they could not be made.
+        """
+        if self._error is not None:
+            raise NetworkError(str(self._error)) from self._error
+        return self._groups
+
+    def _run(self) -> None:
+        try:
+            for index in self._indices:
+                self._groups.append(self._circle._connect(self._number, index, self._members))
+        except RuntimeError as error:
+            self._error = error
+
+
+class _Closed:
+    """A fabric that is closed on all workers."""
+
+    def stop(self) -> Stand:
+        return Stand(0)
+
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+        """Nobody uses it."""
+
+    def supplied(self, timeout: timedelta) -> bool:
+        return True

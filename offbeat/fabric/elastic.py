@@ -1,0 +1,266 @@
+"""All-reduce that goes on without the workers it loses.
+
+A Gloo group is of no use any more once one of its workers is gone. Those that are left then form a new *circle* (see
+`circle`), make new groups, and redo what was under way:
+
+    completed by all            nothing to do
+    completed by some           one of these supplies the others with the result, so that all have the same
+    completed by none           done again, without the lost worker: the reply says how many took part
+
+So an exchange is worked on in memory of its own: what was brought stays as it is until the exchange is complete, and a
+result is kept until nobody can lack it. That is known without a word: when an exchange is complete, all have begun it,
+and whoever has begun it had waited for all those that came before in the program. Two copies of a gradient, and memory
+for two steps, are what it costs.
+
+Ranks do not change: they name the workers in replies. A broadcast of a worker that is gone is one of the first that is
+left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from offbeat.errors import NetworkError
+from offbeat.fabric.circle import Stand
+from offbeat.fabric.fabric import Offers
+from offbeat.fabric.process_group import never_destroy
+from offbeat.fabric.tries import Gathered, Summed, Supply, Told
+from offbeat.payload import Sum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    import torch.distributed as dist
+
+    from offbeat.fabric.circle import Circle
+    from offbeat.fabric.fabric import Pending
+    from offbeat.fabric.tries import Tried
+    from offbeat.payload import Payload, Reply
+
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """All-reduce between CPUs that goes on without the workers it loses; where Gloo is.
+
+    >>> Elastic()
+    Elastic()
+    """
+
+    @property
+    def offers(self) -> Offers:
+        return Offers()
+
+    def bind(self, circle: Circle) -> BoundElastic:
+        """One worker's end. Collective: every rank calls it."""
+        return BoundElastic(circle)
+
+
+class BoundElastic:
+    """One worker's end. A `Fabric`.
+
+    Args:
+        circle: who takes part; one for all fabrics of a worker.
+    """
+
+    def __init__(self, circle: Circle) -> None:
+        self._circle, self._members = circle, circle.members
+        self.rank, self.world = circle.rank, circle.world
+        self.offers = Offers()
+        self._group: dist.ProcessGroup | None = None
+        self._group = circle.enter(self)
+        self._exchanges: deque[Exchange] = deque()  # in order, from the first whose result another may lack
+        self._begun = 0
+        self._early: dict[int, bytes] = {}  # results of exchanges that are not begun here
+        self._lacking: list[int] = []
+        self._stands: Mapping[int, Stand] = {}
+        self._supply: Supply | None = None
+        self._left_behind: list[Any] = []  # what Gloo's threads may still write to
+
+    # -- a fabric ------------------------------------------------------------------------------------------------
+
+    def start(self, payload: Payload) -> Exchange:
+        world = self.world
+        return self._begin(Summed(world, payload) if isinstance(payload, Sum) else Gathered(world, payload))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Exchange:
+        return self._begin(Told(self.world, tensor, source))
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._circle.leave(self)
+            self._group = None
+
+    def abandon(self) -> None:
+        if self._group is not None:
+            never_destroy(self._group)
+            self._group = None
+
+    # -- a party of its circle -----------------------------------------------------------------------------------
+
+    def stop(self) -> Stand:
+        # Gloo's threads may write there as long as the process lives.
+        self._left_behind += [self._supply, *(exchange.stop() for exchange in self._exchanges)]
+        self._supply = None
+        if self._group is not None:
+            never_destroy(self._group)
+        below = self._begun - len(self._exchanges)
+        complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
+        return Stand(below, (*complete, *sorted(self._early)))
+
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+        self._group, self._stands, self._members = group, stands, tuple(sorted(stands))
+        first, end = min(stand.below for stand in stands.values()), max(stand.end for stand in stands.values())
+        self._lacking = [
+            number
+            for number in range(first, end)
+            if 0 < sum(stand.has(number) for stand in stands.values()) < len(stands)
+        ]
+
+    def supplied(self, timeout: timedelta) -> bool:
+        while self._lacking:
+            number = self._lacking[0]
+            if self._supply is None:
+                giver = min(rank for rank, stand in self._stands.items() if stand.has(number))
+                mine = self._find(number)
+                data = mine.to_bytes() if mine is not None and giver == self.rank else b""
+                self._supply = Supply(self._handle, self._members.index(giver), data)
+            if not self._supply.wait(timeout):
+                return False
+            data, self._supply = self._supply.data, None
+            mine = self._find(number)
+            if mine is not None and not mine.is_complete:
+                mine.take(data)
+            elif number >= self._begun:
+                self._early[number] = data
+            self._lacking.pop(0)
+        for exchange in self._exchanges:
+            self._issue(exchange)
+        return True
+
+    # -- at work -------------------------------------------------------------------------------------------------
+
+    def proceed(self, exchange: Exchange, timeout: timedelta) -> bool:
+        """Wait for an exchange; whether it is complete."""
+        if not self._circle.mend(timeout):
+            return False
+        try:
+            if exchange.poll(timeout):
+                self._forget(exchange)
+                return True
+        except NetworkError:
+            self._circle.break_()
+            return False
+        self._circle.look(exchange.waited_s)
+        return False
+
+    @property
+    def _handle(self) -> dist.ProcessGroup:
+        assert self._group is not None, "fabric used after close"
+        return self._group
+
+    def _begin(self, tried: Tried) -> Exchange:
+        floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
+        exchange = Exchange(self, tried, self._begun, floor)
+        self._begun += 1
+        self._exchanges.append(exchange)
+        if exchange.number in self._early:
+            exchange.take(self._early.pop(exchange.number))
+        elif self._circle.is_whole:
+            self._issue(exchange)
+        return exchange
+
+    def _issue(self, exchange: Exchange) -> None:
+        if exchange.is_complete:
+            return
+        try:
+            exchange.issue(self._handle, self.rank, self._members)
+        except RuntimeError:  # a connection of the group is known to be broken
+            self._circle.break_()
+
+    def _forget(self, exchange: Exchange) -> None:
+        """All others have what came before this one was begun."""
+        while exchange.implies_begun and self._exchanges[0].number < exchange.floor:
+            self._exchanges.popleft()
+
+    def _find(self, number: int) -> Exchange | None:
+        first = self._begun - len(self._exchanges)
+        return self._exchanges[number - first] if first <= number < self._begun else None
+
+
+class Exchange:
+    """One exchange under way, or kept. A `Pending`.
+
+    Args:
+        number: from 0, the same on all workers.
+        floor: all before this one had been waited for when it was begun.
+    """
+
+    def __init__(self, fabric: BoundElastic, tried: Tried, number: int, floor: int) -> None:
+        self._fabric, self._tried = fabric, tried
+        self.number, self.floor = number, floor
+        self.sent_bytes = tried.sent_bytes(fabric.rank)
+        self.is_complete = self.is_taken = False
+        self.implies_begun = tried.implies_begun
+        self._pending: Pending | None = None
+        self._since_s = time.monotonic()
+
+    # -- called by the engine ------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.is_taken = self.is_taken or self._fabric.proceed(self, timeout)
+        return self.is_taken
+
+    def done(self) -> bool:
+        return self.is_complete or (self._pending is not None and self._pending.done())
+
+    def result(self) -> Reply:
+        return self._tried.reply()
+
+    # -- called by its fabric ------------------------------------------------------------------------------------
+
+    @property
+    def waited_s(self) -> float:
+        """Since when it is under way."""
+        return time.monotonic() - self._since_s
+
+    def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> None:
+        """Try it among these.
+
+        Raises:
+            RuntimeError: if the group is broken.
+        """
+        self._pending = self._tried.issue(group, rank, members)
+
+    def poll(self, timeout: timedelta) -> bool:
+        """Whether it is complete.
+
+        Raises:
+            NetworkError: if a connection broke.
+        """
+        if not self.is_complete and self._pending is not None and self._pending.wait(timeout):
+            self.is_complete, self._pending = True, None
+        return self.is_complete
+
+    def stop(self) -> Pending | None:
+        """Its try comes to nothing, unless it has come to its end just now; what Gloo may still write to."""
+        with suppress(NetworkError):
+            self.poll(_AT_ONCE)
+        left, self._pending = self._pending, None
+        return left
+
+    def take(self, data: bytes) -> None:
+        """It is complete elsewhere."""
+        self._tried.take(data)
+        self.is_complete, self._pending = True, None
+
+    def to_bytes(self) -> bytes:
+        """What it came to."""
+        return self._tried.to_bytes()
