@@ -128,6 +128,10 @@ class LeasedLoader:
         self._source.give_back([batch for batch, _ in self._left[len(self._left) - count :]])
         self._left = ()
 
+    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
+        """These workers are gone; the last `unused` batches of the loop are in no step yet."""
+        self._source.lost(ranks, unused=unused)
+
     def crowded(self) -> None:
         """There was no memory for the batch at hand."""
         self._source.crowded()

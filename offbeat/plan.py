@@ -38,7 +38,7 @@ import tomli_w
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.errors import PlanError
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
-from offbeat.pacing import BatchTuning
+from offbeat.pacing import KEEPS, BatchTuning, Keeps
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Plan:
             themselves (a server, `LocalSGD`), what one brings is looked at by itself: that worker raises, or its part
             is left out, and said to be.
         tuning: how batches follow the machines' speed; None for batches as large as the loader says.
+        keeps: what stays as it is when workers come and go, if batches are not tuned: the "local_batch" of each worker,
+            or the "global_batch", which they share.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -74,6 +76,7 @@ class Plan:
     bucket_bytes: int = 25 << 20
     nonfinite: Nonfinite = "pass"
     tuning: BatchTuning | None = None
+    keeps: Keeps = "local_batch"
 
     def __post_init__(self) -> None:
         self.check()
@@ -129,6 +132,11 @@ class Plan:
             )
         if self.tuning is not None and not isinstance(self.tuning, BatchTuning):
             raise PlanError(f"Cannot tune batches with {self.tuning!r}: use BatchTuning() or None - at `plan.tuning`.")
+        if self.keeps not in KEEPS:
+            raise PlanError(
+                f"Cannot keep the {self.keeps!r} when workers come and go: choose one of {', '.join(KEEPS)} "
+                "- at `plan.keeps`."
+            )
 
     def check_world(self, world: int) -> None:
         """Refuse what cannot be with so many workers. One that is alone may try any plan.

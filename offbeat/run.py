@@ -62,7 +62,7 @@ from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loader import Loader, sampler_of
-from offbeat.pacing import Leases
+from offbeat.pacing import Leases, what_changes
 from offbeat.plan import Plan
 from offbeat.rendezvous import join, joins
 from offbeat.replica import Replica
@@ -79,10 +79,12 @@ if TYPE_CHECKING:
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
+    from offbeat.pacing import Keeps
     from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
+_MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -198,9 +200,12 @@ class Run:
             told = " ".join(f"Rank {rank} {why}" for rank, why in sorted(lost.items()))
             left = ", ".join(map(str, self._circle.members))
             text = (
-                f"{told} What is left, rank {left}, goes on: the step at hand is the mean of their gradients. Each "
-                "keeps its batch, so that a step has fewer samples; the learning rate stays as it is."
+                f"{told} What is left, rank {left}, goes on, and the step at hand is the mean of their gradients: "
+                f"{what_changes(self._keeps)}."
             )
+        for loader in self._loaders:
+            if isinstance(loader, LeasedLoader):
+                loader.lost(lost, unused=max((reducer.share.drawn for reducer in self._reducers), default=0))
         _log.warning("%s", text)
         self._meter.event("membership", text, self.step)
 
@@ -404,7 +409,7 @@ class Run:
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self.plan.tuning is not None and self.world > 1
-        if not tuned and self._server is None:
+        if not tuned and self._server is None and self._circle is None:
             return False
         can = can_lease(loader)
         if tuned and not can:
@@ -435,7 +440,6 @@ class Run:
         if self._server is not None:
             source = DealtSource(self._server, self._waiter, about)
         else:
-            assert self.plan.tuning is not None
             source = AgreedSource(
                 Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
                 self.plan.tuning,
@@ -443,10 +447,16 @@ class Run:
                 least=about.least,
                 control=self._control,
                 take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+                kept=0 if self._circle is None else about.ahead + _MOST_UNTOLD,
+                keeps=self._keeps,
             )
         return LeasedLoader(
             loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self._began_with
         )
+
+    @property
+    def _keeps(self) -> Keeps:
+        return "global_batch" if self.plan.tuning is not None else self.plan.keeps
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.

@@ -26,6 +26,7 @@ NAMES = {
     "Cast",
     "DSSP",
     "Dense",
+    "Elastic",
     "Hybrid",
     "InMemory",
     "KSync",

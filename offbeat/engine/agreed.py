@@ -3,11 +3,16 @@
 For fabrics on which every step is everybody's. Now and then the workers tell each other how long their steps took; from
 that each computes all batches of the next steps, and takes its own. The books are a function of what was told, so they
 are equal everywhere, bit for bit.
+
+Where the others go on without a worker that is lost, each knows the round in which that first lacked, from the exchange
+that it was lost in, and tells it. Whoever does not answer is dealt nothing more; what it had been dealt from that round
+on goes to the others. So the leases of some rounds are kept open, until their steps have surely been taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,17 +20,18 @@ import msgspec
 
 from offbeat.engine.source import Batch
 from offbeat.errors import ModelError
-from offbeat.pacing import Lease, Pool, Tuning
+from offbeat.pacing import Lease, Pool, Tuning, even_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from offbeat.engine.control import Control
-    from offbeat.pacing import BatchTuning, Leases
+    from offbeat.pacing import BatchTuning, Keeps, Leases
 
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
 _TOLD_EVERY = 5
 _MOST_TOLD = 256
+_MOST_DRAWN = 1 << 12
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 
@@ -38,7 +44,14 @@ class Timing(NamedTuple):
     wait_s: _Seconds
 
 
-_timings = msgspec.json.Decoder(Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]).decode
+class Told(msgspec.Struct, frozen=True):
+    """What a worker tells: its last steps, and in which round each that it knows to be lost first lacked."""
+
+    timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]
+    lost: Annotated[dict[int, int], msgspec.Meta(max_length=4096)] = {}
+
+
+_told = msgspec.json.Decoder(Told).decode
 
 
 @dataclass(frozen=True)
@@ -46,13 +59,17 @@ class Books:
     """What every worker knows; immutable.
 
     Args:
-        over: ranks that have nothing more in this epoch, while others do.
+        members: ranks that are dealt to.
+        over: those of them that have nothing more in this epoch, while others do.
+        open: the leases of the last rounds that are not taken for used yet: round, rank and number.
     """
 
     pool: Pool
-    tuning: Tuning
+    tuning: Tuning | None
+    members: tuple[int, ...]
     round: int = 0
     over: frozenset[int] = frozenset()
+    open: tuple[tuple[int, int, int], ...] = ()
 
 
 class Mark(NamedTuple):
@@ -67,31 +84,36 @@ class AgreedSource:
 
     Args:
         leases: how the dataset is dealt out.
-        tune: how batches follow the machines.
+        tune: how batches follow the machines; None if they are all alike.
         batch: samples of a worker's batch on average.
         least: samples of any batch.
         control: how the workers tell each other.
         take_timings: this worker's steps since the last call.
+        kept: for how many rounds leases are kept open; 0 where nobody can be lost.
+        keeps: what stays as it is when workers come and go, if batches are not tuned.
     """
 
     def __init__(
         self,
         leases: Leases,
-        tune: BatchTuning,
+        tune: BatchTuning | None,
         *,
         batch: int,
         least: int = 1,
         control: Control,
         take_timings: Callable[[], Sequence[Timing]],
+        kept: int = 0,
+        keeps: Keeps = "local_batch",
     ) -> None:
         self.leases = leases
         self._tune, self._control, self._take_timings = tune, control, take_timings
-        self._total, self._least = batch * control.world, least
-        pool, tuning = leases.init(), tune.init(self._total, together=True, floor=least)
-        for rank in range(control.world):
-            pool, tuning = leases.join(pool, rank), tune.join(tuning, rank)
-        self._books = Books(pool, tuning)
+        self._batch, self._total, self._least = batch, batch * control.world, least
+        self._kept, self._keeps, self._world = kept, keeps, control.world
+        tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
+        self._books = self._join(Books(leases.init(), tuning, ()), range(control.world))
         self._at = self._books  # behind the last batch that the loop has
+        self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
+        self._lost: dict[int, int] = {}
         self.progress = 0.0
 
     def next(self) -> Batch | None:
@@ -99,20 +121,20 @@ class AgreedSource:
         if self._books.round % _TOLD_EVERY == 0:
             self._tell()
         books, pool, parts = self._books, self._books.pool, dict[int, Lease]()
-        tuning, counts = self._tune.plan(books.tuning, books.round)
-        for rank in range(self._control.world):
+        tuning, counts = self._counts(books)
+        for rank in books.members:
             if rank not in books.over:
                 count = min(counts[rank], self.leases.samples)
                 pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         if not parts:
-            self._books = Books(pool, tuning, books.round)
+            self._books = dataclasses.replace(books, pool=pool, tuning=tuning, over=frozenset())
             return None
-        # All compute this step together, and nobody can be lost without the job.
-        pool, _ = self.leases.acknowledge(pool, tuple(pool.held))
-        over = frozenset(range(self._control.world)) - parts.keys()
-        self._books = Books(pool, tuning, books.round + 1, over)
+        over = frozenset(books.members) - parts.keys()
+        dealt = tuple((books.round, rank, lease.number) for rank, lease in parts.items())
+        after = Books(pool, tuning, books.members, books.round + 1, over, books.open + dealt)
+        self._books = self._use(after, before=after.round - self._kept)
         mark = Mark(books, self._books)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
@@ -121,6 +143,7 @@ class AgreedSource:
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
         self._at = batch.mark.after
+        self._drawn.append(batch.mark.before.round)
         self.progress = max(self.progress, self._reached())
 
     def ended(self) -> None:
@@ -131,9 +154,16 @@ class AgreedSource:
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
-            before = batches[0].mark.before
-            self._books = dataclasses.replace(before, tuning=self._books.tuning, round=self._books.round)
+            before, now = batches[0].mark.before, self._books
+            self._books = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
             self._at = self._books
+
+    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
+        """These are gone, and what they had for the last `unused` batches that the loop has is in no step."""
+        unused = min(unused, len(self._drawn))
+        first = self._drawn[-unused] if unused else self._at.round
+        for rank in ranks:
+            self._lost.setdefault(rank, first)
 
     def crowded(self) -> None:
         """Not here.
@@ -148,14 +178,15 @@ class AgreedSource:
 
     def explain(self) -> str:
         """Who paces the rounds and why."""
-        return self._tune.explain(self._books.tuning)
+        tuning = self._books.tuning
+        return "" if self._tune is None or tuning is None else self._tune.explain(tuning)
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the data, and what is known of the machines."""
-        at = self._at
+        at = self._use(self._at, before=self._at.round)
         return {
             "leases": self.leases.to_plain(at.pool),
-            "tuning": self._tune.to_plain(at.tuning),
+            "tuning": None if self._tune is None or at.tuning is None else self._tune.to_plain(at.tuning),
             "round": at.round,
             "over": sorted(at.over),
         }
@@ -167,9 +198,14 @@ class AgreedSource:
             ModelError: if it was taken with another dataset, seed or global batch.
         """
         self.leases = dataclasses.replace(self.leases, seed=seed)
-        pool = self.leases.from_plain(state["leases"])
-        tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
-        self._books = self._at = Books(pool, tuning, int(state["round"]), frozenset(state["over"]))
+        pool, tuning = self.leases.from_plain(state["leases"]), self._books.tuning
+        if self._tune is not None and state["tuning"] is not None:
+            tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
+        present, then = self._books.members, tuple(sorted(pool.at))
+        books = Books(pool, tuning, then, int(state["round"]), frozenset(state["over"]))
+        for rank in set(then) - set(present):
+            books = self._leave(books, rank)
+        self._books = self._at = self._join(books, [rank for rank in present if rank not in then])
         self.progress = self._reached()
 
     def _reached(self) -> float:
@@ -177,15 +213,62 @@ class AgreedSource:
 
     def _tell(self) -> None:
         """Exchange the times of the last steps. Collective."""
-        mine = tuple(self._take_timings())[-_MOST_TOLD:]
-        told = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
-        steps = zip(*map(_timings, told.values()), strict=False)
-        tuning = self._books.tuning
-        for step in steps:
+        mine = Told(tuple(self._take_timings())[-_MOST_TOLD:], self._lost)
+        texts = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
+        told = {rank: _told(text) for rank, text in texts.items()}
+        books = self._learn(self._books, {rank: one.timings for rank, one in told.items()})
+        tuning = books.tuning
+        for rank in books.members:
+            if rank not in told and self._tune is not None and tuning is not None:
+                tuning = self._tune.leave(tuning, rank)
+        books = dataclasses.replace(books, tuning=tuning, members=tuple(r for r in books.members if r in told))
+        for rank in books.pool.at.keys() - set(books.members):
+            # Not before somebody knows: some may have been loading ahead when they noticed.
+            if lacked := [one.lost[rank] for one in told.values() if rank in one.lost]:
+                books = self._leave(books, rank, since=max(lacked))
+        self._books = books
+
+    def _learn(self, books: Books, told: Mapping[int, Sequence[Timing]]) -> Books:
+        """How fast the machines are."""
+        tuning = books.tuning
+        if self._tune is None or tuning is None:
+            return books
+        for step in zip(*told.values(), strict=False):
             # Who waits least waits for nobody: that is how long it takes to send.
             transfer_s = min(timing.wait_s for timing in step)
             for rank, timing in zip(told, step, strict=True):
                 if timing.samples:
                     blocked_s = timing.wait_s - transfer_s
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
-        self._books = dataclasses.replace(self._books, tuning=tuning)
+        return dataclasses.replace(books, tuning=tuning)
+
+    def _counts(self, books: Books) -> tuple[Tuning | None, dict[int, int]]:
+        """The batch of each member in this round."""
+        if self._tune is not None and books.tuning is not None:
+            return self._tune.plan(books.tuning, books.round)
+        return None, even_batches(self._batch, self._world, books.members, self._keeps)
+
+    def _use(self, books: Books, *, before: int) -> Books:
+        """Take the leases of the rounds before this one for used; but for those of who is lost."""
+        there = set(books.members)
+        used = [one for one in books.open if one[0] < before and one[1] in there]
+        pool, _ = self.leases.acknowledge(books.pool, [number for _, _, number in used])
+        return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in set(used)))
+
+    def _join(self, books: Books, ranks: Iterable[int]) -> Books:
+        pool, tuning = books.pool, books.tuning
+        for rank in ranks:
+            pool = self.leases.join(pool, rank)
+            tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
+        return dataclasses.replace(books, pool=pool, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+
+    def _leave(self, books: Books, rank: int, since: int = 0) -> Books:
+        """What it was dealt from round `since` on goes to the others."""
+        used = [number for round, whose, number in books.open if whose == rank and round < since]
+        pool, _ = self.leases.acknowledge(books.pool, used)
+        pool, tuning = self.leases.lose(pool, rank), books.tuning
+        tuning = None if self._tune is None or tuning is None else self._tune.leave(tuning, rank)
+        members = tuple(other for other in books.members if other != rank)
+        return dataclasses.replace(
+            books, pool=pool, tuning=tuning, members=members, open=tuple(one for one in books.open if one[1] != rank)
+        )

@@ -13,7 +13,7 @@ from offbeat.fabric.server.deals import MOST_USED
 from offbeat.pacing import Lease, Leases, Over
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from offbeat.engine.server import Server
     from offbeat.engine.waiting import Waiter
@@ -87,6 +87,9 @@ class DealtSource:
         drawn = [number for loader, number in server.drawn if loader == self._loader]
         server.drawn = [(loader, number) for loader, number in server.drawn if loader != self._loader]
         server.client.crowded(self._hand, self._count, drawn)
+
+    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
+        """Nothing to do: the server knows."""
 
     def explain(self) -> str:
         """The coordinator knows."""

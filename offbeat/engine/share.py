@@ -102,6 +102,11 @@ class Share:
         return 0.0 if self.padding else self._scale
 
     @property
+    def drawn(self) -> int:
+        """Batches since the last exchange."""
+        return self._drawn.batches
+
+    @property
     def samples(self) -> int:
         """In the batches since the last exchange; a second exchange with the same batch counts as the first did."""
         return self._drawn.samples if self._drawn.batches or self.padding else self._last_samples

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from offbeat.pacing import Lease, Leases
 
@@ -58,6 +58,9 @@ class Source(Protocol):
 
     def crowded(self) -> None:
         """There was no memory for the batch at hand: it is computed by others, and later ones are smaller."""
+
+    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
+        """These workers are gone, and what they had for the last `unused` batches that the loop has is in no step."""
 
     def explain(self) -> str:
         """Who paces the rounds and why, in a sentence; "" if somebody else knows."""

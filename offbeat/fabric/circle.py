@@ -53,7 +53,16 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 _stands = msgspec.json.Decoder(tuple[Stand, ...])
-_members = msgspec.json.Decoder(Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)])
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """Who goes on; and who of the circle that is no more does not, and why."""
+
+    members: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
+    lost: dict[int, str] = {}
+
+
+_decided = msgspec.json.Decoder(Decided)
 
 
 class Party(Protocol):
@@ -247,27 +256,27 @@ class _Mending:
             left = [rank for rank in candidates if rank not in self._lost]
             if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
                 return False
-            store.compare_set("members", "", msgspec.json.encode(left).decode())
-        members = self._decided(self.number)
-        if circle.rank not in members:
+            decided = Decided(tuple(left), {rank: self._lost[rank] for rank in candidates if rank not in left})
+            store.compare_set("members", "", msgspec.json.encode(decided).decode())
+        decided = self._decided(self.number)
+        if circle.rank not in decided.members:
+            others = ", ".join(map(str, decided.members))
             raise WorkerLostError(
-                f"Cannot go on as rank {circle.rank}: it was not heard of, and ranks {', '.join(map(str, members))} "
-                "have gone on without it."
+                f"Cannot go on as rank {circle.rank}: nothing was heard of it, and what is left, rank {others}, has "
+                "gone on without it."
             )
-        for rank in set(self._candidates()) - set(members):
-            self._lost.setdefault(rank, "is gone")
-        self.members = members
+        self.members = decided.members
+        self._lost |= decided.lost
         return True
 
     def _candidates(self) -> tuple[int, ...]:
         """Members of the circle that is no more."""
         if not self.number:
             return tuple(range(self._circle.world))
-        return self._decided(self.number - 1)
+        return self._decided(self.number - 1).members
 
-    def _decided(self, number: int) -> tuple[int, ...]:
-        members: tuple[int, ...] = _members.decode(self._circle._store.get(f"{number}/members"))
-        return members
+    def _decided(self, number: int) -> Decided:
+        return _decided.decode(self._circle._store.get(f"{number}/members"))
 
     def _check_next(self) -> None:
         if self._circle._store.check([f"{self.number + 1}/broken"]) or self._circle.ask(self.members):

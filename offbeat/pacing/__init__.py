@@ -8,6 +8,7 @@ Which samples:
 
 How many of them:
 
+* `even` - all alike, whoever comes and goes
 * `tuning` - batches as large as machines are fast, with the same sum
 * `machine` - the nouns: what is known of each worker
 * `planning` - the batches of the next round
@@ -16,9 +17,25 @@ How many of them:
 * `explain` - who paces the rounds, in a sentence
 """
 
+from offbeat.pacing.even import KEEPS, Keeps, even_batches, what_changes
 from offbeat.pacing.leases import Leases
 from offbeat.pacing.machine import Machine, Tuning
 from offbeat.pacing.pool import Lease, Over, Piece, Pool, Tally, Wait
 from offbeat.pacing.tuning import BatchTuning
 
-__all__ = ["BatchTuning", "Lease", "Leases", "Machine", "Over", "Piece", "Pool", "Tally", "Tuning", "Wait"]
+__all__ = [
+    "KEEPS",
+    "BatchTuning",
+    "Keeps",
+    "Lease",
+    "Leases",
+    "Machine",
+    "Over",
+    "Piece",
+    "Pool",
+    "Tally",
+    "Tuning",
+    "Wait",
+    "even_batches",
+    "what_changes",
+]

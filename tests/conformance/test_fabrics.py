@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import InMemory, ProcessGroup
+from offbeat.fabric import Circle, Elastic, InMemory, ProcessGroup
 from offbeat.fabric.in_memory import Arrival, BoundInMemory, Meeting
 from offbeat.fabric.process_group import Works
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
@@ -44,6 +45,16 @@ def check_process_group() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_process_group(world: int) -> None:
     run_workers(world, check_process_group)
+
+
+def check_elastic() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    check_fabric(Elastic().bind(Circle(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_elastic(world: int) -> None:
+    run_workers(world, check_elastic)
 
 
 def check_on_gpu() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import time
+from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from offbeat.pacing import Keeps
 
 WORLD = 4
 
@@ -58,3 +63,43 @@ def test_a_worker_that_is_killed_is_left_out_of_the_mean(lost: int) -> None:
         assert moves[4:] == pytest.approx([after] * 4)
         assert worst_s < 1.5, worst_s
         assert any(f"Rank {lost} died" in text and "goes on" in text for text in said), said
+
+
+SAMPLES = 600
+
+
+def use(folder: str, lost: int, at: int, keeps: Keeps, epochs: int) -> tuple[list[list[int]], list[int]]:
+    """Which samples this worker's steps used, by epoch, and the sizes of its batches; the lost one writes them down."""
+    plan = offbeat.Plan(fabric=offbeat.Elastic(), keeps=keeps)
+    run = offbeat.init(plan, timeout=timedelta(seconds=3))
+    model = nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), data)
+    used, sizes, step = [list[int]() for _ in range(epochs)], [], 0
+    for epoch in range(epochs):
+        for (x,) in loader:
+            prepared(x).sum().backward()  # whoever is lost behind this has taken part in it
+            if run.has_data:
+                used[epoch] += x.flatten().int().tolist()
+                sizes.append(len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if (run.rank, step) == (lost, at):
+                (Path(folder) / "used").write_text(json.dumps(used[0]))
+                kill()
+            step += 1
+    run.close()
+    return used, sizes
+
+
+@pytest.mark.parametrize("keeps", ["local_batch", "global_batch"])
+def test_what_a_lost_worker_has_not_used_goes_to_the_others(keeps: Keeps, tmp_path: Path) -> None:
+    results = run_workers(WORLD, use, str(tmp_path), 1, 6, keeps, 2, faulty=1)
+    left = [results[rank] for rank in (0, 2, 3)]
+    first = Counter(json.loads((tmp_path / "used").read_text()))
+    for used, _ in left:
+        first += Counter(used[0])
+    assert first == Counter(range(SAMPLES))  # each once: what had been dealt to it and was in no step, too
+    assert Counter(itertools.chain(*(used[1] for used, _ in left))) == Counter(range(SAMPLES))
+    later = Counter(sum(sizes) for sizes in zip(*(sizes[-12:-6] for _, sizes in left), strict=True))
+    assert set(later) == {30 if keeps == "local_batch" else 40}

@@ -16,7 +16,7 @@ from offbeat.fabric.server import Client, Shard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.pacing import BatchTuning
+    from offbeat.pacing import BatchTuning, Keeps
     from offbeat.sync import Policy
 
 
@@ -100,6 +100,7 @@ class Parts:
 
     sync: Policy
     tuning: BatchTuning | None = None
+    keeps: Keeps = "local_batch"
 
     @property
     def digest(self) -> str:

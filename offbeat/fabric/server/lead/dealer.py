@@ -24,11 +24,12 @@ import msgspec
 
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.fabric.server.deals import Enrol
-from offbeat.pacing import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait
+from offbeat.pacing import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait, even_batches, what_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from offbeat.pacing import Keeps
     from offbeat.sync import Push
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -46,6 +47,7 @@ class Deck:
         about: what the first worker said.
         leases, pool: who has which samples.
         tune, tuning: how large batches are, if they are tuned.
+        keeps: what stays as it is when workers come and go, if they are not.
         missing: how many workers of the beginning have not enrolled.
         gone: those of them that are lost and had not.
         ahead: workers that have, and how many leases they are to hold.
@@ -58,6 +60,7 @@ class Deck:
     tune: BatchTuning | None
     tuning: Tuning | None
     missing: int
+    keeps: Keeps = "local_batch"
     gone: set[int] = field(default_factory=set)
     ahead: dict[int, int] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class Deck:
 
     def _count(self, worker: int) -> int:
         if self.tune is None or self.tuning is None:
-            return self.about.batch
+            return even_batches(self.about.batch, self.about.world, self.ahead, self.keeps)[worker]
         while True:
             self.tuning, batches = self.tune.plan(self.tuning, self.rounds[worker])
             if worker in batches:
@@ -112,11 +115,17 @@ class Dealer:
 
     Args:
         tuning_of: how batches are tuned, in a plan's TOML; None if they are not.
+        keeps_of: what stays as it is when workers come and go, in a plan's TOML.
         now_s: monotonic seconds.
     """
 
-    def __init__(self, tuning_of: Callable[[str], BatchTuning | None], now_s: Callable[[], float]) -> None:
-        self._tuning_of, self._now_s = tuning_of, now_s
+    def __init__(
+        self,
+        tuning_of: Callable[[str], BatchTuning | None],
+        now_s: Callable[[], float],
+        keeps_of: Callable[[str], Keeps] = lambda plan: "local_batch",
+    ) -> None:
+        self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
         self._decks: dict[int, Deck] = {}
         self._brought: dict[tuple[int, Push], Brought] = {}
         self._last: dict[int, Brought] = {}  # by worker: for its next leases, and to learn how fast it is
@@ -259,10 +268,11 @@ class Dealer:
         deck = self._deck(loader, worker)
         deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
 
-    @property
-    def is_tuned(self) -> bool:
-        """Whether batches follow the machines, and add up to the same with whoever takes part."""
-        return any(deck.tuning is not None for deck in self._decks.values())
+    def what_changes(self) -> str:
+        """What becomes of batches and learning rate when workers come and go, in words, for people."""
+        decks = self._decks.values()
+        keeps_total = any(deck.tuning is not None or deck.keeps == "global_batch" for deck in decks)
+        return what_changes("global_batch" if keeps_total else "local_batch")
 
     def together(self, is_together: bool) -> None:
         """From now on all workers wait for each other in every round, or do not."""
@@ -408,7 +418,7 @@ class Dealer:
             tuning = None if tune is None else tune.init(total, together=together, floor=about.least)
         except OffbeatError as error:
             raise PeerError(str(error)) from error
-        return Deck(about, leases, leases.init(), tune, tuning, world)
+        return Deck(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
 
     def _begin_without(self, deck: Deck, worker: int) -> dict[int, list[Lease | Over]]:
         """One that had not enrolled will not come; what is dealt now, by worker."""

@@ -68,7 +68,11 @@ class Lead:
     ) -> None:
         self._read_plan, self._decide, self._say = read_plan, decide, say
         self._have_adopted = adopt
-        self._dealer = Dealer(lambda plan: read_plan(plan).tuning, lambda: asyncio.get_running_loop().time())
+        self._dealer = Dealer(
+            lambda plan: read_plan(plan).tuning,
+            lambda: asyncio.get_running_loop().time(),
+            lambda plan: read_plan(plan).keeps,
+        )
         self.life = life
         self.is_over = False  # nothing is decided any more: what would follow could be in no snapshot
         self.models: dict[int, Model] = {}
@@ -144,11 +148,8 @@ class Lead:
     def _tell_joined(self, one: Model, worker: int) -> None:
         """Say who is new, and what becomes of the batches."""
         count = len(one.coordinator.state.members)
-        batches = "each keeps its batch, and a round has more samples, but moves the parameters as far as before"
-        if self._dealer.is_tuned:
-            batches = "they share the same global batch"
-        version = one.coordinator.state.version
-        _log.warning("Rank %d has joined at version %d: %d workers take part; %s.", worker, version, count, batches)
+        version, changes = one.coordinator.state.version, self._dealer.what_changes()
+        _log.warning("Rank %d has joined at version %d: %d workers take part; %s.", worker, version, count, changes)
 
     def filled(self, model: int) -> None:
         """A shard has its first values."""

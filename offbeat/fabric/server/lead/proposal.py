@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.fabric.server.messages import Agreed
-    from offbeat.pacing import BatchTuning
+    from offbeat.pacing import BatchTuning, Keeps
     from offbeat.sync import Policy
 
     Tell = Callable[[str, str], None]  # what has changed, or why nothing has
@@ -21,6 +21,7 @@ class Parts(Protocol):
     Attributes:
         sync: when workers may go on.
         tuning: how large their batches are; None if that is not tuned.
+        keeps: what stays as it is when workers come and go, if it is not.
         digest: of its TOML.
     """
 
@@ -28,6 +29,8 @@ class Parts(Protocol):
     def sync(self) -> Policy: ...
     @property
     def tuning(self) -> BatchTuning | None: ...
+    @property
+    def keeps(self) -> Keeps: ...
     @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
