@@ -10,6 +10,7 @@ True
 >>> print(plan.to_toml())
 bucket_bytes = 26214400
 nonfinite = "pass"
+keeps = "local_batch"
 <BLANKLINE>
 [sync]
 kind = "BSP"
