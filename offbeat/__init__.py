@@ -23,6 +23,7 @@ _HOMES = {
     "ASP": "offbeat.sync",
     "BSP": "offbeat.sync",
     "BatchTuning": "offbeat.pacing",
+    "ByProgress": "offbeat.control",
     "Cast": "offbeat.codec",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
@@ -38,6 +39,7 @@ _HOMES = {
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run",
     "SSP": "offbeat.sync",
+    "WaitThreshold": "offbeat.control",
     "init": "offbeat.run",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "DSSP",
     "SSP",
     "BatchTuning",
+    "ByProgress",
     "Cast",
     "Dense",
     "Hybrid",
@@ -60,6 +63,7 @@ __all__ = [
     "Replica",
     "RoundRobin",
     "Run",
+    "WaitThreshold",
     "init",
 ]
 

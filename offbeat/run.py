@@ -604,8 +604,10 @@ class Run:
             PlanError: if it cannot be; then nothing has changed.
             NetworkError: if the server is gone.
         """
+        if plan is None and parts.get("sync", self.plan.sync) != self.plan.sync:
+            parts = {"controller": None, **parts}  # it would swap back
         wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
-        self.plan.swapped(wanted.to_toml())
+        self.plan.swapped(wanted.to_toml(), whole=True)
         if self._server is None:  # alone
             self._adopt(wanted)
             return

@@ -23,6 +23,7 @@ NAMES = {
     "ASP",
     "BSP",
     "BatchTuning",
+    "ByProgress",
     "Cast",
     "DSSP",
     "Dense",
@@ -38,6 +39,7 @@ NAMES = {
     "RoundRobin",
     "Run",
     "SSP",
+    "WaitThreshold",
     "init",
 }
 RUN = {

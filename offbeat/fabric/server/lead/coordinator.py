@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from offbeat.control import Logbook
 from offbeat.fabric.server.messages import Scene, Seen
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, on
 from offbeat.sync.state import changed, observe
@@ -16,6 +17,7 @@ from offbeat.sync.state import changed, observe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.control import Controller, Metrics
     from offbeat.sync import Action, Event, Member, Policy
 
 
@@ -68,6 +70,7 @@ class Coordinator:
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
+    logbook: Logbook = field(default_factory=Logbook)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
     _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
@@ -111,8 +114,16 @@ class Coordinator:
         self.started = True
         return self.tell(Adopted(self.now_s()))
 
-    def swap(self, policy: Policy) -> tuple[Action, ...]:
+    def metrics(self, controller: Controller) -> Metrics | None:
+        """What the controller is told now; None if nothing is decided yet."""
+        if not self.started:
+            return None
+        stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
+        return self.logbook.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
+
+    def swap(self, policy: Policy, *, by_controller: bool = False) -> tuple[Action, ...]:
         """Another policy decides from now on; what it decides now."""
+        self.logbook.swapped(self.now_s(), by_controller=by_controller)
         event = adoption(self.policy, policy, self.now_s())
         self.policy, self._explained = policy, ""
         if not self.started:
@@ -124,8 +135,10 @@ class Coordinator:
         before = self.state
         if not self.started:
             self.state = observe(before, event)
+            self.logbook.hear(event, (), self.state)
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
         self.state, actions = on(self.policy, before, event)
+        self.logbook.hear(event, actions, self.state)
         self._count(observe(before, event), actions)
         return actions
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.control import Controller
     from offbeat.fabric.server.messages import Agreed
     from offbeat.pacing import BatchTuning
     from offbeat.sync import Policy
@@ -21,6 +22,7 @@ class Parts(Protocol):
     Attributes:
         sync: when workers may go on.
         tuning: how large their batches are; None if that is not tuned.
+        controller: swaps the policy; None if nobody but people do.
         digest: of its TOML.
     """
 
@@ -29,11 +31,20 @@ class Parts(Protocol):
     @property
     def tuning(self) -> BatchTuning | None: ...
     @property
+    def controller(self) -> Controller | None: ...
+    @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
 
-    def swapped(self, part: str) -> Parts:
-        """The plan with another part.
+    def swapped(self, part: str, *, whole: bool = False) -> Parts:
+        """The plan with another part; or another `whole` plan.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def controlled(self, sync: Policy) -> Parts:
+        """The plan with another of its controller's policies.
 
         Raises:
             PlanError: if it cannot be, or not while training.
@@ -56,6 +67,8 @@ class Proposal:
         parts: the plan, read.
         plan: as TOML.
         tell: those who wanted it.
+        since_s: when it was proposed.
+        reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
     """
 
@@ -63,6 +76,8 @@ class Proposal:
     parts: Parts
     plan: str
     tell: list[Tell]
+    since_s: float
+    reason: str = ""
     waiting: set[int] = field(default_factory=set)
     refusal: str = ""
 
