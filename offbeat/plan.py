@@ -212,12 +212,6 @@ class Plan:
                     "could tell all workers at once. Use fabric=ParameterServer(), or save a checkpoint and start "
                     "again with the other plan - at `plan.sync`."
                 )
-            if isinstance(here, LocalSGD) or isinstance(there, LocalSGD):
-                raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} while training: with LocalSGD the optimizer steps at the "
-                    "workers, and with others at the server. Use a policy of the same kind, or save a checkpoint and "
-                    "start again with the other plan - at `plan.sync`."
-                )
 
     @property
     def digest(self) -> str:

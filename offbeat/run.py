@@ -34,9 +34,9 @@ from offbeat.clock import WallClock
 from offbeat.engine import (
     AgreedSource,
     AllReduced,
-    AtServer,
     Awaited,
     Buffers,
+    ByPolicy,
     Control,
     DealtSource,
     Draw,
@@ -263,7 +263,6 @@ class Run:
         layout: Layout,
         optimizer: torch.optim.Optimizer,
     ) -> Exchanger:
-        policy = self.plan.sync
         self._control.agree(
             "optimizer",
             "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
@@ -277,19 +276,10 @@ class Run:
             server=server,
             waiter=self._waiter,
             meter=self._meter,
-            in_place=not isinstance(policy, LocalSGD),
+            in_place=not isinstance(self.plan.sync, LocalSGD),
             model=len(self._reducers),
         )
-        if not isinstance(policy, LocalSGD):
-            return served
-        return Local(
-            exchanger=served,
-            averaging=AtServer(served, parameters, policy),
-            parameters=parameters,
-            waiter=self._waiter,
-            step=policy.step_of(served.begins_at),
-            model=len(self._reducers),
-        )
+        return ByPolicy(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
 
     def _replicate(
         self,

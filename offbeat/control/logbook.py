@@ -49,13 +49,14 @@ class Logbook:
         self._swaps: collections.deque[float] = collections.deque(maxlen=_SWAPS)
         self._sync_s = 0.0
 
-    def hear(self, event: Event, actions: Iterable[Action], state: State) -> None:
+    def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
         """Something has happened, and this was decided.
 
         Args:
+            event: None if more was decided after the last one.
             state: after that.
         """
-        self._pass(event.at_s)
+        self._pass(state.now_s)
         match event:
             case Pushed(worker=worker, clock=clock):
                 self._arrived[worker] = clock

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.control import Logbook
 from offbeat.fabric.server.messages import Scene, Seen
-from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, on
+from offbeat.sync import Adopted, Apart, Apply, Drop, Joined, Left, Ready, Release, State, adoption, settle
+from offbeat.sync.apart import weight_in, with_steps
+from offbeat.sync.policy import own_steps
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
@@ -125,21 +127,46 @@ class Coordinator:
         """Another policy decides from now on; what it decides now."""
         self.logbook.swapped(self.now_s(), by_controller=by_controller)
         event = adoption(self.policy, policy, self.now_s())
-        self.policy, self._explained = policy, ""
+        before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
             return ()
-        return self.tell(event)
+        if own_steps(before) == own_steps(policy):
+            return self.tell(event)
+        state = observe(self.state, event)
+        drained = self._decide(Apart({push: self.state.share(push) for push in self.state.pending}), state, event)
+        self.state = with_steps(self.state, max(1, own_steps(policy)) / max(1, own_steps(before)))
+        return drained + self._decide(policy, self.state)
+
+    def bring(self, event: Ready, *, change: bool) -> tuple[Action, ...]:
+        """A worker has computed a contribution; what is decided.
+
+        Args:
+            change: it is a change of the worker's own, not a gradient. If the present policy wants the other, it is as
+                one that was swapped out wanted it, and is in an update by itself.
+        """
+        if change == (self.policy.contributes(event.clock) != "gradient") or not self.started:
+            return self.tell(event)
+        # It weighs in a round what its worker does, though it may be of fewer steps than usual.
+        push, weight, rate = (event.worker, event.clock), *weight_in(self.state, event.worker)
+        drained = self._decide(Apart({push: rate}), observe(self.state, event), event)
+        if event.worker in self.state.members:
+            member = changed(self.state.members[event.worker], weight=weight)
+            self.state = changed(self.state, members={**self.state.members, event.worker: member})
+        return drained + self._decide(self.policy, self.state)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""
-        before = self.state
+        state = observe(self.state, event)
         if not self.started:
-            self.state = observe(before, event)
-            self.logbook.hear(event, (), self.state)
+            self.state = state
+            self.logbook.hear(event, (), state)
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
-        self.state, actions = on(self.policy, before, event)
+        return self._decide(self.policy, state, event)
+
+    def _decide(self, policy: Policy, state: State, event: Event | None = None) -> tuple[Action, ...]:
+        self.state, actions = settle(policy, state)
         self.logbook.hear(event, actions, self.state)
-        self._count(observe(before, event), actions)
+        self._count(state, actions)
         return actions
 
     def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:

@@ -180,7 +180,7 @@ class Lead:
                 f"{member.step} is next."
             )
         try:
-            _check(one, worker, message)
+            _check(one, worker, message, swapped=self._swaps.count > 0)
         except PeerError as error:  # it would come back with the same
             self._say(worker, Refused(str(error)))
             raise
@@ -194,7 +194,8 @@ class Lead:
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
         one.clocks[worker] = message.clock
-        self._carry_out(message.model, one.coordinator.tell(Ready(worker, message.clock, now_s, about.weight)))
+        ready = Ready(worker, message.clock, now_s, about.weight)
+        self._carry_out(message.model, one.coordinator.bring(ready, change=about.change))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""
@@ -576,15 +577,18 @@ class Lead:
         return one
 
 
-def _check(one: Model, worker: int, message: Announce) -> None:
+def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:
     """See that a contribution is what this model can be moved by.
+
+    Args:
+        swapped: the policy has been, so that it may be what an earlier one wanted.
 
     Raises:
         PeerError: if it is not.
     """
     policy = one.coordinator.policy
     wanted, brought = policy.contributes(message.clock) != "gradient", message.about.change
-    if brought != wanted:
+    if brought != wanted and not swapped:
         kinds = {False: "a gradient", True: "a change of the parameters"}
         raise PeerError(
             f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.lead.proposal import Proposal
 from offbeat.fabric.server.messages import Adopt, Proposed
+from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
@@ -44,7 +45,7 @@ class Swaps:
     ) -> None:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
         self.present: Parts | None = None
-        self._count = 0  # of swaps, in all lives of the server
+        self.count = 0  # of swaps, in all lives of the server
         self._proposal: Proposal | None = None
         self._proposals = 0
 
@@ -58,7 +59,7 @@ class Swaps:
             PlanError: if it cannot be read.
         """
         if self.present is None:
-            self.present, self._count = self._read_plan(plan), count
+            self.present, self.count = self._read_plan(plan), count
         return self.present
 
     def swap(self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool, whole: bool = False) -> None:
@@ -138,10 +139,10 @@ class Swaps:
         present, back = self.present, details.back
         assert present is not None
         try:
-            if back is not None and back.life != life and back.swaps > self._count:
+            if back is not None and back.life != life and back.swaps > self.count:
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps)
             elif self._read_plan(details.plan).digest != present.digest:
-                self._say(worker, Adopt(present.to_toml(), self._count))
+                self._say(worker, Adopt(present.to_toml(), self.count))
         except PlanError as error:
             raise PeerError(f"Cannot take in rank {worker} with its plan: {error}") from error
         if self._proposal is not None:
@@ -167,7 +168,7 @@ class Swaps:
             _log.warning("The plan stays as it is. %s", proposal.refusal)
         else:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
-            text = self._adopt(proposal.parts, proposal.plan, self._count + 1, proposal.reason, took_ms)
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
@@ -177,11 +178,15 @@ class Swaps:
         Args:
             took_ms: from the proposal until all had agreed.
         """
-        old, self.present, self._count = self.present, new, count
+        old, self.present, self.count = self.present, new, count
         assert old is not None
         text = f"{new.sync!r} decides when workers may go on"
         text += "" if new.sync == old.sync else f", not {old.sync!r} any more"
         text += f": {reason}" if reason else ""
+        if isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+            text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
+        if isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
+            text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {old.controller!r} has let go of it"
         if new.controller is not None and new.controller != old.controller:
