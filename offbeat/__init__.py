@@ -23,6 +23,7 @@ _HOMES = {
     "ASP": "offbeat.sync",
     "BSP": "offbeat.sync",
     "BatchTuning": "offbeat.pacing",
+    "ByProgress": "offbeat.control",
     "Cast": "offbeat.codec",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
@@ -39,6 +40,7 @@ _HOMES = {
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run",
     "SSP": "offbeat.sync",
+    "WaitThreshold": "offbeat.control",
     "init": "offbeat.run",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "DSSP",
     "SSP",
     "BatchTuning",
+    "ByProgress",
     "Cast",
     "Dense",
     "Elastic",
@@ -62,6 +65,7 @@ __all__ = [
     "Replica",
     "RoundRobin",
     "Run",
+    "WaitThreshold",
     "init",
 ]
 

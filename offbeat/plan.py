@@ -37,6 +37,7 @@ import msgspec
 import tomli_w
 
 from offbeat.codec import Cast, Codec, Dense
+from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
 from offbeat.pacing import KEEPS, BatchTuning, Keeps
@@ -66,6 +67,7 @@ class Plan:
         tuning: how batches follow the machines' speed; None for batches as large as the loader says.
         keeps: what stays as it is when workers come and go, if batches are not tuned: the "local_batch" of each worker,
             or the "global_batch", which they share.
+        controller: decides, on a server, that another policy than `sync` decides; None if only people do.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -78,6 +80,7 @@ class Plan:
     nonfinite: Nonfinite = "pass"
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
+    controller: Controller | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -138,6 +141,33 @@ class Plan:
                 f"Cannot keep the {self.keeps!r} when workers come and go: choose one of {', '.join(KEEPS)} "
                 "- at `plan.keeps`."
             )
+        if self.controller is not None:
+            self._check_controller(self.controller)
+
+    def _check_controller(self, controller: Controller) -> None:
+        if isinstance(controller, type) or not callable(getattr(controller, "decide", None)):
+            raise PlanError(
+                f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
+                "- at `plan.controller`."
+            )
+        if not self.fabric.offers.served:
+            raise PlanError(
+                f"Cannot use {controller!r} on {self.fabric!r}: there is no server, which could tell all workers at "
+                "once. Use fabric=ParameterServer(), or controller=None - at `plan.controller`."
+            )
+        if self.sync not in controller.policies:
+            others = " or ".join(map(repr, controller.policies))
+            raise PlanError(
+                f"Cannot use {controller!r} with {self.sync!r}: it would never swap, since it knows {others} only. "
+                f"Begin with sync={controller.policies[0]!r} - at `plan.controller`."
+            )
+        for policy in controller.policies:
+            try:
+                dataclasses.replace(self, sync=policy, controller=None)
+            except PlanError as error:
+                raise PlanError(
+                    f"Cannot use {controller!r}: {error}".replace("`plan.sync", "`plan.controller")
+                ) from error
 
     def check_world(self, world: int) -> None:
         """Refuse what cannot be with so many workers. One that is alone may try any plan.
@@ -147,22 +177,43 @@ class Plan:
         """
         if world > 1:
             _check_crowds(self.sync, "workers", [list(range(world))], "plan.sync")
+            for policy in () if self.controller is None else self.controller.policies:
+                _check_crowds(policy, "workers", [list(range(world))], "plan.controller")
 
-    def swapped(self, part: str) -> Plan:
+    def swapped(self, part: str, *, whole: bool = False) -> Plan:
         """This plan with another part, such as ``[sync]``, as it may come to hold while a job trains with a server.
+
+        A controller that is not named in the part lets go when a person swaps the policy: it would swap back.
 
         Args:
             part: of a plan, as TOML; what is in it replaces what is here.
+            whole: it is a whole plan; what is not in it has its default.
 
         Raises:
             PlanError: if it cannot be read, makes no plan that can work, or changes what cannot be while training.
         """
-        new = Plan.from_toml(self.to_toml(), **_fields_of(part))
+        fields = _fields_of(part)
+        if whole:
+            new = Plan(**fields)
+        else:
+            if fields.get("sync", self.sync) != self.sync:
+                fields.setdefault("controller", None)
+            new = Plan.from_toml(self.to_toml(), **fields)
+        self._check_swap(new)
+        return new
+
+    def controlled(self, sync: Policy) -> Plan:
+        """This plan with another of its controller's policies."""
+        new = dataclasses.replace(self, sync=sync)
+        self._check_swap(new)
+        return new
+
+    def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name != "sync":
+            if name not in ("sync", "controller"):
                 raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be. Save "
-                    f"a checkpoint, and start again with the other plan - at `plan.{name}`."
+                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, and "
+                    f"its controller. Save a checkpoint, and start again with the other plan - at `plan.{name}`."
                 )
             if not self.fabric.offers.served:
                 raise PlanError(
@@ -170,13 +221,6 @@ class Plan:
                     "could tell all workers at once. Use fabric=ParameterServer(), or save a checkpoint and start "
                     "again with the other plan - at `plan.sync`."
                 )
-            if isinstance(here, LocalSGD) or isinstance(there, LocalSGD):
-                raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} while training: with LocalSGD the optimizer steps at the "
-                    "workers, and with others at the server. Use a policy of the same kind, or save a checkpoint and "
-                    "start again with the other plan - at `plan.sync`."
-                )
-        return new
 
     @property
     def digest(self) -> str:
@@ -287,7 +331,7 @@ def part_of(room: str, table: Any) -> Any:
     """The part that a table of TOML describes.
 
     Args:
-        room: "sync", "codec" or "fabric".
+        room: "sync", "codec", "fabric" or "controller".
         table: its kind and its values.
 
     Raises:
@@ -322,6 +366,8 @@ def table_of(part: Any) -> dict[str, Any]:
 
 
 def _to_table(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_to_table(one) for one in value]
     if not dataclasses.is_dataclass(value):
         return value
     fields = {f.name: _to_table(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -366,6 +412,9 @@ def _part(table: Any, name: str, kinds: dict[str, Any], path: str, told: str) ->
 def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
     """Read the value of a field; `path` and `told` are those of the part it belongs to."""
     hint = typing.get_type_hints(cls)[key]
+    if typing.get_origin(hint) is tuple and (room := _ROOMS.get(typing.get_args(hint)[0])) and isinstance(value, list):
+        parts = enumerate(value)
+        return tuple(_part(one, key, _KINDS[room], f"{path}.{key}[{i}]", f"plan.{room}") for i, one in parts)
     for one in (hint, *typing.get_args(hint)):
         if one in _ROOMS:
             return _part(value, key, _KINDS[_ROOMS[one]], f"{path}.{key}", f"plan.{_ROOMS[one]}")
@@ -388,7 +437,7 @@ def _nearest(word: str, known: typing.Iterable[str]) -> str:
     return f" (there is {', '.join(names)})" if names else " (it takes no keys)"
 
 
-_ROOMS: dict[Any, str] = {Policy: "sync", Codec: "codec", FabricSpec: "fabric"}
+_ROOMS: dict[Any, str] = {Policy: "sync", Codec: "codec", FabricSpec: "fabric", Controller: "controller"}
 _KINDS: dict[str, dict[str, Any]] = {
     "sync": {
         "ASP": ASP,
@@ -401,6 +450,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "SSP": SSP,
     },
     "codec": {"Cast": Cast, "Dense": Dense},
+    "controller": {"ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
     "fabric": {
         "Elastic": Elastic,
         "InMemory": InMemory,

@@ -34,9 +34,9 @@ from offbeat.clock import WallClock
 from offbeat.engine import (
     AgreedSource,
     AllReduced,
-    AtServer,
     Awaited,
     Buffers,
+    ByPolicy,
     Control,
     DealtSource,
     Draw,
@@ -299,7 +299,6 @@ class Run:
         layout: Layout,
         optimizer: torch.optim.Optimizer,
     ) -> Exchanger:
-        policy = self.plan.sync
         self._control.agree(
             "optimizer",
             "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
@@ -313,19 +312,10 @@ class Run:
             server=server,
             waiter=self._waiter,
             meter=self._meter,
-            in_place=not isinstance(policy, LocalSGD),
+            in_place=not isinstance(self.plan.sync, LocalSGD),
             model=len(self._reducers),
         )
-        if not isinstance(policy, LocalSGD):
-            return served
-        return Local(
-            exchanger=served,
-            averaging=AtServer(served, parameters, policy),
-            parameters=parameters,
-            waiter=self._waiter,
-            step=policy.step_of(served.begins_at),
-            model=len(self._reducers),
-        )
+        return ByPolicy(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
 
     def _replicate(
         self,
@@ -659,8 +649,10 @@ class Run:
             PlanError: if it cannot be; then nothing has changed.
             NetworkError: if the server is gone.
         """
+        if plan is None and parts.get("sync", self.plan.sync) != self.plan.sync:
+            parts = {"controller": None, **parts}  # it would swap back
         wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
-        self.plan.swapped(wanted.to_toml())
+        self.plan.swapped(wanted.to_toml(), whole=True)
         if self._server is None:  # alone
             self._adopt(wanted)
             return

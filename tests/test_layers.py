@@ -20,6 +20,7 @@ TIERS = {
     "sync": 1,
     "codec": 1,
     "pacing": 1,
+    "control": 1.5,
     "wire": 2,
     "fabric": 2.5,
     "plan": 3,

@@ -23,6 +23,7 @@ NAMES = {
     "ASP",
     "BSP",
     "BatchTuning",
+    "ByProgress",
     "Cast",
     "DSSP",
     "Dense",
@@ -39,6 +40,7 @@ NAMES = {
     "RoundRobin",
     "Run",
     "SSP",
+    "WaitThreshold",
     "init",
 }
 RUN = {

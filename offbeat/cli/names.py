@@ -19,7 +19,7 @@ def read_part(room: str, text: str) -> Any:
     """The part that `text` describes.
 
     Args:
-        room: "sync", "codec" or "fabric".
+        room: "sync", "codec", "fabric" or "controller".
         text: such as "SSP(4)", or just "ASP".
 
     Raises:
@@ -36,7 +36,12 @@ def read_part(room: str, text: str) -> Any:
         ) from error
 
 
-_EXAMPLES = {"sync": "'SSP(4)'", "codec": "'Cast(\"bf16\")'", "fabric": "'ParameterServer()'"}
+_EXAMPLES = {
+    "sync": "'SSP(4)'",
+    "codec": "'Cast(\"bf16\")'",
+    "fabric": "'ParameterServer()'",
+    "controller": "'WaitThreshold(above=0.4)'",
+}
 
 
 def _part(node: ast.expr) -> dict[str, Any]:
@@ -64,4 +69,6 @@ def _part(node: ast.expr) -> dict[str, Any]:
 
 
 def _value(node: ast.expr) -> Any:
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [_value(one) for one in node.elts]
     return _part(node) if isinstance(node, (ast.Call, ast.Name)) else ast.literal_eval(node)

@@ -36,6 +36,13 @@ def run(
             help="Where it is summed, such as 'ParameterServer()', instead of the plan's.", show_default=False
         ),
     ] = "",
+    controller: Annotated[
+        str,
+        typer.Option(
+            help="What swaps the policy while training, such as 'WaitThreshold()', instead of the plan's.",
+            show_default=False,
+        ),
+    ] = "",
     servers: Annotated[
         int,
         typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
@@ -65,7 +72,7 @@ def run(
 
     if not script.is_file():
         raise PlanError(f"Cannot run {script}: there is no such file.")
-    given = {"sync": sync, "codec": codec, "fabric": fabric}
+    given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
     joining = None
     if join:

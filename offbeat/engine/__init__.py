@@ -4,6 +4,7 @@
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
+* `by_policy` - goes over from `served` to `local` and back, when the policy is swapped
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
 * `server` - how a worker finds its server, and its questions to all through it
@@ -25,8 +26,8 @@
 
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
-from offbeat.engine.at_server import AtServer
 from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.by_policy import ByPolicy
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.exchanger import Exchanger
@@ -44,10 +45,10 @@ from offbeat.engine.witness import Watched, start_watch
 __all__ = [
     "AgreedSource",
     "AllReduced",
-    "AtServer",
     "Awaited",
     "Batch",
     "Buffers",
+    "ByPolicy",
     "Control",
     "DealtSource",
     "Draw",

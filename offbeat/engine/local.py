@@ -67,6 +67,7 @@ class Local:
         parameters: trainable parameters by name, in order of registration.
         waiter: the one waiting primitive.
         step: that this worker begins with; above 0 if it joins later.
+        ahead: steps that the policy counts more; above 0 if it took over from another.
         model: which of several prepared, from 0.
     """
 
@@ -78,12 +79,14 @@ class Local:
         parameters: Mapping[str, torch.nn.Parameter],
         waiter: Waiter,
         step: int = 0,
+        ahead: int = 0,
         model: int = 0,
     ) -> None:
         self.plan, self.layout = exchanger.plan, exchanger.layout
         self.share, self.meter = exchanger.share, exchanger.meter
         self.sync = True  # False inside no_sync()
-        self.step = step
+        self.step, self.ahead = step, ahead
+        self.ends = False  # whether this worker is to bring the change it has after this step
         self._exchanger, self._averaging, self._waiter = exchanger, averaging, waiter
         self._parameters = dict(parameters)
         self._anchored = False
@@ -182,8 +185,14 @@ class Local:
     # -- averaging -----------------------------------------------------------------------------------------------
 
     @property
+    def is_even(self) -> bool:
+        """Whether nothing is to be brought: the parameters are those of the last average."""
+        return not self._steps
+
+    @property
     def _mode(self) -> str | None:
-        return self.plan.sync.contributes(self.step)
+        mode = self.plan.sync.contributes(self.step + self.ahead)
+        return "change" if self.ends and mode is None else mode
 
     def _average(self) -> None:
         part = 1 - self._left_out / self._with_data if self._with_data else 0.0

@@ -23,7 +23,7 @@ from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
-from offbeat.fabric.server.optimizers import check_states
+from offbeat.fabric.server.optimizers import OUTER, check_states
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -133,6 +133,21 @@ class Served:
         # A loader whose batches hold no tensors counts none.
         return float(self.share.samples if self.meter.loader_counts else 0) or otherwise
 
+    @property
+    def number(self) -> int:
+        """Of the next contribution."""
+        return self._client.place(self._model).clock
+
+    def land(self, *, in_place: bool) -> None:
+        """Have what the server sends land in the parameters themselves from now on, or not."""
+        self._in_place = in_place
+        for _, parameter, value, _ in self._slots:
+            if in_place and self._lands_in(parameter):
+                value.copy_(parameter.data)
+                parameter.data = value
+            elif parameter.data.data_ptr() == value.data_ptr():
+                parameter.data = value.clone()
+
     def keep_drawn(self) -> None:
         """What was drawn is used in the next contribution; nobody else is to compute it."""
         self._server.keep_drawn()
@@ -198,7 +213,9 @@ class Served:
         Raises:
             WorkerLostError, NetworkError: if the server is gone.
         """
-        load(self._optimizer, self._parameters, self._fetch())
+        gathered = self._fetch()
+        own = {name: {k: v for k, v in state.items() if k != OUTER} for name, state in gathered.items()}
+        load(self._optimizer, self._parameters, own)
 
     def _fetch(self) -> States:
         fetched = self._client.fetch(self._model)

@@ -48,7 +48,7 @@ class Plans:
     def judge(self, plan: str) -> tuple[str, str]:
         """The digest of a plan that is proposed; or why this worker cannot go by it."""
         try:
-            return self.present.swapped(plan).digest, ""
+            return self.present.swapped(plan, whole=True).digest, ""
         except PlanError as error:
             return "", str(error)
 
@@ -131,17 +131,17 @@ class Server:
             return ""
         return " ".join(scene.pace for scene in look.scenes if scene.pace)
 
-    def swap(self, part: str, waiter: Waiter) -> None:
+    def swap(self, plan: str, waiter: Waiter) -> None:
         """Have another plan hold for all workers.
 
         Args:
-            part: of it, as TOML.
+            plan: as TOML.
 
         Raises:
             PlanError: if it cannot be; the present one goes on.
             NetworkError: if the server is gone.
         """
-        asked = self.client.swap(part)
+        asked = self.client.swap(plan, whole=True)
         waiter.wait(asked, Awaited("all workers to agree on another plan", outlives=True))
         if asked.refused:
             raise PlanError(asked.refused)

@@ -11,9 +11,11 @@
 * `round_robin` - workers take turns on the link
 * `local_sgd` - workers step by themselves, and average now and then
 * `hybrid` - one policy within groups of workers, another between groups; `group` - one of those
+* `apart` - what belongs to no round any more after a swap
 """
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
+from offbeat.sync.apart import Apart
 from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
 from offbeat.sync.dssp import DSSP
@@ -21,7 +23,7 @@ from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, 
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
 from offbeat.sync.local_sgd import LocalSGD, OuterSGD
-from offbeat.sync.policy import Contributes, Policy, adoption, on
+from offbeat.sync.policy import Contributes, Policy, adoption, on, settle
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
 from offbeat.sync.state import Member, PolicyMisstep, State
@@ -33,6 +35,7 @@ __all__ = [
     "SSP",
     "Action",
     "Adopted",
+    "Apart",
     "Apply",
     "Contributes",
     "Deadline",
@@ -62,4 +65,5 @@ __all__ = [
     "Wake",
     "adoption",
     "on",
+    "settle",
 ]

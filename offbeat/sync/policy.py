@@ -69,8 +69,21 @@ def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
     Adopted(at_s=1.0, level=True)
     >>> adoption(SSP(bound=4), BSP(), 1.0)  # nobody is ahead by more than 4 steps
     Adopted(at_s=1.0, level=False)
+
+    Where steps of a worker's own begin or end, a contribution is not what it was, and neither is a lead.
     """
-    return Adopted(at_s, level=old.bound is None and new.bound is not None)
+    return Adopted(at_s, level=(old.bound is None and new.bound is not None) or own_steps(old) != own_steps(new))
+
+
+def own_steps(policy: Policy) -> int:
+    """How many of a worker's own steps are in a contribution, once it makes any; 0 if it makes none.
+
+    >>> from offbeat.sync import BSP, LocalSGD
+    >>> own_steps(LocalSGD(every=8, after=100)), own_steps(BSP())
+    (8, 0)
+    """
+    every = getattr(policy, "every", 0)
+    return every if isinstance(every, int) else 0
 
 
 def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

@@ -60,7 +60,6 @@ def test_an_operator_swaps_and_is_refused(tmp_path: Path, job: subprocess.Popen[
     assert "SSP(bound=4) decides when workers may go on, not BSP() any more" in " ".join(output.split())
     for policy, says in (
         ("SSP(4)", "The plan stays as it is"),
-        ("LocalSGD(8)", "Cannot swap SSP(bound=4) for LocalSGD"),
         ("KSync(9)", "Cannot make updates of 9 contributions with 2 workers"),
         ("SPS(4)", "did you mean 'SSP'"),
     ):

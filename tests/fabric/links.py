@@ -109,7 +109,12 @@ class Parts:
     def to_toml(self) -> str:
         return ""
 
-    def swapped(self, part: str) -> Parts:
+    controller = None
+
+    def controlled(self, sync: Policy) -> Parts:
+        raise AssertionError("There is no controller.")
+
+    def swapped(self, part: str, *, whole: bool = False) -> Parts:
         raise PlanError(f"Cannot swap {self.sync!r} for {part!r} here.")
 
     def check_world(self, world: int) -> None:

@@ -243,14 +243,15 @@ class Client:
         self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
         return exchange
 
-    def swap(self, part: str) -> Exchange:
+    def swap(self, part: str, *, whole: bool = False) -> Exchange:
         """Have another plan hold for all; done when it does, or does not: then why is in `Exchange.refused`.
 
         Args:
             part: of the plan, as TOML.
+            whole: it is all of it.
         """
         exchange = Exchange()
-        self._loop.call(self._swap, part, exchange)
+        self._loop.call(self._swap, part, whole, exchange)
         return exchange
 
     def fetch(self, model: int) -> Exchange:
@@ -362,7 +363,7 @@ class Client:
         place.is_outdated = False
         self._open_at(place, 0)
 
-    def _swap(self, part: str, exchange: Exchange) -> None:
+    def _swap(self, part: str, whole: bool, exchange: Exchange) -> None:
         if self._failed(exchange):
             return
         if not self._places:
@@ -374,7 +375,7 @@ class Client:
             return
         number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
         self._swaps[number] = exchange
-        self._say(Swap(number, part))
+        self._say(Swap(number, part, whole))
 
     def _look(self, exchange: Exchange) -> None:
         number, self._looked = self._looked, self._looked + 1

@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from offbeat.control import Logbook
 from offbeat.fabric.server.messages import Scene, Seen
-from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, on
+from offbeat.sync import Adopted, Apart, Apply, Drop, Joined, Left, Ready, Release, State, adoption, settle
+from offbeat.sync.apart import weight_in, with_steps
+from offbeat.sync.policy import own_steps
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.control import Controller, Metrics
     from offbeat.sync import Action, Event, Member, Policy
 
 
@@ -68,6 +72,7 @@ class Coordinator:
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
+    logbook: Logbook = field(default_factory=Logbook)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
     _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
@@ -111,22 +116,57 @@ class Coordinator:
         self.started = True
         return self.tell(Adopted(self.now_s()))
 
-    def swap(self, policy: Policy) -> tuple[Action, ...]:
+    def metrics(self, controller: Controller) -> Metrics | None:
+        """What the controller is told now; None if nothing is decided yet."""
+        if not self.started:
+            return None
+        stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
+        return self.logbook.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
+
+    def swap(self, policy: Policy, *, by_controller: bool = False) -> tuple[Action, ...]:
         """Another policy decides from now on; what it decides now."""
+        self.logbook.swapped(self.now_s(), by_controller=by_controller)
         event = adoption(self.policy, policy, self.now_s())
-        self.policy, self._explained = policy, ""
+        before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
             return ()
-        return self.tell(event)
+        if own_steps(before) == own_steps(policy):
+            return self.tell(event)
+        state = observe(self.state, event)
+        drained = self._decide(Apart({push: self.state.share(push) for push in self.state.pending}), state, event)
+        self.state = with_steps(self.state, max(1, own_steps(policy)) / max(1, own_steps(before)))
+        return drained + self._decide(policy, self.state)
+
+    def bring(self, event: Ready, *, change: bool) -> tuple[Action, ...]:
+        """A worker has computed a contribution; what is decided.
+
+        Args:
+            change: it is a change of the worker's own, not a gradient. If the present policy wants the other, it is as
+                one that was swapped out wanted it, and is in an update by itself.
+        """
+        if change == (self.policy.contributes(event.clock) != "gradient") or not self.started:
+            return self.tell(event)
+        # It weighs in a round what its worker does, though it may be of fewer steps than usual.
+        push, weight, rate = (event.worker, event.clock), *weight_in(self.state, event.worker)
+        drained = self._decide(Apart({push: rate}), observe(self.state, event), event)
+        if event.worker in self.state.members:
+            member = changed(self.state.members[event.worker], weight=weight)
+            self.state = changed(self.state, members={**self.state.members, event.worker: member})
+        return drained + self._decide(self.policy, self.state)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""
-        before = self.state
+        state = observe(self.state, event)
         if not self.started:
-            self.state = observe(before, event)
+            self.state = state
+            self.logbook.hear(event, (), state)
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
-        self.state, actions = on(self.policy, before, event)
-        self._count(observe(before, event), actions)
+        return self._decide(self.policy, state, event)
+
+    def _decide(self, policy: Policy, state: State, event: Event | None = None) -> tuple[Action, ...]:
+        self.state, actions = settle(policy, state)
+        self.logbook.hear(event, actions, self.state)
+        self._count(state, actions)
         return actions
 
     def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:

@@ -15,7 +15,8 @@ from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, revived
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
-from offbeat.fabric.server.lead.swaps import Swaps
+from offbeat.fabric.server.lead.steering import Steering
+from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
     Admit,
     Applied,
@@ -36,12 +37,13 @@ from offbeat.sync.state import UNCOUNTED_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from offbeat.control import Controller, Metrics
     from offbeat.fabric.server.lead.proposal import Parts, Tell
     from offbeat.fabric.server.messages import Adopt, Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.pacing import Lease, Over
-    from offbeat.sync import Action, Push
+    from offbeat.sync import Action, Policy, Push
 
 
 _log = logging.getLogger("offbeat")
@@ -80,7 +82,8 @@ class Lead:
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._questions = Questions()
-        self._swaps = Swaps(read_plan, say, self._adopted)
+        self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
+        self._steering = Steering(self._metrics, self._propose)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -96,11 +99,12 @@ class Lead:
                 "again, from a checkpoint if there is one."
             )
         try:
-            policy = self._swaps.begin(details.plan).sync
+            plan = self._swaps.begin(details.plan)
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
+        self._steering.follow(plan.controller)
         now_s = asyncio.get_running_loop().time
-        coordinator = Coordinator(policy, details.world, now_s, State(hosts=details.hosts))
+        coordinator = Coordinator(plan.sync, details.world, now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         self.models[model] = Model(
             coordinator, details.optimizer, details.shards, to_fill, details.holders, world=details.world
@@ -177,7 +181,7 @@ class Lead:
                 f"{member.step} is next."
             )
         try:
-            _check(one, worker, message)
+            _check(one, worker, message, swapped=self._swaps.count > 0)
         except PeerError as error:  # it would come back with the same
             self._say(worker, Refused(str(error)))
             raise
@@ -191,7 +195,8 @@ class Lead:
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
         one.clocks[worker] = message.clock
-        self._carry_out(message.model, one.coordinator.tell(Ready(worker, message.clock, now_s, about.weight)))
+        ready = Ready(worker, message.clock, now_s, about.weight)
+        self._carry_out(message.model, one.coordinator.bring(ready, change=about.change))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""
@@ -306,9 +311,9 @@ class Lead:
                 self._step_out(model, worker)
         self._answer()
 
-    def swap(self, part: str, tell: Tell) -> None:
+    def swap(self, part: str, tell: Tell, *, whole: bool = False) -> None:
         """Somebody wants another plan; see `Swaps.swap`."""
-        self._swaps.swap(part, tell, self._workers, has_begun=self.started)
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -319,8 +324,26 @@ class Lead:
         _log.warning("From version %d on %s", self.version, adopt.text)
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
+        self._steering.follow(plan.controller)
         for model, one in self.models.items():
-            self._carry_out(model, one.coordinator.swap(plan.sync))
+            self._carry_out(model, one.coordinator.swap(plan.sync, by_controller=plan.controller is not None))
+
+    def _metrics(self, controller: Controller) -> Metrics | None:
+        """What the controller is told: of the model that was prepared first."""
+        return (
+            None if self.is_over or not self.started else self.models[min(self.models)].coordinator.metrics(controller)
+        )
+
+    def _propose(self, sync: Policy, reason: str) -> None:
+        """The controller wants another policy."""
+
+        def tell(_: str, refusal: str) -> None:
+            if refusal:
+                self._steering.refused(sync, refusal)
+
+        number = self._swaps.control(sync, reason, tell, self._workers)
+        if number is not None:
+            asyncio.get_running_loop().call_later(CONSENT_S, self._swaps.consent, number)
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""
@@ -344,8 +367,9 @@ class Lead:
         now_s = asyncio.get_running_loop().time
         if progress.data:
             self._dealer.restore(progress.data)
-        policy = self._swaps.begin(details.plan, details.swaps).sync
-        self.models[model] = revived(policy, details, version, progress, now_s)
+        plan = self._swaps.begin(details.plan, details.swaps)
+        self._steering.follow(plan.controller)
+        self.models[model] = revived(plan.sync, details, version, progress, now_s)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
@@ -469,6 +493,8 @@ class Lead:
         for worker, clock in [push for push in one.announced if push not in one.coordinator.state.pending]:
             del one.announced[(worker, clock)]  # it went with its worker
             self._decide(Dropped(model, worker, clock, coming=False))
+        if any(isinstance(action, Apply) for action in actions):
+            self._steering.ask()
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]
@@ -552,15 +578,18 @@ class Lead:
         return one
 
 
-def _check(one: Model, worker: int, message: Announce) -> None:
+def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:
     """See that a contribution is what this model can be moved by.
+
+    Args:
+        swapped: the policy has been, so that it may be what an earlier one wanted.
 
     Raises:
         PeerError: if it is not.
     """
     policy = one.coordinator.policy
     wanted, brought = policy.contributes(message.clock) != "gradient", message.about.change
-    if brought != wanted:
+    if brought != wanted and not swapped:
         kinds = {False: "a gradient", True: "a change of the parameters"}
         raise PeerError(
             f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "

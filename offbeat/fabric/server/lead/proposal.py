@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.control import Controller
     from offbeat.fabric.server.messages import Agreed
     from offbeat.pacing import BatchTuning, Keeps
     from offbeat.sync import Policy
@@ -22,6 +23,7 @@ class Parts(Protocol):
         sync: when workers may go on.
         tuning: how large their batches are; None if that is not tuned.
         keeps: what stays as it is when workers come and go, if it is not.
+        controller: swaps the policy; None if nobody but people do.
         digest: of its TOML.
     """
 
@@ -32,11 +34,20 @@ class Parts(Protocol):
     @property
     def keeps(self) -> Keeps: ...
     @property
+    def controller(self) -> Controller | None: ...
+    @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
 
-    def swapped(self, part: str) -> Parts:
-        """The plan with another part.
+    def swapped(self, part: str, *, whole: bool = False) -> Parts:
+        """The plan with another part; or another `whole` plan.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def controlled(self, sync: Policy) -> Parts:
+        """The plan with another of its controller's policies.
 
         Raises:
             PlanError: if it cannot be, or not while training.
@@ -59,6 +70,8 @@ class Proposal:
         parts: the plan, read.
         plan: as TOML.
         tell: those who wanted it.
+        since_s: when it was proposed.
+        reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
     """
 
@@ -66,6 +79,8 @@ class Proposal:
     parts: Parts
     plan: str
     tell: list[Tell]
+    since_s: float
+    reason: str = ""
     waiting: set[int] = field(default_factory=set)
     refusal: str = ""
 

@@ -1,4 +1,9 @@
-"""Which plan holds in a job, and how another one comes to: proposed to all, agreed to by all, or let be."""
+"""Which plan holds in a job, and how another one comes to: proposed to all, agreed to by all, or let be.
+
+What the controller of the plan decides is proposed as well. But a worker that is stopped answers nothing, and may be
+the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
+is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,16 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.lead.proposal import Proposal
 from offbeat.fabric.server.messages import Adopt, Proposed
+from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
     from offbeat.fabric.server.lead.proposal import Parts, Tell
     from offbeat.fabric.server.messages import Agreed, Details, ToWorker
+    from offbeat.sync import Policy
 
+CONSENT_S = 0.2
 _log = logging.getLogger("offbeat")
 
 
@@ -25,6 +33,7 @@ class Swaps:
         read_plan: from TOML.
         say: sends a message to a worker.
         adopted: called with the plan that holds from now on, and what is to be told of it.
+        now_s: monotonic seconds.
     """
 
     def __init__(
@@ -32,10 +41,11 @@ class Swaps:
         read_plan: Callable[[str], Parts],
         say: Callable[[int, ToWorker], None],
         adopted: Callable[[Parts, Adopt], None],
+        now_s: Callable[[], float],
     ) -> None:
-        self._read_plan, self._say, self._adopted = read_plan, say, adopted
+        self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
         self.present: Parts | None = None
-        self._count = 0  # of swaps, in all lives of the server
+        self.count = 0  # of swaps, in all lives of the server
         self._proposal: Proposal | None = None
         self._proposals = 0
 
@@ -49,10 +59,10 @@ class Swaps:
             PlanError: if it cannot be read.
         """
         if self.present is None:
-            self.present, self._count = self._read_plan(plan), count
+            self.present, self.count = self._read_plan(plan), count
         return self.present
 
-    def swap(self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool) -> None:
+    def swap(self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool, whole: bool = False) -> None:
         """Somebody wants another plan; all workers are asked whether they can go by it.
 
         Args:
@@ -60,11 +70,12 @@ class Swaps:
             tell: called, perhaps later, with what has changed, or why nothing has.
             workers: that are connected.
             has_begun: whether anything was decided yet.
+            whole: what is not in `part` has its default.
         """
         try:
             if self.present is None or not has_begun:
                 raise PlanError("Cannot swap anything yet: training has not begun. Try again when it has.")
-            parts = self.present.swapped(part)
+            parts = self.present.swapped(part, whole=whole)
             parts.check_world(len(workers))
         except PlanError as error:
             tell("", str(error))
@@ -76,11 +87,37 @@ class Swaps:
         elif parts.digest == self.present.digest:
             tell(f"The plan stays as it is: {self.present.sync!r}.", "")
         else:
-            self._proposals += 1
-            self._proposal = Proposal(self._proposals, parts, parts.to_toml(), [tell])
-            for worker in sorted(workers):
-                self._propose(self._proposal, worker)
+            self._propose_to_all(parts, [tell], workers)
+
+    def control(self, sync: Policy, reason: str, tell: Tell, workers: Set[int]) -> int | None:
+        """The plan's controller wants another policy; the number of the proposal, for `consent`.
+
+        Returns:
+            None if it has to wait, since another plan is under way, or is refused.
+        """
+        if self.present is None or self._proposal is not None:
+            return None
+        try:
+            parts = self.present.controlled(sync)
+            parts.check_world(len(workers))
+        except PlanError as error:
+            tell("", str(error))
+            return None
+        return self._propose_to_all(parts, [tell], workers, reason)
+
+    def consent(self, number: int) -> None:
+        """Who has not said by now what it makes of this proposal of a controller agrees to it."""
+        if self._proposal is not None and self._proposal.number == number:
+            self._proposal.waiting.clear()
             self._decide()
+
+    def _propose_to_all(self, parts: Parts, tell: list[Tell], workers: Set[int], reason: str = "") -> int:
+        self._proposals += 1
+        self._proposal = Proposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), reason)
+        for worker in sorted(workers):
+            self._propose(self._proposal, worker)
+        self._decide()
+        return self._proposals
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -102,10 +139,10 @@ class Swaps:
         present, back = self.present, details.back
         assert present is not None
         try:
-            if back is not None and back.life != life and back.swaps > self._count:
-                self._adopt(present.swapped(details.plan), details.plan, back.swaps)
+            if back is not None and back.life != life and back.swaps > self.count:
+                self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps)
             elif self._read_plan(details.plan).digest != present.digest:
-                self._say(worker, Adopt(present.to_toml(), self._count))
+                self._say(worker, Adopt(present.to_toml(), self.count))
         except PlanError as error:
             raise PeerError(f"Cannot take in rank {worker} with its plan: {error}") from error
         if self._proposal is not None:
@@ -130,17 +167,31 @@ class Swaps:
         if proposal.refusal:
             _log.warning("The plan stays as it is. %s", proposal.refusal)
         else:
-            text = self._adopt(proposal.parts, proposal.plan, self._count + 1)
+            took_ms = (self._now_s() - proposal.since_s) * 1e3
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
-    def _adopt(self, new: Parts, plan: str, count: int) -> str:
-        """Have another plan hold, the job's `count`-th swap; what is to be said of it."""
-        old, self.present, self._count = self.present, new, count
+    def _adopt(self, new: Parts, plan: str, count: int, reason: str = "", took_ms: float | None = None) -> str:
+        """Have another plan hold, the job's `count`-th swap; what is to be said of it.
+
+        Args:
+            took_ms: from the proposal until all had agreed.
+        """
+        old, self.present, self.count = self.present, new, count
         assert old is not None
-        text = (
-            f"{new.sync!r} decides when workers may go on, not {old.sync!r} any more "
-            f"(plan {new.digest[:12]}, was {old.digest[:12]})."
-        )
+        text = f"{new.sync!r} decides when workers may go on"
+        text += "" if new.sync == old.sync else f", not {old.sync!r} any more"
+        text += f": {reason}" if reason else ""
+        if isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+            text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
+        if isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
+            text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
+        if old.controller is not None and new.controller != old.controller:
+            text += f"; {old.controller!r} has let go of it"
+        if new.controller is not None and new.controller != old.controller:
+            text += f"; {new.controller!r} swaps it from now on"
+        agreed = "" if took_ms is None else f"agreed upon within {took_ms:.1f} ms; "
+        text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
         self._adopted(new, Adopt(plan, count, text))
         return text

@@ -6,6 +6,8 @@ who wants it                 coordinator                          every worker, 
   |                            | <----- Agreed(number, digest, refusal) --- |
   |                            | -- Adopt(plan) --------------------------> |   if all agree; else nothing has changed
   | <- Swapped(number, ...) -- |
+
+A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ class Swap(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         part: of a plan, as TOML: what is in it replaces what the present one has there.
+        whole: it is a whole plan: what is not in it has its default.
     """
 
     number: Count
     part: Text
+    whole: bool = False
 
 
 class Proposed(msgspec.Struct, tag=True, frozen=True):

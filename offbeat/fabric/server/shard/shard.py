@@ -349,8 +349,8 @@ class Shard:
         match message:
             case Announce():
                 lead.announce(guest.rank, message)
-            case Swap(number=number, part=part):
-                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)))
+            case Swap(number=number, part=part, whole=whole):
+                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)), whole=whole)
             case Agreed():
                 lead.agree(guest.rank, message)
             case Pulled(model=model, step=step):

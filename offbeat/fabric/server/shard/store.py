@@ -94,7 +94,7 @@ class Store:
         mean = _mean(parts, value.dtype)
         if mean is not None:
             momentum = self._outer_momentum.get(block)
-            if momentum is None:
+            if momentum is None or (outer is not None and not momentum.numel()):  # or plain averages before
                 momentum = self._outer_momentum[block] = torch.zeros_like(value if outer is not None else value[:0])
             apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
 

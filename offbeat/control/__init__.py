@@ -1,0 +1,28 @@
+"""Who decides that another policy decides?
+
+A person does, with `run.swap` or `offbeat swap`; or a controller does, which is a part of the plan.
+
+* `controller` - the nouns: what a controller is told, and what it answers
+* `logbook` - what it is told, kept from what happens to workers and what is decided about them
+* `threshold` - looser while workers wait for each other, tighter again when they would not
+* `by_progress` - one policy after the other as training goes on: Sync-Switch
+
+Nothing here does I/O or reads a clock: the same objects run at the coordinator and in the simulator.
+"""
+
+from offbeat.control.by_progress import ByProgress
+from offbeat.control.controller import Controller, Decision, Keep, Metrics, Reading, Swap
+from offbeat.control.logbook import Logbook
+from offbeat.control.threshold import WaitThreshold
+
+__all__ = [
+    "ByProgress",
+    "Controller",
+    "Decision",
+    "Keep",
+    "Logbook",
+    "Metrics",
+    "Reading",
+    "Swap",
+    "WaitThreshold",
+]

@@ -1,0 +1,144 @@
+"""A controller decides that another policy decides: from what is measured, and from nothing else.
+
+It is asked again and again, after what happens to workers and while nothing does, and keeps nothing to itself: what it
+has to remember, such as when it has swapped, is in the metrics. So it can be replayed, simulated, and handed over to a
+server that is started again.
+
+>>> from offbeat.control import ByProgress
+>>> from offbeat.sync import ASP, BSP
+>>> controller = ByProgress((BSP(), ASP()), at=(0.25,), steps=100)
+>>> controller.decide(Metrics(BSP(), (Reading(9.0, steps={0: 24, 1: 25}),)))
+Keep()
+>>> controller.decide(Metrics(BSP(), (Reading(9.1, steps={0: 25, 1: 25}),)))
+Swap(sync=ASP(), reason='25 of 100 steps are done')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.sync import Policy
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was known at one time of the workers that took part then, by rank.
+
+    Args:
+        at_s: when.
+        steps: contributions that each has computed.
+        waited_s: time that each has spent waiting for others, with what it waits now.
+    """
+
+    at_s: float
+    steps: Mapping[int, int] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a controller decides from.
+
+    Args:
+        sync: decides at present.
+        readings: the last ones, in order; the last is of now. There is at least one.
+        since_s: when `sync` began to decide.
+        swaps: when the last swaps were that controllers decided, in order.
+        computing_s: moving average of each worker's time from having parameters to having a contribution.
+        staleness: of each worker's contributions, the mean of updates between their parameters and their own.
+    """
+
+    sync: Policy
+    readings: tuple[Reading, ...]
+    since_s: float = 0.0
+    swaps: tuple[float, ...] = ()
+    computing_s: Mapping[int, float] = field(default_factory=dict)
+    staleness: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def now_s(self) -> float:
+        """Monotonic seconds."""
+        return self.readings[-1].at_s
+
+    @property
+    def held_s(self) -> float:
+        """For how long the present policy has decided."""
+        return self.now_s - self.since_s
+
+    @property
+    def steps(self) -> float:
+        """Contributions of each worker, on average."""
+        steps = self.readings[-1].steps.values()
+        return sum(steps) / len(steps) if steps else 0.0
+
+    def waiting(self, last_s: float) -> float | None:
+        """Which part of the last seconds workers spent waiting for others; None if not so much is known."""
+        then, now = self._at(last_s), self.readings[-1]
+        here = [] if then is None else sorted(now.waited_s.keys() & then.waited_s.keys())
+        if then is None or not here:
+            return None
+        waited_s = sum(now.waited_s[worker] - then.waited_s[worker] for worker in here)
+        return waited_s / (len(here) * (now.at_s - then.at_s))
+
+    def imbalance(self, last_s: float) -> float | None:
+        """Which part of their time workers would spend waiting if all waited for all, going by how long each was at
+        work for a contribution in the last seconds; None if not so much is known.
+
+        Who is in the middle of one, perhaps for long, counts as if it were done.
+        """
+        then, now = self._at(last_s), self.readings[-1]
+        if then is None:
+            return None
+        each_s = []
+        for worker in sorted(now.waited_s.keys() & then.waited_s.keys()):
+            steps = now.steps[worker] - then.steps[worker]
+            busy_s = now.at_s - then.at_s - (now.waited_s[worker] - then.waited_s[worker])
+            if steps or busy_s > last_s / 2:  # else it has waited itself, and nothing is known of it
+                each_s.append(busy_s / max(1, steps))
+        longest_s = max(each_s, default=0.0)
+        return 1 - sum(each_s) / len(each_s) / longest_s if longest_s > 0 else None
+
+    def _at(self, last_s: float) -> Reading | None:
+        """The last reading that is at least so old; None if there is none."""
+        old = [reading for reading in self.readings if reading.at_s <= self.now_s - last_s + 1e-9]
+        return old[-1] if old and old[-1].at_s < self.now_s else None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The present policy goes on."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Another policy is to decide.
+
+    Args:
+        sync: that policy, one of the controller's `policies`.
+        reason: with figures, for people; no full stop.
+    """
+
+    sync: Policy
+    reason: str
+
+
+Decision = Keep | Swap
+
+
+class Controller(Protocol):
+    """Describes a controller; frozen, and printed as the code that makes it."""
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All that it may have decide. Whoever takes part in the job has agreed to them."""
+
+    @property
+    def looks_back_s(self) -> float:
+        """How old the readings are that it asks about, at most."""
+
+    def decide(self, metrics: Metrics) -> Decision:
+        """Whether another policy is to decide. Pure."""

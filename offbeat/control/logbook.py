@@ -1,0 +1,135 @@
+"""What a controller is told of one model, kept from events and actions alone.
+
+A worker waits for others while it holds a contribution that it may not push yet, or that has arrived; and while it
+pulls an update in which another's contribution is still missing. While it computes, and while its own bytes are on
+their way, it is at work, and others may wait for it.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.control.controller import Metrics, Reading
+from offbeat.sync import Apply, Drop, Joined, Left, Pushed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from offbeat.sync import Action, Event, Member, Policy, Push, State
+
+_READINGS = 50  # in the time that a controller looks back
+_SWAPS = 16  # are remembered
+
+
+@dataclass(eq=False)
+class _Page:
+    """One worker's.
+
+    Args:
+        waits: whether it does, since the last event.
+        update: contributions that are missing in the update that its own is in, and in those before it.
+    """
+
+    waited_s: float = 0.0
+    waits: bool = False
+    update: set[Push] = field(default_factory=set)
+
+
+class Logbook:
+    """Of one model. Call order: `hear` after every event; `metrics` now and then."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, _Page] = {}
+        self._since_s = 0.0
+        self._open: list[tuple[set[Push], bool]] = []  # of each update what is missing, and whether it is in order
+        self._arrived: dict[int, int] = {}  # worker: its last contribution that was there
+        self._readings: collections.deque[Reading] = collections.deque()
+        self._swaps: collections.deque[float] = collections.deque(maxlen=_SWAPS)
+        self._sync_s = 0.0
+
+    def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
+        """Something has happened, and this was decided.
+
+        Args:
+            event: None if more was decided after the last one.
+            state: after that.
+        """
+        self._pass(state.now_s)
+        match event:
+            case Pushed(worker=worker, clock=clock):
+                self._arrived[worker] = clock
+                self._is_there({(worker, clock)})
+            case Joined(worker=worker):
+                self._pages.setdefault(worker, _Page()).update = set()
+            case Left(worker=worker):
+                self._is_there({push for missing, _ in self._open for push in missing if push[0] == worker})
+        for action in actions:
+            match action:
+                case Apply(pushes=pushes, in_order=in_order):
+                    self._applied(pushes, in_order)
+                case Drop(pushes=pushes):
+                    self._is_there(set(pushes))
+        for worker, page in self._pages.items():
+            page.waits = self._waits(page, state.members.get(worker))
+
+    def swapped(self, at_s: float, *, by_controller: bool) -> None:
+        """Another policy decides from now on."""
+        self._sync_s = at_s
+        if by_controller:
+            self._swaps.append(at_s)
+
+    def metrics(
+        self, at_s: float, state: State, sync: Policy, looks_back_s: float, staleness: Mapping[int, float]
+    ) -> Metrics:
+        """What is known now.
+
+        Args:
+            looks_back_s: readings that are older are forgotten, but for one.
+            staleness: mean of it, by worker.
+        """
+        self._pass(at_s)
+        now = Reading(
+            at_s,
+            {worker: member.step + member.held for worker, member in state.members.items()},
+            {worker: self._pages[worker].waited_s for worker in state.members},
+        )
+        readings = self._readings
+        while len(readings) > 1 and readings[1].at_s <= at_s - looks_back_s:
+            readings.popleft()
+        told = (*readings, now) if not readings or readings[-1].at_s < at_s else (*list(readings)[:-1], now)
+        if not readings or at_s - readings[-1].at_s >= looks_back_s / _READINGS:
+            readings.append(now)
+        computing_s = {worker: m.computing_s for worker, m in state.members.items() if m.computing_s is not None}
+        return Metrics(sync, told, self._sync_s, tuple(self._swaps), computing_s, dict(staleness))
+
+    def _pass(self, at_s: float) -> None:
+        """Time passes for all."""
+        passed_s, self._since_s = max(0.0, at_s - self._since_s), max(at_s, self._since_s)
+        for page in self._pages.values():
+            page.waited_s += passed_s * page.waits
+
+    def _applied(self, pushes: tuple[Push, ...], in_order: bool) -> None:
+        missing = {push for push in pushes if push[0] in self._pages and self._arrived.get(push[0], -1) < push[1]}
+        before = [rest for rest, ordered in self._open if ordered and in_order]
+        for worker, _ in pushes:
+            if worker in self._pages:
+                self._pages[worker].update = missing.union(*before)
+        if missing:
+            self._open.append((missing, in_order))
+
+    def _is_there(self, pushes: set[Push]) -> None:
+        """Nobody waits for these contributions any longer."""
+        for page in self._pages.values():
+            page.update -= pushes
+        for missing, _ in self._open:
+            missing -= pushes
+        self._open = [one for one in self._open if one[0]]
+
+    def _waits(self, page: _Page, member: Member | None) -> bool:
+        if member is None:
+            return False
+        if member.held:
+            return member.granted_s is None or member.arrived
+        return member.released_s is not None and not member.owes and bool(page.update)

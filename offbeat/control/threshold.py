@@ -1,0 +1,112 @@
+"""Looser while workers wait for each other, tighter again when they would not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.control.controller import Keep, Swap
+from offbeat.errors import PlanError
+from offbeat.sync import ASP, BSP, Policy
+
+if TYPE_CHECKING:
+    from offbeat.control.controller import Decision, Metrics
+
+_MOST_DOUBLINGS = 3
+
+
+@dataclass(frozen=True)
+class WaitThreshold:
+    """Has `loose` decide while workers would wait too much under `tight`.
+
+    Under `tight` it looks at the share of their time that workers have spent waiting for others, with what they wait
+    now: a worker that is stopped is noticed while it is. Under `loose` hardly anybody waits, so there it looks at how
+    long each worker is at work for a contribution, and works out which share would be waited if all waited for all.
+
+    It does not flap: it goes back only where less than `below` would be waited, for twice `window_s`, and no policy
+    decides for less than `least_s`. Each time that it had to turn back lately, it stays with `loose` twice as long
+    before it tries `tight` again, up to 8 times `least_s`.
+
+    Args:
+        tight: decides when nobody is late.
+        loose: decides while somebody is.
+        above: share of the time that is spent waiting, from which on it goes to `loose`.
+        below: share that would be, under which it goes back.
+        window_s: over which shares are taken.
+        least_s: of each policy.
+
+    Raises:
+        PlanError: if a value cannot be.
+
+    >>> WaitThreshold(above=0.4)
+    WaitThreshold(tight=BSP(), loose=ASP(), above=0.4, below=0.15, window_s=2.0, least_s=4.0)
+    """
+
+    tight: Policy = field(default_factory=BSP)
+    loose: Policy = field(default_factory=ASP)
+    above: float = 0.3
+    below: float = 0.15
+    window_s: float = 2.0
+    least_s: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("tight", "loose"):
+            part = getattr(self, name)
+            if isinstance(part, type) or not callable(getattr(part, "decide", None)):
+                raise PlanError(
+                    f"Cannot swap to {part!r}: it is no policy. Use an object, such as BSP() "
+                    f"- at `plan.controller.{name}`."
+                )
+        if self.tight == self.loose:
+            raise PlanError(
+                f"Cannot swap between {self.tight!r} and itself. Choose a policy with which workers wait less, such as "
+                "ASP() - at `plan.controller.loose`."
+            )
+        for name, least, most in (("above", 0.0, 1.0), ("below", 0.0, self.above)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not least < value < most:
+                raise PlanError(
+                    f"Cannot swap where {name} is {value!r}: it is a share of the time, above {least:g} and below "
+                    f"{most:g}; between `below` and `above` nothing is swapped - at `plan.controller.{name}`."
+                )
+        for name in ("window_s", "least_s"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise PlanError(f"Cannot look at {value!r} seconds: choose above 0 - at `plan.controller.{name}`.")
+        for name in ("above", "below", "window_s", "least_s"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return (self.tight, self.loose)
+
+    @property
+    def looks_back_s(self) -> float:
+        return 2 * self.window_s
+
+    def decide(self, metrics: Metrics) -> Decision:
+        """Look at what was waited under `tight`, and at what would be under `loose`."""
+        if metrics.sync == self.tight:
+            share = metrics.waiting(self.window_s)
+            if share is None or share <= self.above or metrics.held_s < self.least_s:
+                return Keep()
+            return Swap(
+                self.loose,
+                f"{share:.0%} of the last {self.window_s:g} s were spent waiting for others, above {self.above:.0%}",
+            )
+        if metrics.sync == self.loose:
+            share = metrics.imbalance(2 * self.window_s)
+            if share is None or share >= self.below or metrics.held_s < self._patience_s(metrics):
+                return Keep()
+            return Swap(
+                self.tight,
+                f"{share:.0%} of the last {2 * self.window_s:g} s would have been spent waiting for others, below "
+                f"{self.below:.0%}",
+            )
+        return Keep()  # somebody else has chosen that
+
+    def _patience_s(self, metrics: Metrics) -> float:
+        """For how long `loose` decides at least: longer where going back did not last."""
+        lately_s = metrics.now_s - 8 * 2**_MOST_DOUBLINGS * self.least_s
+        back = (len([at_s for at_s in metrics.swaps if at_s > lately_s]) - 1) // 2
+        return self.least_s * float(2 ** max(0, min(back, _MOST_DOUBLINGS)))
