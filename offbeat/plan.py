@@ -215,12 +215,6 @@ class Plan:
                     f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, and "
                     f"its controller. Save a checkpoint, and start again with the other plan - at `plan.{name}`."
                 )
-            if not self.fabric.offers.served:
-                raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} on {self.fabric!r} while training: there is no server, which "
-                    "could tell all workers at once. Use fabric=ParameterServer(), or save a checkpoint and start "
-                    "again with the other plan - at `plan.sync`."
-                )
 
     @property
     def digest(self) -> str:

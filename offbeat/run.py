@@ -41,12 +41,12 @@ from offbeat.engine import (
     DealtSource,
     Draw,
     Drawn,
-    Local,
     Meter,
     MetricsFile,
     Reducer,
     Served,
     Timing,
+    Together,
     Waiter,
     Watched,
     connect,
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
     from offbeat.pacing import Keeps
+    from offbeat.sync import OuterSGD
     from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
@@ -145,6 +146,7 @@ class Run:
         self._fabrics: list[Fabric] = []
         self._loaders: list[Loader | LeasedLoader] = []
         self._draws = 0  # batches that they gave out
+        self._wanted = ""  # another plan, as TOML, for which all are to be asked behind the next exchange
         self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -206,8 +208,7 @@ class Run:
         for loader in self._loaders:
             if isinstance(loader, LeasedLoader):
                 loader.lost(lost, unused=max((reducer.share.drawn for reducer in self._reducers), default=0))
-        _log.warning("%s", text)
-        self._meter.event("membership", text, self.step)
+        self._tell_all("membership", text)
 
     def _connect(self, timeout: timedelta) -> Server | None:
         fabric = self.plan.fabric
@@ -277,13 +278,13 @@ class Run:
         if self._server is not None:
             reducer = self._serve(self._server, parameters, layout, optimizer)
         else:
-            reducer = self._replicate(model, parameters, layout, fabric)
+            reducer = self._replicate(model, parameters, layout, fabric, optimizer)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
         self._models.append(model)
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
-        after = optimizer.register_step_post_hook(lambda *_: reducer.after_step())
+        after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer))
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
         replica = Replica(model, reducer)
@@ -323,6 +324,7 @@ class Run:
         parameters: Mapping[str, torch.nn.Parameter],
         layout: Layout,
         fabric: Fabric,
+        optimizer: torch.optim.Optimizer,
     ) -> Exchanger:
         number = len(self._reducers)
         buffers = Buffers(model, fabric) if self.world > 1 else None
@@ -337,18 +339,26 @@ class Run:
             meter=self._meter,
             model=number,
         )
-        if not isinstance(self.plan.sync, LocalSGD):
-            return reducer
-        averaging = AllReduced(
+
+        def average(outer: OuterSGD | None) -> AllReduced:
+            return AllReduced(
+                reducer=reducer,
+                parameters=parameters,
+                fabric=fabric,
+                buffers=buffers,
+                waiter=self._waiter,
+                outer=outer,
+                model=number,
+            )
+
+        return Together(
             reducer=reducer,
+            average=average,
             parameters=parameters,
-            fabric=fabric,
-            buffers=buffers,
+            optimizer=optimizer,
             waiter=self._waiter,
-            outer=self.plan.sync.outer,
             model=number,
         )
-        return Local(exchanger=reducer, averaging=averaging, parameters=parameters, waiter=self._waiter, model=number)
 
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
@@ -375,6 +385,46 @@ class Run:
                         "because it was frozen, or not there, when the model was prepared. Unfreeze and add parameters "
                         "before prepare."
                     )
+
+    def _after_step(self, reducer: Exchanger) -> None:
+        reducer.after_step()
+        if isinstance(reducer, Together) and reducer.take_call():
+            self._confer()
+
+    def _confer(self) -> None:
+        """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
+        wanted, self._wanted = self._wanted, ""
+        told = {text for text in self._control.texts("the question for another plan", wanted).values() if text}
+        refusal = f"Cannot swap the plan for {len(told)} others at once. Try again with one." if len(told) > 1 else ""
+        text = min(told, default="")
+        try:
+            plan = self.plan.swapped(text, whole=True) if text else self.plan
+        except PlanError as error:
+            refusal, plan = refusal or f"Rank {self.rank}: {error}", self.plan
+        refusals = self._control.texts("the agreement on another plan", refusal).values()
+        for one in self._together:
+            one.calls = False
+        if refusal := next(filter(None, refusals), ""):
+            self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        elif plan.digest != self.plan.digest:
+            before, began_s = self.plan, self._clock.now_s()
+            self._adopt(plan)
+            took_ms = 1000 * (self._clock.now_s() - began_s)
+            self._tell_all(
+                "swap",
+                f"From step {self.step} on {plan.sync!r} decides when workers may go on, not {before.sync!r} any more "
+                f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took {took_ms:.0f} ms).",
+            )
+
+    @property
+    def _together(self) -> list[Together]:
+        return [reducer for reducer in self._reducers if isinstance(reducer, Together)]
+
+    def _tell_all(self, what: str, text: str) -> None:
+        """What all workers have to say alike, said once."""
+        if self.rank == (0 if self._circle is None else self._circle.members[0]):
+            _log.warning("%s", text)
+        self._meter.event(what, text, self.step)
 
     def _prepare_loader(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
         if isinstance(loader, Loader | LeasedLoader):
@@ -641,6 +691,9 @@ class Run:
         Any worker may call it, at any time, or all. All are asked, and then it holds for all at once, between two
         updates: nothing that was computed or is on its way is lost. If one cannot go by it, the present one goes on.
 
+        Without a server the workers meet only when they exchange something: then it returns at once, and the other plan
+        holds from behind the next exchange on. What becomes of it is logged, and an event of the run.
+
         Args:
             plan: that is to hold.
             parts: of it, by name; the others stay as they are.
@@ -653,7 +706,12 @@ class Run:
             parts = {"controller": None, **parts}  # it would swap back
         wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
         self.plan.swapped(wanted.to_toml(), whole=True)
-        if self._server is None:  # alone
+        if self._server is None and self.world > 1:
+            self._wanted = wanted.to_toml()
+            for one in self._together:
+                one.calls = True
+            return
+        if self._server is None:
             self._adopt(wanted)
             return
         self._server.swap(wanted.to_toml(), self._waiter)

@@ -4,6 +4,8 @@
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
+* `together` - goes over from `reducer` to `local` and back, when the policy is swapped; `gathered` - and evens out
+  what the optimizers have gathered
 * `by_policy` - goes over from `served` to `local` and back, when the policy is swapped
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
@@ -39,6 +41,7 @@ from offbeat.engine.served import Served
 from offbeat.engine.server import connect
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
+from offbeat.engine.together import Together
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
@@ -62,6 +65,7 @@ __all__ = [
     "Served",
     "Source",
     "Timing",
+    "Together",
     "Waiter",
     "Watched",
     "connect",

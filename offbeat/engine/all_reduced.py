@@ -81,12 +81,12 @@ class AllReduced:
         issued_s = []
         for change in self._changes:
             issued_s.append(self._meter.now_s())
-            change.send(channel, weight)
+            change.send(channel, weight, calls=self._reducer.calls)
         source = share.source
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         done_s = []
         for change in self._changes:
-            change.finish(channel, self._outer)
+            self._reducer.called = change.finish(channel, self._outer) or self._reducer.called
             done_s.append(self._meter.now_s())
         if self._buffers is not None:
             for pending in broadcasts:
@@ -124,8 +124,8 @@ class Change:
     def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter], state: State) -> None:
         self._bucket, self._state = bucket, state
         self.anchor = Anchor(bucket, parameters)
-        memory = torch.zeros(bucket.numel + 1, dtype=bucket.dtype, device=bucket.device)
-        self._change, self._tail = memory[:-1], memory[-1:]  # the tail is the worker's weight
+        memory = torch.zeros(bucket.numel + 2, dtype=bucket.dtype, device=bucket.device)
+        self._change, self._tail = memory[:-2], memory[-2:]  # the worker's weight, and whether it wants to confer
         self._momentum = torch.zeros_like(self._change)
         self._exchange: Exchange
         self._payload: Sum
@@ -147,17 +147,17 @@ class Change:
         views = self.anchor.views_in(payload.tensor)
         return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
 
-    def send(self, channel: Channel, weight: float) -> None:
+    def send(self, channel: Channel, weight: float, *, calls: bool) -> None:
         """Send it."""
-        self._tail.fill_(weight)
+        self._tail[0], self._tail[1] = weight, float(calls)
         self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
 
-    def finish(self, channel: Channel, outer: OuterSGD | None) -> None:
-        """Receive the mean change and apply it; the parameters are the new anchor."""
+    def finish(self, channel: Channel, outer: OuterSGD | None) -> bool:
+        """Receive the mean change and apply it; the parameters are the new anchor. Whether a worker wants to confer."""
         reply = channel.wait_for_bucket(self._pending, self._bucket)
         assert isinstance(reply, Total)
         assert reply.tail is not None
-        weight = float(reply.tail[0]) / channel.world
+        weight, called = float(reply.tail[0]) / channel.world, bool(reply.tail[1])
         while True:
             try:
                 payload = self._exchange.send(Total(reply.tensor, weight or 1.0))
@@ -170,6 +170,7 @@ class Change:
         if weight:  # else nobody has moved, and the outer momentum must not move them
             apply_change_(self.anchor.values, mean, outer=outer, momentum=self._momentum)
         self.anchor.return_()
+        return called
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter name."""

@@ -26,10 +26,13 @@ class Exchanger(Protocol):
     """
 
     plan: Plan
-    layout: Layout
     share: Share
     meter: Meter
     sync: bool
+
+    @property
+    def layout(self) -> Layout:
+        """Where the parameters' gradients lie."""
 
     @property
     def step(self) -> int:

@@ -1,10 +1,10 @@
 """One bucket's memory.
 
     memory = [ gradients of all its parameters | tail ]
-    tail   = [ weight | stamp | stamp squared | nonfinite | used, one per parameter ]
+    tail   = [ weight | stamp | stamp squared | nonfinite | calls | used, one per parameter ]
 
 The tail is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
-part, whether they are all at the same batch, and which parameters anyone used.
+part, whether they are all at the same batch, whether one wants to confer, and which parameters anyone used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from offbeat.layout import Bucket
 
-_HEAD = 4
+_HEAD = 5
 # Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
@@ -98,13 +98,14 @@ class Flat:
             torch.mul(grad.detach(), share, out=view)
             entry.parameter.grad = view
 
-    def write_tail(self, *, weight: float, stamp: int, dtype: torch.dtype) -> None:
+    def write_tail(self, *, weight: float, stamp: int, dtype: torch.dtype, calls: bool = False) -> None:
         """What this worker has to say along with its gradients.
 
         Args:
             weight: its weight.
             stamp: batches it has drawn.
             dtype: in which the tails will be added; what is counted must be exact in it.
+            calls: whether it wants all to confer behind this exchange.
         """
         # So many different stamps that the sum of their squares over all workers is exact.
         self._stamps = math.isqrt(_EXACT[dtype] // self._world) or 1
@@ -122,6 +123,8 @@ class Flat:
         tail[2] = (stamp % self._stamps) ** 2
         if self.nonfinite:
             tail[3] = 1
+        if calls:
+            tail[4] = 1
 
     def _find_nonfinite(self) -> list[str]:
         if bool(torch.isfinite(self.grad).all()):
@@ -135,7 +138,7 @@ class Flat:
             tail: [T] the summed tail.
             part: of the workers that took part; below 1 if some are lost.
         """
-        weight, stamps, squares, nonfinite = tail[:_HEAD].tolist()
+        weight, stamps, squares, nonfinite, calls = tail[:_HEAD].tolist()
         unused = [i for i, entry in enumerate(self.entries) if not (entry.used and self.took_part)]
         used = set()
         if unused:
@@ -143,7 +146,7 @@ class Flat:
             used = {i for i in unused if counts[i] > 0}
         # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
         same = int(squares) * round(part * self._world) == int(stamps) ** 2
-        return Tail(weight / self._world, same, nonfinite > 0, used)
+        return Tail(weight / self._world, same, nonfinite > 0, calls > 0, used)
 
     def settle(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
@@ -167,15 +170,16 @@ class Tail:
         weight: sum of the workers' weights, as a share of "everyone once".
         in_step: whether all workers drew the same number of batches.
         nonfinite: whether a worker's contribution held NaN or Inf (only if it was asked to check).
+        called: whether a worker wants all to confer.
         used_elsewhere: positions of entries that this worker did not use and another did.
     """
 
-    __slots__ = ("in_step", "nonfinite", "used_elsewhere", "weight")
+    __slots__ = ("called", "in_step", "nonfinite", "used_elsewhere", "weight")
 
-    def __init__(self, weight: float, in_step: bool, nonfinite: bool, used_elsewhere: set[int]) -> None:
+    def __init__(self, weight: float, in_step: bool, nonfinite: bool, called: bool, used_elsewhere: set[int]) -> None:
         self.weight = weight
         self.in_step = in_step
-        self.nonfinite = nonfinite
+        self.nonfinite, self.called = nonfinite, called
         self.used_elsewhere = used_elsewhere
 
 

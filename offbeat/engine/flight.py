@@ -23,7 +23,7 @@ class Flight:
         state: the codec's, of the bucket's parameters.
         channel: to the other workers.
         now_s: the clock.
-        weight, stamp: what this worker says along with it.
+        weight, stamp, calls: what this worker says along with it.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Flight:
         *,
         weight: float,
         stamp: int,
+        calls: bool = False,
     ) -> None:
         self.flat = flat
         self._channel, self._now_s = channel, now_s
@@ -58,10 +59,10 @@ class Flight:
         self._reply: Reply | None = None
         self._tail_pending = None
         if isinstance(payload, Sum):
-            flat.write_tail(weight=weight, stamp=stamp, dtype=payload.tensor.dtype)
+            flat.write_tail(weight=weight, stamp=stamp, calls=calls, dtype=payload.tensor.dtype)
             self._pending = channel.start(Sum(payload.tensor, flat.tail))
         else:
-            flat.write_tail(weight=weight, stamp=stamp, dtype=flat.tail.dtype)
+            flat.write_tail(weight=weight, stamp=stamp, calls=calls, dtype=flat.tail.dtype)
             self._pending = channel.start(payload)
             self._tail_pending = channel.start(Sum(flat.tail))
 

@@ -81,7 +81,8 @@ class Reducer:
         self.sync = True  # False inside no_sync()
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
-        self._channel = Channel(fabric, waiter, meter, model)
+        self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
+        self.channel = self._channel = Channel(fabric, waiter, meter, model)
         self._control = control
         self._buffers = buffers
         self._waiter = waiter
@@ -109,8 +110,12 @@ class Reducer:
 
     @property
     def step(self) -> int:
-        """Exchanges so far."""
+        """Exchanges so far; steps, where not every one had an exchange."""
         return self._channel.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._channel.step = step
 
     def on_forward(self, inputs: Any) -> None:
         """A forward pass that trains begins.
@@ -259,7 +264,16 @@ class Reducer:
         flat.pack(scale=self.share.scale if weight else 0.0, check_finite=self._check_finite)
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
         self._flights.append(
-            Flight(flat, self._codec, state, self._channel, self.meter.now_s, weight=weight, stamp=stamp)
+            Flight(
+                flat,
+                self._codec,
+                state,
+                self._channel,
+                self.meter.now_s,
+                weight=weight,
+                stamp=stamp,
+                calls=self.calls,
+            )
         )
 
     # -- at its end ----------------------------------------------------------------------------------------------
@@ -295,6 +309,7 @@ class Reducer:
         tail = flight.arrive()
         if not tail.in_step:
             raise inquiry.different_batches(self._control, step=self.step, stamp=self.share.stamp)
+        self.called = self.called or tail.called
         flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         flight.flat.settle(tail.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
