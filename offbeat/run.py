@@ -37,6 +37,7 @@ from offbeat.engine import (
     Awaited,
     Buffers,
     ByPolicy,
+    Conference,
     Control,
     DealtSource,
     Draw,
@@ -146,7 +147,6 @@ class Run:
         self._fabrics: list[Fabric] = []
         self._loaders: list[Loader | LeasedLoader] = []
         self._draws = 0  # batches that they gave out
-        self._wanted = ""  # another plan, as TOML, for which all are to be asked behind the next exchange
         self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -169,6 +169,7 @@ class Run:
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
         self._circle = Circle(_shared(store), self.rank, self.world) if elastic else None
         self._control = Control(self._bind("gloo"), self._waiter)
+        self._conference = Conference(self._control, self._clock.now_s, run_dir)
         self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
         if self._watch is not None:
             self._waiter.witness = self._witness(self._watch, timeout)
@@ -388,41 +389,43 @@ class Run:
 
     def _after_step(self, reducer: Exchanger) -> None:
         reducer.after_step()
-        if isinstance(reducer, Together) and reducer.take_call():
-            self._confer()
+        if isinstance(reducer, Together):
+            called = reducer.take_call()
+            reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+            if called:
+                self._confer()
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
-        wanted, self._wanted = self._wanted, ""
-        told = {text for text in self._control.texts("the question for another plan", wanted).values() if text}
-        refusal = f"Cannot swap the plan for {len(told)} others at once. Try again with one." if len(told) > 1 else ""
-        text = min(told, default="")
-        try:
-            plan = self.plan.swapped(text, whole=True) if text else self.plan
-        except PlanError as error:
-            refusal, plan = refusal or f"Rank {self.rank}: {error}", self.plan
-        refusals = self._control.texts("the agreement on another plan", refusal).values()
+        before, outcome = self.plan, self._conference.decide(self.plan)
+        text = f"The plan stays as it is: {before.sync!r}."
+        if outcome.refusal:
+            self._tell_all("swap", f"The plan stays as it is. {outcome.refusal}")
+        elif outcome.plan.digest != before.digest:
+            began_s = self._clock.now_s()
+            self._adopt(outcome.plan)
+            took_ms = 1000 * (self._clock.now_s() - began_s)
+            text = (
+                f"From step {self.step} on {self.plan.sync!r} decides when workers may go on, not {before.sync!r} any "
+                f"more (plan {self.plan.digest[:12]}, was {before.digest[:12]}; it took {took_ms:.0f} ms)."
+            )
+            self._tell_all("swap", text)
+        self._conference.answer(text, outcome.refusal)
         for one in self._together:
             one.calls = False
-        if refusal := next(filter(None, refusals), ""):
-            self._tell_all("swap", f"The plan stays as it is. {refusal}")
-        elif plan.digest != self.plan.digest:
-            before, began_s = self.plan, self._clock.now_s()
-            self._adopt(plan)
-            took_ms = 1000 * (self._clock.now_s() - began_s)
-            self._tell_all(
-                "swap",
-                f"From step {self.step} on {plan.sync!r} decides when workers may go on, not {before.sync!r} any more "
-                f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took {took_ms:.0f} ms).",
-            )
 
     @property
     def _together(self) -> list[Together]:
         return [reducer for reducer in self._reducers if isinstance(reducer, Together)]
 
+    @property
+    def _first(self) -> int:
+        """The lowest rank that takes part."""
+        return 0 if self._circle is None else self._circle.members[0]
+
     def _tell_all(self, what: str, text: str) -> None:
         """What all workers have to say alike, said once."""
-        if self.rank == (0 if self._circle is None else self._circle.members[0]):
+        if self.rank == self._first:
             _log.warning("%s", text)
         self._meter.event(what, text, self.step)
 
@@ -707,7 +710,7 @@ class Run:
         wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
         self.plan.swapped(wanted.to_toml(), whole=True)
         if self._server is None and self.world > 1:
-            self._wanted = wanted.to_toml()
+            self._conference.want(wanted)
             for one in self._together:
                 one.calls = True
             return

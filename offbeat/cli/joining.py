@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.cli.onlooker import JobEnded, Onlooker
-from offbeat.cli.top import find
+from offbeat.cli.target import find
 from offbeat.errors import NetworkError
 
 _PATIENCE_S = 10.0

@@ -1,4 +1,4 @@
-"""Where a job with a parameter server is found, and a link to it that only looks.
+"""A link to a job that only looks.
 
 An onlooker never gets in the way: it takes part in nothing, so the server ends with the last worker and not with it;
 and it asks for one look at a time, so that however slow it is, or however long it was stopped, no answers pile up at
@@ -12,17 +12,13 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.report.sight import look, sight_of
-from offbeat.serve import Settings
 from offbeat.wire.loop import Loop
 from offbeat.wire.tcp import connect
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
     from offbeat.wire.link import Link
 
@@ -33,44 +29,6 @@ _GOOD_BYE_S = 0.5
 
 class JobEnded(Exception):
     """The server has said good-bye."""
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's server, as `offbeat.engine.server` leaves it in server.json.
-
-    Args:
-        address: "host:port" of the first shard.
-        folder: of the run, "" if unknown.
-        servers: of all shards, the first one first; () if unknown.
-    """
-
-    address: str
-    job: str
-    token: str = ""
-    certificate: str = ""
-    key: str = ""
-    authority: str = ""
-    folder: str = ""
-    servers: tuple[str, ...] = ()
-
-
-def read_target(folder: Path) -> Target:
-    """The server of the run in a folder.
-
-    Raises:
-        NetworkError: if it has none, or it cannot be read.
-    """
-    path = folder / "server.json"
-    if not path.is_file():
-        raise NetworkError(
-            f"Cannot look at the job in {folder}: it has no server.json. Either it has not come to run.prepare yet, or "
-            "it uses no parameter server: only jobs whose plan says fabric=ParameterServer() can be looked at."
-        )
-    try:
-        target = msgspec.json.decode(path.read_bytes(), type=Target)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
-    return msgspec.structs.replace(target, folder=str(folder))
 
 
 class Onlooker:
@@ -85,14 +43,7 @@ class Onlooker:
     """
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        self._settings = Settings(
-            job=target.job,
-            token=target.token,
-            certificate=target.certificate,
-            key=target.key,
-            authority=target.authority,
-        )
+        self._target, self._settings = target, target.settings
         self._loop = Loop("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat.cli.top import Authority, Certificate, JobName, JobPlace, Key, TokenFile, find, given
+from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, find, given, is_without_server
 from offbeat.errors import NetworkError, OffbeatError, PlanError
-from offbeat.serve import Settings
+from offbeat.wire import wish
 
 if TYPE_CHECKING:
-    from offbeat.cli.onlooker import Target
+    from offbeat.cli.target import Target
     from offbeat.fabric.server.messages import Swapped
 
 _DIAL = timedelta(seconds=3)
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
 _GOOD_BYE_S = 0.5
+_LOOK_S = 0.1
 
 
 def swap(
@@ -30,10 +33,11 @@ def swap(
     key: Key = None,
     authority: Authority = None,
 ) -> None:
-    """Have another policy decide when workers may go on, in a job with a parameter server, while it trains.
+    """Have another policy decide when workers may go on, in a job that trains.
 
     All workers are asked; if all can go by it, it holds for all at once, and nothing that is on its way is lost. If one
-    cannot, nothing changes, and the exit code is 2.
+    cannot, nothing changes, and the exit code is 2. A job without a parameter server is asked through its run folder,
+    and takes that up behind its next exchange.
     """
     import tomli_w
 
@@ -41,11 +45,38 @@ def swap(
     from offbeat.plan import table_of
 
     part = tomli_w.dumps({"sync": table_of(read_part("sync", policy))})
+    if is_without_server(job):
+        typer.echo(_wish(Path(job), part))
+        return
     target = find(job, given(job_name, token_file, certificate, key, authority))
     said = asyncio.run(_ask(target, part))
     if said.refusal:
         raise PlanError(said.refusal)
     typer.echo(said.text)
+
+
+def _wish(folder: Path, part: str) -> str:
+    """What the job answers, which has no server.
+
+    Raises:
+        PlanError: if it refuses.
+        NetworkError: if it does not answer.
+    """
+    wished = wish.leave(folder, part)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    try:
+        while (granted := wish.answered(folder, wished)) is None:
+            if time.monotonic() > deadline_s:
+                raise NetworkError(
+                    f"Cannot swap the policy of the job in {folder}: it has not answered for {_PATIENCE_S:g} s. It has "
+                    "ended, or its workers have exchanged nothing since, and take nothing up until they do."
+                )
+            time.sleep(_LOOK_S)
+    finally:
+        wish.take_back(folder)
+    if granted.refusal:
+        raise PlanError(granted.refusal)
+    return granted.text
 
 
 async def _ask(target: Target, part: str) -> Swapped:
@@ -58,13 +89,6 @@ async def _ask(target: Target, part: str) -> Swapped:
     from offbeat.fabric.server.messages import Swap, pack
     from offbeat.wire.tcp import connect
 
-    settings = Settings(
-        job=target.job,
-        token=target.token,
-        certificate=target.certificate,
-        key=target.key,
-        authority=target.authority,
-    )
     line = _Line()
     link = await connect(
         target.address,
@@ -72,7 +96,7 @@ async def _ask(target: Target, part: str) -> Swapped:
         job=target.job,
         rank=0,
         role="operator",
-        credentials=settings.credentials(),
+        credentials=target.settings.credentials(),
         patience=_DIAL,
     )
     try:

@@ -7,8 +7,6 @@ import ipaddress
 import signal
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
@@ -16,39 +14,22 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from offbeat.cli.onlooker import JobEnded, Onlooker, Target, read_target
+from offbeat.cli.onlooker import JobEnded, Onlooker
 from offbeat.cli.picture import Picture, lasting
-from offbeat.cli.serve import read_token
+from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, find, given
 from offbeat.errors import NetworkError
 from offbeat.report.prometheus import Figures
 from offbeat.report.words import listed
-from offbeat.serve import from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
 
 _INTERVAL_S = 0.5
 _PATIENCE_S = 10.0  # for the answer, where there is only one look
 _WIDEST = 1 << 12  # a pipe has no width
-
-
-# How a job is found, and what proves that one may come in.
-JobPlace = Annotated[
-    str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
-]
-JobName = Annotated[str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
-]
-Certificate = Annotated[
-    Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
-]
-Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")]
-Authority = Annotated[
-    Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
-]
 
 
 def top(
@@ -109,50 +90,6 @@ def top(
 def _leave(number: int, _: object) -> NoReturn:
     """End as by Ctrl-C: the cursor is back on the terminal, and the server has heard a good-bye."""
     raise SystemExit(128 + number)
-
-
-def given(
-    job_name: str, token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
-) -> dict[str, str]:
-    """What the command line says of a job, but for where it is.
-
-    Raises:
-        NetworkError: if there is no secret in the file.
-    """
-    values = {
-        "job": job_name,
-        "token": "" if token_file is None else read_token(token_file),
-        "certificate": str(certificate or ""),
-        "key": str(key or ""),
-        "authority": str(authority or ""),
-    }
-    return {name: value for name, value in values.items() if value}
-
-
-def find(where: str, given: Mapping[str, str]) -> Target:
-    """The server of the job at `where`; `given` outranks what its server.json or the environment says.
-
-    Raises:
-        NetworkError: if it is neither a run folder with a server nor an address.
-    """
-    folder = Path(where).parent if Path(where).name == "server.json" else Path(where)
-    if folder.is_dir():
-        target = read_target(folder)
-    elif ":" in where and "/" not in where:
-        known = from_environment("default", timedelta())
-        target = Target(
-            address=where,
-            job=known.job,
-            token=known.token,
-            certificate=known.certificate,
-            key=known.key,
-            authority=known.authority,
-        )
-    else:
-        raise NetworkError(
-            f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
-        )
-    return msgspec.structs.replace(target, **given)
 
 
 def epitaph(scenes: Sequence[Scene]) -> str:

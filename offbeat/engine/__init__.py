@@ -6,6 +6,7 @@
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
 * `together` - goes over from `reducer` to `local` and back, when the policy is swapped; `gathered` - and evens out
   what the optimizers have gathered
+* `confer` - how workers without a server come to another plan
 * `by_policy` - goes over from `served` to `local` and back, when the policy is swapped
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
@@ -30,6 +31,7 @@ from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.by_policy import ByPolicy
+from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.exchanger import Exchanger
@@ -52,6 +54,7 @@ __all__ = [
     "Batch",
     "Buffers",
     "ByPolicy",
+    "Conference",
     "Control",
     "DealtSource",
     "Draw",

@@ -48,6 +48,33 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.timeout(120)
+def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAIN)
+    with start("run", "--workers", 2, "--run-dir", "job", path, folder=tmp_path) as process:
+        folder = tmp_path / "job"
+        deadline_s = time.monotonic() + 40
+        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        for policy, code, says in (
+            ("LocalSGD(3)", 0, "LocalSGD(every=3, after=0, outer=None) decides when workers may go on, not BSP() any"),
+            ("LocalSGD(3)", 0, "The plan stays as it is: LocalSGD(every=3"),
+            ("SSP(4)", 2, "Cannot use SSP(bound=4) on ProcessGroup()"),
+            ("BSP()", 0, "BSP() decides when workers may go on, not LocalSGD(every=3"),
+        ):
+            ended, output = offbeat("swap", policy, "--job", folder, folder=tmp_path)
+            assert (ended, says in " ".join(output.split())) == (code, True), output
+        (folder / "wish.json").write_text("nonsense")
+        deadline_s = time.monotonic() + 10
+        while (folder / "wish.json").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        (tmp_path / "enough").touch()
+        output, _ = process.communicate(timeout=40)
+    assert process.returncode == 0, output
+    assert output.count("went by BSP()") == 2
+    assert "Cannot understand what was left in" in " ".join(output.split())
+
+
+@pytest.mark.timeout(120)
 def test_an_operator_swaps_and_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
     (place,) = tmp_path.glob("runs/**/server.json")
     folder = place.parent

@@ -27,8 +27,9 @@ import torch
 
 from offbeat.cli import onlooker
 from offbeat.cli.certs import make
-from offbeat.cli.onlooker import JobEnded, Onlooker, Target
-from offbeat.cli.top import epitaph, find, top
+from offbeat.cli.onlooker import JobEnded, Onlooker
+from offbeat.cli.target import Target, find
+from offbeat.cli.top import epitaph, top
 from offbeat.engine.server import _leave_address
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server import Client, Shard, messages

@@ -1,0 +1,131 @@
+"""Where a job with a parameter server is, and what proves that one may come in, as the command line has it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from offbeat.cli.serve import read_token
+from offbeat.errors import NetworkError
+from offbeat.serve import Settings, from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+JobPlace = Annotated[
+    str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
+]
+JobName = Annotated[str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
+]
+Certificate = Annotated[
+    Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
+]
+Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")]
+Authority = Annotated[
+    Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
+]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's server, as `offbeat.engine.server` leaves it in server.json.
+
+    Args:
+        address: "host:port" of the first shard.
+        folder: of the run, "" if unknown.
+        servers: of all shards, the first one first; () if unknown.
+    """
+
+    address: str
+    job: str
+    token: str = ""
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    folder: str = ""
+    servers: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Settings:
+        """What proves that one may come in."""
+        return Settings(
+            job=self.job,
+            token=self.token,
+            certificate=self.certificate,
+            key=self.key,
+            authority=self.authority,
+        )
+
+
+def read_target(folder: Path) -> Target:
+    """The server of the run in a folder.
+
+    Raises:
+        NetworkError: if it has none, or it cannot be read.
+    """
+    path = folder / "server.json"
+    if not path.is_file():
+        raise NetworkError(
+            f"Cannot look at the job in {folder}: it has no server.json. Either it has not come to run.prepare yet, or "
+            "it uses no parameter server: only jobs whose plan says fabric=ParameterServer() can be looked at."
+        )
+    try:
+        target = msgspec.json.decode(path.read_bytes(), type=Target)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
+    return msgspec.structs.replace(target, folder=str(folder))
+
+
+def is_without_server(where: str) -> bool:
+    """Whether this is the run folder of a job in which several workers train without a server."""
+    folder = Path(where)
+    return (folder / "metrics.jsonl").is_file() and not (folder / "server.json").exists()
+
+
+def given(
+    job_name: str, token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
+) -> dict[str, str]:
+    """What the command line says of a job, but for where it is.
+
+    Raises:
+        NetworkError: if there is no secret in the file.
+    """
+    values = {
+        "job": job_name,
+        "token": "" if token_file is None else read_token(token_file),
+        "certificate": str(certificate or ""),
+        "key": str(key or ""),
+        "authority": str(authority or ""),
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def find(where: str, given: Mapping[str, str]) -> Target:
+    """The server of the job at `where`; `given` outranks what its server.json or the environment says.
+
+    Raises:
+        NetworkError: if it is neither a run folder with a server nor an address.
+    """
+    folder = Path(where).parent if Path(where).name == "server.json" else Path(where)
+    if folder.is_dir():
+        target = read_target(folder)
+    elif ":" in where and "/" not in where:
+        known = from_environment("default", timedelta())
+        target = Target(
+            address=where,
+            job=known.job,
+            token=known.token,
+            certificate=known.certificate,
+            key=known.key,
+            authority=known.authority,
+        )
+    else:
+        raise NetworkError(
+            f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
+        )
+    return msgspec.structs.replace(target, **given)

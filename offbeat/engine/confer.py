@@ -1,0 +1,96 @@
+"""How workers without a server come to another plan: one calls the others together behind an exchange (`together`).
+
+any worker      wants a plan, its own script's or one that somebody left in the run's folder (`offbeat.wire.wish`)
+all             say which plan they want: if these are several, nothing changes
+all             say whether they can go by it: if one cannot, nothing changes
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from offbeat.errors import PeerError, PlanError
+from offbeat.wire import wish
+from offbeat.wire.wish import Granted, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from offbeat.engine.control import Control
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_LOOK_S = 0.2
+
+
+class Outcome(NamedTuple):
+    """The plan that holds from now on, and why it is no other one, if that was wanted."""
+
+    plan: Plan
+    refusal: str = ""
+
+
+class Conference:
+    """One worker's part.
+
+    Args:
+        control: this worker's end of the control group.
+        now_s: the clock.
+        folder: where wishes are left, if anywhere.
+    """
+
+    def __init__(self, control: Control, now_s: Callable[[], float], folder: Path | None) -> None:
+        self._control, self._now_s, self._folder = control, now_s, folder
+        self._wanted = ""
+        self._wish: Wish | None = None
+        self._looked_s = 0.0
+
+    def want(self, plan: Plan) -> None:
+        """This worker wants it."""
+        self._wanted = plan.to_toml()
+
+    def calls(self, present: Plan, *, looks: bool) -> bool:
+        """Whether this worker wants all to confer.
+
+        Args:
+            present: the plan that holds.
+            looks: whether it is the one that looks for wishes, now and then.
+        """
+        now_s = self._now_s()
+        if looks and self._folder is not None and not self._wanted and now_s - self._looked_s > _LOOK_S:
+            self._looked_s = now_s
+            self._look(self._folder, present)
+        return bool(self._wanted)
+
+    def decide(self, present: Plan) -> Outcome:
+        """Which plan holds from now on. Collective."""
+        wanted, self._wanted = self._wanted, ""
+        told = {text for text in self._control.texts("the question for another plan", wanted).values() if text}
+        plan, refusal = present, ""
+        try:
+            if len(told) > 1:
+                raise PlanError(f"Cannot swap the plan for {len(told)} others at once. Try again with one.")
+            plan = present.swapped(min(told), whole=True) if told else present
+        except PlanError as error:
+            refusal = str(error)
+        refusals = self._control.texts("the agreement on another plan", refusal)
+        refusal = next((text for text in refusals.values() if text), "")
+        return Outcome(present if refusal else plan, refusal)
+
+    def answer(self, text: str, refusal: str) -> None:
+        """Say what became of it to whoever had left a wish."""
+        if self._wish is not None and self._folder is not None:
+            wish.answer(self._folder, Granted(self._wish.number, text, refusal))
+        self._wish = None
+
+    def _look(self, folder: Path, present: Plan) -> None:
+        try:
+            self._wish = wish.take(folder)
+            if self._wish is not None:
+                self.want(present.swapped(self._wish.part))
+        except PlanError as error:
+            self.answer("", str(error))
+        except PeerError as error:
+            _log.warning("%s", error)
