@@ -21,6 +21,7 @@
 * `control` - collective questions beside the data's path: are we the same, who has data
 * `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all
 * `meter` - one record per step, written by a background thread
+* `diary` - digests of the parameters, for the history of a run
 """
 
 from offbeat.engine.agreed import AgreedSource, Timing
@@ -29,6 +30,7 @@ from offbeat.engine.at_server import AtServer
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
+from offbeat.engine.diary import Diary
 from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
@@ -50,6 +52,7 @@ __all__ = [
     "Buffers",
     "Control",
     "DealtSource",
+    "Diary",
     "Draw",
     "Drawn",
     "Exchanger",

@@ -11,6 +11,7 @@
 * `round_robin` - workers take turns on the link
 * `local_sgd` - workers step by themselves, and average now and then
 * `hybrid` - one policy within groups of workers, another between groups; `group` - one of those
+* `books` - what became of each contribution, kept from events and actions alone: what policies are checked by
 """
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake

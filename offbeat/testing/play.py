@@ -33,7 +33,7 @@ from offbeat.sync import (
 )
 from offbeat.sync.policy import settle
 from offbeat.sync.state import changed, observe
-from offbeat.testing.books import Books, Broken
+from offbeat.sync.books import Books, Broken
 from offbeat.testing.purity import impurity
 
 if TYPE_CHECKING:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.fabric.server.messages import Scene, Seen
+from offbeat.history import Returns, told
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, on
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.history import Record as HistoryRecord
     from offbeat.sync import Action, Event, Member, Policy
 
 
@@ -59,12 +61,16 @@ class Coordinator:
         policy: decides.
         world: how many workers the job begins with.
         now_s: monotonic seconds.
+        model: which of several.
+        record: writes the history.
     """
 
     policy: Policy
     world: int
     now_s: Callable[[], float]
     state: State = field(default_factory=State)
+    model: int = 0
+    record: Callable[[HistoryRecord], None] = lambda record: None
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
@@ -82,6 +88,8 @@ class Coordinator:
             least: the number of its next contribution is no lower.
             weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
+        if least or weight is not None:
+            self.record(Returns(self.model, worker, least, weight))
         if least > self.state.past.get(worker, 0):
             self.state = changed(self.state, past={**self.state.past, worker: least})
         if worker in self._left_early:
@@ -124,9 +132,11 @@ class Coordinator:
         before = self.state
         if not self.started:
             self.state = observe(before, event)
+            self.record(told(self.model, event, (), asked=False))
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
         self.state, actions = on(self.policy, before, event)
         self._count(observe(before, event), actions)
+        self.record(told(self.model, event, actions, asked=True))
         return actions
 
     def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:

@@ -30,6 +30,7 @@ from offbeat.fabric.server.messages import (
     Told,
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
+from offbeat.history import Adopts, Began
 from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.messages import Adopt, Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
+    from offbeat.history import Record
     from offbeat.pacing import Lease, Over
     from offbeat.sync import Action, Push
 
@@ -56,6 +58,7 @@ class Lead:
         say: sends a message to a worker.
         life: of the server.
         adopt: tells all workers and shards which plan holds.
+        record: writes the history.
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class Lead:
         say: Callable[[int, ToWorker], None],
         life: int = 0,
         adopt: Callable[[Adopt], None] = lambda adopt: None,
+        record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._read_plan, self._decide, self._say = read_plan, decide, say
-        self._have_adopted = adopt
+        self._have_adopted, self._record = adopt, record
         self._dealer = Dealer(lambda plan: read_plan(plan).tuning, lambda: asyncio.get_running_loop().time())
         self.life = life
         self.is_over = False  # nothing is decided any more: what would follow could be in no snapshot
@@ -101,6 +105,15 @@ class Lead:
         self.models[model] = Model(
             coordinator, details.optimizer, details.shards, to_fill, details.holders, world=details.world
         )
+        self._write_down(model)
+
+    def _write_down(self, model: int) -> None:
+        """Have the history begin with where a model is."""
+        coordinator = self.models[model].coordinator
+        coordinator.model, coordinator.record, state = model, self._record, coordinator.state
+        plan = self._swaps.present
+        assert plan is not None
+        self._record(Began(model, self.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
@@ -316,6 +329,7 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
+        self._record(Adopts(adopt.plan))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         for model, one in self.models.items():
@@ -345,6 +359,7 @@ class Lead:
             self._dealer.restore(progress.data)
         policy = self._swaps.begin(details.plan, details.swaps).sync
         self.models[model] = revived(policy, details, version, progress, now_s)
+        self._write_down(model)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
