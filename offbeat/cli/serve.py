@@ -38,7 +38,9 @@ def serve(
     every: Annotated[int, typer.Option(min=1, help="Updates between two snapshots.")] = 100,
     history: Annotated[
         Path | None,
-        typer.Option(help="Record in this folder what `offbeat verify-run` checks; that of OFFBEAT_HISTORY if left out."),
+        typer.Option(
+            help="Record in this folder what `offbeat verify-run` checks; that of OFFBEAT_HISTORY if left out."
+        ),
     ] = None,
 ) -> None:
     """Hold a part of the parameters for one job; end when its last worker has gone.

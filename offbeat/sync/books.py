@@ -169,12 +169,15 @@ class Books:
         if account is not None and account.push == push:
             account.arrives()
 
-    def released(self, rank: int, policy: Policy) -> None:
-        """A worker may go on."""
-        account, bound = self.accounts[rank], policy.bound
+    def released(self, rank: int, policy: Policy) -> int:
+        """A worker may go on; how many steps it is ahead of the slowest, as a bound counts them."""
+        account, bound, lead = self.accounts[rank], policy.bound, 0
         for other in self.accounts.values():
+            if other is account:
+                continue
             brought = other.brought + (other.update is not None and not other.arrived and _sees(account, other))
-            if bound is not None and other is not account and brought < account.pace + 1 - bound:
+            lead = max(lead, account.pace + 1 - brought)
+            if bound is not None and brought < account.pace + 1 - bound:
                 raise Broken(
                     f"worker {rank} is released for step {account.pace + 1}, but worker {other.rank} has brought "
                     f"{brought}: that breaks the bound of {bound}",
@@ -185,6 +188,7 @@ class Books:
         account.number += 1
         account.held, account.pulls = False, True
         account.needs = {update for update in self._open if account.update in (None, update)}
+        return lead
 
     def evicted(self, rank: int) -> None:
         """A worker is not waited for any longer; its account is closed."""
