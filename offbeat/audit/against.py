@@ -125,6 +125,6 @@ def _is_deterministic(text: str) -> bool:
 def _is_fixed(policy: Policy) -> bool:
     if isinstance(policy, Hybrid):
         return _is_fixed(policy.inner) and _is_fixed(policy.outer)
-    return isinstance(policy, BSP | LocalSGD) or (
-        isinstance(policy, RoundRobin) and policy.strict and policy.slots == 1
-    )
+    if isinstance(policy, RoundRobin):
+        return policy.strict and policy.slots in (1, None)
+    return isinstance(policy, BSP | LocalSGD)

@@ -191,7 +191,7 @@ class Fates:
             what = f"is {known[0]}" if known else "was never announced"
             verdict.violated(
                 2,
-                f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but that {what}, as recorded.",
+                f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
             )
         used = [push for push in pushes if self.fates.get(push) == "applied"]
         if len(used) > 1:
