@@ -151,11 +151,13 @@ class Decisions:
             self._adopt(event)
             before = self._know(event)
             state = observe(before, event)
-            self._note(event, state, asked=asked)
+            after = self._ask_again(before, event, actions) if asked else state
+            self._note(event, state)
+            self._began |= asked
             for action in actions:
                 self._enter(action)
                 self._books.make_updates()
-            self._state = self._decide_again(before, event, actions) if asked else state
+            self._state = self._follow(state, actions) if after is None else after
             self._forget(event)
         except _Ahead as broken:
             self._fail(3, str(broken), event, broken.rank)
@@ -193,17 +195,10 @@ class Decisions:
             member = changed(members[back.worker], weight=back.weight)
             self._state = changed(self._state, members={**members, back.worker: member})
 
-    def _note(self, event: Event, state: State, *, asked: bool) -> None:
+    def _note(self, event: Event, state: State) -> None:
         """What the event means for the books."""
         books = self._books
-        if not asked:
-            return
-        if not self._began:
-            self._began = True
-            for rank, member in state.members.items():
-                books.joined(rank, member.step, member.pace)
-                self._base[rank] = state.version
-        elif isinstance(event, Joined):
+        if isinstance(event, Joined):
             self._leave(event.worker)
             books.joined(event.worker, state.members[event.worker].step, state.members[event.worker].pace)
             self._base[event.worker] = state.version
@@ -230,8 +225,7 @@ class Decisions:
     def _leave(self, rank: int) -> None:
         account = self._books.accounts.get(rank)
         if account is not None:
-            if not account.arrived:
-                self.unarrived.add(account.push)
+            self.unarrived |= account.unarrived
             self._books.left(rank)
 
     def _enter(self, action: Action) -> None:
@@ -266,8 +260,7 @@ class Decisions:
                     verdict.bound = max(verdict.bound or 0, policy.bound)
             case Evict(worker=rank):
                 account = self._account(rank, action)
-                if not account.arrived:
-                    self.unarrived.add(account.push)
+                self.unarrived |= account.unarrived
                 with _about_pace():
                     books.evicted(rank)
 
@@ -285,20 +278,24 @@ class Decisions:
 
     # -- the policy, asked again ---------------------------------------------------------------------------------
 
-    def _decide_again(self, before: State, event: Event, actions: tuple[Action, ...]) -> State:
-        """The state after what was decided; that the policy decides the same is checked."""
-        if self._replays and self._knows_policy:
-            after, decided = on(self._policy, before, event)
-            decided = tuple(action for action in decided if not isinstance(action, Remember))
-            if decided == actions:
-                self._verdict.replayed += 1
-                return after
-            self._replays = False  # it may go on from something else that it remembers
-            ours = ", ".join(map(str, decided)) or "nothing"
-            theirs = ", ".join(map(str, actions)) or "nothing"
-            what = f"after {event} {self._policy!r} decides {ours}, but what is recorded is {theirs}"
-            self._report(_law_of(decided, actions), what, _rank_of(event))
-        state = observe(before, event)
+    def _ask_again(self, before: State, event: Event, actions: tuple[Action, ...]) -> State | None:
+        """The state after what the policy decides; None if that is not what is recorded, or it cannot be asked."""
+        if not (self._replays and self._knows_policy):
+            return None
+        after, decided = on(self._policy, before, event)
+        decided = tuple(action for action in decided if not isinstance(action, Remember))
+        if decided == actions:
+            self._verdict.replayed += 1
+            return after
+        self._replays = False  # from here on it would decide from something else that it remembers
+        ours = ", ".join(map(str, decided)) or "nothing"
+        theirs = ", ".join(map(str, actions)) or "nothing"
+        what = f"after {event} {self._policy!r} decides {ours}, but what is recorded is {theirs}"
+        self._report(_law_of(decided, actions), what, _rank_of(event))
+        return None
+
+    def _follow(self, state: State, actions: tuple[Action, ...]) -> State:
+        """The state after what is recorded."""
         for action in actions:
             state = enact(state, action)
         return state

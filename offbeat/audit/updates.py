@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from offbeat.audit.decisions import Decisions, Update
     from offbeat.audit.verdict import Verdict
     from offbeat.history import Has, Made, Serves, Used
@@ -130,6 +132,7 @@ class Fates:
         self.fates: dict[Push, str] = {}
         self.weights: dict[Push, float] = {}
         self._in_part: set[Push] = set()
+        self._lives: list[tuple[int, Mapping[int, int]]] = []  # and where each worker went on in it
         self._versions: dict[Push, int] = {}  # of the update that a contribution is in
         self._version = 0
 
@@ -140,6 +143,7 @@ class Fates:
             was_whole: nothing is missing from the history of the life before.
         """
         began = decisions.began
+        self._lives.append((decisions.life, began.past))
         for push, fate in self.fates.items():
             if fate == "applied" and self._versions[push] > began.version:
                 self.fates[push] = "lost"
@@ -193,6 +197,8 @@ class Fates:
                 2,
                 f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
             )
+        if not known and has.counted and not is_whole:
+            self._take_unrecorded(pushes[-1], has, verdict)
         used = [push for push in pushes if self.fates.get(push) == "applied"]
         if len(used) > 1:
             verdict.twice += 1
@@ -207,6 +213,15 @@ class Fates:
             verdict.violated(
                 2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
             )
+
+    def _take_unrecorded(self, push: Push, has: Has, verdict: Verdict) -> None:
+        """A worker was told that a contribution is used, by a server that was killed before it had recorded that."""
+        lives = [life for life, _ in self._lives]
+        following = lives.index(has.life) + 1 if has.life in lives else len(lives)
+        past = self._lives[following][1] if following < len(lives) else {}
+        self.fates[push] = "applied" if push[1] < past.get(push[0], 0) else "lost"
+        self._versions[push], self.weights[push] = 0, has.samples
+        verdict.unrecorded += 1
 
     def count(self, verdict: Verdict) -> None:
         """Add up what became of all."""

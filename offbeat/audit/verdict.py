@@ -38,6 +38,7 @@ class Verdict:
             worker, or with a server that was killed and had no snapshot of them.
         lost_samples: that the lost ones weigh.
         in_part: of the lost ones, those of which some blocks are in the parameters.
+        unrecorded: of all these, those that a killed server had no time to record, and of which workers know.
         twice: contributions that are in the parameters twice.
         releases, lead, bound: how often a worker was let go on; the most it was ahead then, and the most it may be.
         staleness, stalest: sum and maximum, over the applied ones, of the updates between the parameters they were
@@ -60,6 +61,7 @@ class Verdict:
     lost_samples: float = 0.0
     in_part: int = 0
     pending: int = 0
+    unrecorded: int = 0
     twice: int = 0
     replayed: int = 0
     releases: int = 0

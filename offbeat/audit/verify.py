@@ -84,8 +84,9 @@ class _Audit:
                 fates.begin(decisions, verdict, was_whole=was_whole)
                 fates.add(decisions, missing, verdict)
                 was_whole = is_whole
-            is_whole = all(self._is_whole.values()) and not any(one.is_broken for one in self._decisions)
-            for diary in diaries:
+            is_whole = all(self._is_whole.values())
+            is_broken = any(one.is_broken for one in self._of(model))  # then nothing is known of what followed
+            for diary in () if is_broken else diaries:
                 for has in diary.has:
                     if has.model == model and has.numbers:
                         fates.brought(diary.rank, has, verdict, is_whole=is_whole)

@@ -91,7 +91,8 @@ def _counts(law: int, verdict: Verdict) -> str:
         lost = f"{verdict.lost} lost ({verdict.lost_samples:g} samples)"
         if verdict.in_part:
             lost += f", of them {verdict.in_part} in part"
-        return f"{verdict.applied} applied, {verdict.dropped} dropped, {lost}, {verdict.pending} pending"
+        text = f"{verdict.applied} applied, {verdict.dropped} dropped, {lost}, {verdict.pending} pending"
+        return f"{text}; {verdict.unrecorded} known from workers alone" if verdict.unrecorded else text
     mean = verdict.staleness / verdict.applied if verdict.applied else 0.0
     ahead = "no bound" if verdict.bound is None else f"at most {verdict.lead} ahead of {verdict.bound} allowed"
     return (
