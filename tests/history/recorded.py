@@ -38,17 +38,18 @@ class Recorded:
         self.records: list[Record] = [Header(1, "coordinator", JOB, 0, 0.0, "now")]
         self.folder = folder
         self.job = Together(policy, world, read_plan=Plan.from_toml, record=self.records.append)
+        # One after another, so that all begin with what rank 0 has.
+        workers = [Worker(client, plan=self.plan.to_toml()) for client in self.job.clients]
         with ThreadPoolExecutor(world) as pool:
-            list(pool.map(self._train, range(world)))
+            list(pool.map(self._train, workers))
         self.job.close()
         self.records.append(Ended())
         self.coordinator = folder / "coordinator.log"
         write_log(self.coordinator, self.records)
 
-    def _train(self, rank: int) -> None:
-        diary, client = Diary(), self.job.clients[rank]
+    def _train(self, worker: Worker) -> None:
+        diary, client, rank = Diary(), worker.client, worker.client.rank
         diary.open(self.folder, job=JOB, rank=rank)
-        worker = Worker(client, plan=self.plan.to_toml())
         diary.trains(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
         generator = torch.Generator().manual_seed(rank)
         for step in range(self.steps):
