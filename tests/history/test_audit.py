@@ -143,7 +143,7 @@ def forget_to_make(records: list[Any]) -> None:
     del records[index_of(records, lambda record: isinstance(record, Made), -1)]
 
 
-@pytest.mark.parametrize("policy", [BSP(), SSP(1), ASP()], ids=repr)
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
 @pytest.mark.parametrize(
     "change",
     [

@@ -62,6 +62,8 @@ def with_swaps(folder: Path, policies: tuple[Policy, ...]) -> float:
         return counter.count
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_run_of_every_policy_holds(tmp_path: Path) -> None:
     run_workers(2, with_swaps, tmp_path, ALL)
     verdict = recorded(tmp_path)
@@ -90,13 +92,14 @@ def with_server_killed(folder: Path, policy: Policy, kills: dict[int, int], shar
         return counter.count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("policy", "shards", "kills"),
     [
         (ASP(), 1, {13: 0}),
-        pytest.param(BSP(), 1, {11: 0, 12: 0}, marks=pytest.mark.slow),
-        pytest.param(SSP(1), 2, {9: 1, 20: 0}, marks=pytest.mark.slow),
+        (BSP(), 1, {11: 0, 12: 0}),
+        (SSP(1), 2, {9: 1, 20: 0}),
     ],
     ids=["ASP", "BSP-twice", "two-shards"],
 )
