@@ -4,6 +4,7 @@
     ├── PlanError         what was composed cannot work (whose fault: the plan; exit code 2)
     ├── ModelError        what was prepared cannot be trained: model, optimizer or loader (exit code 2)
     ├── ScenarioError     a scenario file describes something that cannot be built (exit code 2)
+    ├── HistoryError      what a run recorded cannot be read (exit code 2)
     ├── NetworkError      a host, link or address cannot be used
     ├── PeerError         another process broke the protocol or may not speak to us
     │   └── DisagreementError   the workers differ about plan, layout or step
@@ -31,6 +32,10 @@ class ModelError(OffbeatError, ValueError):
 
 class ScenarioError(OffbeatError, ValueError):
     """The scenario file cannot be built."""
+
+
+class HistoryError(OffbeatError, ValueError):
+    """What a run recorded cannot be read."""
 
 
 class NetworkError(OffbeatError, ConnectionError):

@@ -19,6 +19,7 @@ import atexit
 import dataclasses
 import logging
 import os
+import secrets
 import sys
 import traceback
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,6 +41,7 @@ from offbeat.engine import (
     Conference,
     Control,
     DealtSource,
+    Diary,
     Draw,
     Drawn,
     Meter,
@@ -97,6 +99,7 @@ def init(
     timeout: timedelta | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    history: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Join the other workers. Collective: every rank calls it.
 
@@ -108,9 +111,11 @@ def init(
         timeout: a wait longer than this is explained (who has not arrived, and why); 5 s, or that of `offbeat run`.
         run_dir: where metrics are written; that of `offbeat run`, or nowhere.
         seed: of the order in which a prepared loader deals out samples.
+        history: folder in which this worker records what it has after each step, for `offbeat verify-run`; that of
+            `offbeat run --history`, or none.
 
     Raises:
-        PlanError: if the plan cannot work here.
+        PlanError: if the plan cannot work here, or a folder cannot be written to.
     """
     if plan is None:
         text = os.environ.get("OFFBEAT_PLAN")
@@ -128,13 +133,23 @@ def init(
         raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
     if run_dir is None:
         run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
-    return Run(plan, timeout=timeout, run_dir=None if run_dir is None else Path(run_dir), seed=seed)
+    if history is None:
+        history = os.environ.get("OFFBEAT_HISTORY") or None
+    return Run(
+        plan,
+        timeout=timeout,
+        run_dir=None if run_dir is None else Path(run_dir),
+        seed=seed,
+        history=None if history is None else Path(history),
+    )
 
 
 class Run:
     """One worker's part in a job. Made by `init`."""
 
-    def __init__(self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int, history: Path | None = None
+    ) -> None:
         self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
@@ -176,10 +191,13 @@ class Run:
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
+        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
             self._server = self._connect(timeout)
+            if history is not None:
+                self._open_diary(history)
         except OffbeatError as error:
             self._close(error)
             raise
@@ -236,6 +254,14 @@ class Run:
             place=self._joins,
         )
 
+    def _open_diary(self, folder: Path) -> None:
+        """Have all workers' histories name the same job. Collective."""
+        if self._server is not None:
+            job = self._server.job
+        else:
+            job = self._control.texts("the name of this run's history", secrets.token_hex(8))[0]
+        self._diary.open(folder, job=job, rank=self.rank)
+
     # -- preparing -----------------------------------------------------------------------------------------------
 
     @overload
@@ -285,11 +311,12 @@ class Run:
         self._models.append(model)
         prepared_loader = None if loader is None else self._prepare_loader(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
-        after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer))
+        after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer, parameters))
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
         replica = Replica(model, reducer)
         self._write_start(model, reducer)
+        self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
             return replica, optimizer
         return replica, optimizer, prepared_loader
@@ -314,6 +341,7 @@ class Run:
             server=server,
             waiter=self._waiter,
             meter=self._meter,
+            diary=self._diary,
             in_place=not isinstance(self.plan.sync, LocalSGD),
             model=len(self._reducers),
         )
@@ -387,8 +415,11 @@ class Run:
                         "before prepare."
                     )
 
-    def _after_step(self, reducer: Exchanger) -> None:
+    def _after_step(self, reducer: Exchanger, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         reducer.after_step()
+        if self._server is None and reducer.step:
+            model, samples = self._reducers.index(reducer), self._meter.last_samples
+            self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
         if isinstance(reducer, Together):
             called = reducer.take_call()
             reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
@@ -760,6 +791,7 @@ class Run:
                 with suppress(OffbeatError):
                     self._server.take_over(self._waiter, why)
             raise
+        self._diary.loaded()
         if self._server is not None:
             self._server.take_over(self._waiter)
             for reducer in self._reducers:
@@ -848,7 +880,9 @@ class Run:
             never_destroy(dist.group.WORLD)
 
     def _end_metrics(self, error: BaseException | None) -> None:
-        self._meter.end(self.step, None if error is None else f"{type(error).__name__}: {error}")
+        why = None if error is None else f"{type(error).__name__}: {error}"
+        self._diary.close(why or "")
+        self._meter.end(self.step, why)
         self._metrics.close()
 
     def _tell_stall(self, text: str) -> None:
@@ -940,3 +974,9 @@ def _timeout(text: str) -> timedelta:
         return timedelta(seconds=float(text))
     except (ValueError, OverflowError) as error:
         raise PlanError(f"Cannot read OFFBEAT_TIMEOUT_S={text!r}: it must be a number of seconds.") from error
+
+
+def _every(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise PlanError(f"Cannot read OFFBEAT_HASH_EVERY={text!r}: it must be a whole number of steps from 1.")
+    return int(text)

@@ -30,10 +30,12 @@ from offbeat.exits import how_it_ended
 from offbeat.wire import eager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
     from types import FrameType
 
     from offbeat.fabric.server.shard.archive import Archive
+    from offbeat.history import Record
+    from offbeat.history.records import Kind
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import Link
 
@@ -70,6 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         every: updates between two snapshots.
         is_fresh: the job begins, so snapshots that are there are of no use.
         restarts: how often it is started again when it is killed.
+        history: folder for its history; "" for none.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=256)]
@@ -86,6 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     every: Annotated[int, msgspec.Meta(ge=1)] = 100
     is_fresh: bool = False
     restarts: int = 0
+    history: str = ""
 
     def credentials(self) -> Credentials | None:
         """What both sides have to prove.
@@ -114,6 +118,7 @@ def from_environment(job: str, timeout: timedelta) -> Settings:
         key=name("OFFBEAT_KEY", ""),
         authority=name("OFFBEAT_AUTHORITY", ""),
         timeout_s=timeout.total_seconds(),
+        history=name("OFFBEAT_HISTORY", ""),
     )
 
 
@@ -171,8 +176,8 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
         Whether it was told to stop.
 
     Raises:
-        NetworkError: if the address, the credentials or the folder for snapshots cannot be used, or the coordinator
-            cannot be reached.
+        NetworkError: if the address, the credentials or a folder, for snapshots or the history, cannot be used, or the
+            coordinator cannot be reached.
         PeerError: if the coordinator does not take it in.
     """
     from offbeat.fabric.server.shard.archive import Archive
@@ -183,14 +188,43 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    while (address := await _live(settings, archive, stop, say)) is not None:
-        settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
-        say = _say_nothing
+    with _history(settings) as record:
+        while (address := await _live(settings, archive, stop, say, record)) is not None:
+            settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
+            say = _say_nothing
     return stop.is_set()
 
 
+@contextlib.contextmanager
+def _history(settings: Settings) -> Iterator[Callable[[Record], None]]:
+    """What writes the history of all lives of this process.
+
+    Raises:
+        NetworkError: if its folder cannot be used.
+    """
+    if not settings.history:
+        yield _forget
+        return
+    from offbeat.history import Writer
+
+    kind: Kind = "shard" if settings.coordinator else "coordinator"
+    try:
+        writer = Writer(Path(settings.history), kind, kind=kind, job=settings.job)
+    except OSError as error:
+        why = error.strerror or error
+        raise NetworkError(f"Cannot keep a history in {settings.history}: {why}. Choose another folder.") from error
+    try:
+        yield writer.append
+    finally:
+        writer.close()
+
+
 async def _live(
-    settings: Settings, archive: Archive | None, stop: asyncio.Event, say: Callable[[str], None]
+    settings: Settings,
+    archive: Archive | None,
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+    record: Callable[[Record], None],
 ) -> str | None:
     """One life of the shard (see `offbeat.fabric.server.lead.resume`); where it was, if it is to begin another one."""
     from offbeat.fabric.server import Shard
@@ -207,6 +241,7 @@ async def _live(
         every=settings.every,
         again=again.set,
         patience_s=2 * settings.timeout_s,
+        record=record,
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()
@@ -288,6 +323,10 @@ async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T |
 
 def _say_nothing(address: str) -> None:
     """Workers know it already."""
+
+
+def _forget(record: Record) -> None:
+    """Nobody wants a history."""
 
 
 def look_after(settings: Settings, say: Callable[[str], None]) -> None:

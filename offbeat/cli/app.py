@@ -21,6 +21,7 @@ from offbeat.cli.serve import serve
 from offbeat.cli.simulate import simulate
 from offbeat.cli.swap import swap
 from offbeat.cli.top import top
+from offbeat.cli.verify_run import verify_run
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command()(report)
 app.command()(serve)
 app.command()(top)
 app.command()(swap)
+app.command()(verify_run)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(certs)

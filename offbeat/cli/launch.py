@@ -50,6 +50,8 @@ class Job:
         timeout_s: waits longer than this are explained.
         run_dir: absolute folder for metrics.
         joining: the job that they join, if it trains already.
+        history: folder for histories; None for none, or that of the environment.
+        hash_every: steps between two digests of the parameters.
     """
 
     script: Path
@@ -60,6 +62,8 @@ class Job:
     timeout_s: float
     run_dir: Path
     joining: Joining | None = None
+    history: Path | None = None
+    hash_every: int = 1
 
 
 class Worker:
@@ -160,6 +164,8 @@ class Launch:
             "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
+        if job.history is not None:
+            env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
         cores = len(os.sched_getaffinity(0))
         if job.workers > cores and "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = "1"
@@ -183,6 +189,7 @@ class Launch:
                 snapshots=str(self._job.run_dir / "server" / f"shard-{number}"),
                 is_fresh=True,
                 restarts=RESTARTS,
+                history=str(self._job.history or os.environ.get("OFFBEAT_HISTORY", "")),
             )
             process, address = start_shard(settings)
             self._shards.append(process)

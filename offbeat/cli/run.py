@@ -59,6 +59,12 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
     ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="Record in its folder history/ what `offbeat verify-run` checks.")
+    ] = False,
+    hash_every: Annotated[
+        int, typer.Option(min=1, help="With --history: hash the parameters after every so many steps.")
+    ] = 1,
 ) -> None:
     """Start SCRIPT on local workers. The same script runs under torchrun unchanged.
 
@@ -96,6 +102,8 @@ def run(
         timeout_s=timeout,
         run_dir=folder.resolve(),
         joining=joining,
+        history=folder.resolve() / "history" if history else None,
+        hash_every=hash_every,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

@@ -36,6 +36,12 @@ def serve(
         typer.Option(help="Keep snapshots in this folder, and go on from them if there are some; none if left out."),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Updates between two snapshots.")] = 100,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record in this folder what `offbeat verify-run` checks; that of OFFBEAT_HISTORY if left out."
+        ),
+    ] = None,
 ) -> None:
     """Hold a part of the parameters for one job; end when its last worker has gone.
 
@@ -59,6 +65,7 @@ def serve(
         patience_s=0.0,
         snapshots=str(snapshots or ""),
         every=every,
+        history=str(history or os.environ.get("OFFBEAT_HISTORY", "")),
     )
 
     def say(address: str) -> None:

@@ -25,6 +25,7 @@
 * `control` - collective questions beside the data's path: are we the same, who has data
 * `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all
 * `meter` - one record per step, written by a background thread
+* `diary` - digests of the parameters, for the history of a run
 """
 
 from offbeat.engine.agreed import AgreedSource, Timing
@@ -34,6 +35,7 @@ from offbeat.engine.by_policy import ByPolicy
 from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
+from offbeat.engine.diary import Diary
 from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
@@ -57,6 +59,7 @@ __all__ = [
     "Conference",
     "Control",
     "DealtSource",
+    "Diary",
     "Draw",
     "Drawn",
     "Exchanger",

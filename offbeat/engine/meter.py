@@ -100,6 +100,7 @@ class Meter:
         self._waiter = waiter
         self.sent_bytes = 0
         self.samples = 0
+        self.last_samples = 0  # of the step before
         self.loader_counts = False  # a prepared loader counts the samples; else forward passes do
         self._offset_s = clock.unix_s() - clock.now_s()
         self._step_began_s = clock.now_s()
@@ -155,6 +156,7 @@ class Meter:
             }
         )
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
+        self.last_samples = self.samples
         self.sent_bytes = self.samples = 0
         self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
 

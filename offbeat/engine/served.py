@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from offbeat.codec import Exchange, State
+    from offbeat.engine.diary import Diary
     from offbeat.engine.meter import Meter
     from offbeat.engine.server import Server
     from offbeat.engine.waiting import Waiter
@@ -51,6 +52,7 @@ class Served:
         server: this worker's connection to it.
         waiter: the one waiting primitive.
         meter: where measurements go.
+        diary: where digests of the parameters go.
         in_place: whether what the server sends lands in the parameters themselves, if they are on the CPU.
         model: which of several prepared, from 0.
 
@@ -69,9 +71,11 @@ class Served:
         server: Server,
         waiter: Waiter,
         meter: Meter,
+        diary: Diary,
         in_place: bool = True,
         model: int = 0,
     ) -> None:
+        self._diary = diary
         self.plan, self.layout = plan, layout
         self.share = Share()
         self.meter = meter
@@ -205,6 +209,7 @@ class Served:
             )
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
+        self._diary.has_from_server(self._model, step, self.values, exchange, samples=self._brought)
         return issued_s, self.meter.now_s()
 
     def take_over_optimizer(self) -> None:
@@ -234,6 +239,8 @@ class Served:
     def refreshed(self) -> None:
         """The newest parameters are here: bring them to the model's device."""
         self._take_values()
+        exchange = self._client.place(self._model).exchange
+        self._diary.has_from_server(self._model, self.step, self.values, exchange, brought=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, and the optimizer's state at the server, by parameter name, as bytes.

@@ -67,10 +67,13 @@ class Server:
         loop: where the links live; ended by `close`.
         shards: how many there are.
         plans: which one holds.
+        job: its name.
     """
 
-    def __init__(self, client: Client, spec: ParameterServer, loop: Loop, shards: int, plans: Plans) -> None:
-        self.client, self.plans = client, plans
+    def __init__(
+        self, client: Client, spec: ParameterServer, loop: Loop, shards: int, plans: Plans, job: str = ""
+    ) -> None:
+        self.client, self.plans, self.job = client, plans, job
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
@@ -228,7 +231,7 @@ def connect(
     dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     waiter.call(lambda: loop.run(client.connect(_FIRST_PATIENCE)), dialling)
     waiter.ask_server = client.trouble
-    return Server(client, spec, loop, len(addresses), plans)
+    return Server(client, spec, loop, len(addresses), plans, settings.job)
 
 
 def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:

@@ -12,6 +12,7 @@
 * `local_sgd` - workers step by themselves, and average now and then
 * `hybrid` - one policy within groups of workers, another between groups; `group` - one of those
 * `apart` - what belongs to no round any more after a swap
+* `books` - what became of each contribution, kept from events and actions alone: what policies are checked by
 """
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake

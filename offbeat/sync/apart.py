@@ -1,18 +1,25 @@
-"""What a policy that has been swapped out had workers bring, where the present one has them bring something else."""
+"""What a policy that has been swapped out had workers bring, where the present one has them bring something else.
+
+An update holds gradients or changes, never both. So what is of the other kind is in an update by itself: what is
+pending when the policy is swapped (`take_over`), and what comes later from a worker that had not heard of the swap
+(`bring`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.sync.actions import Apply, Grant, Release
-from offbeat.sync.state import changed
+from offbeat.sync.policy import own_steps, settle
+from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat.sync.actions import Action, Push
-    from offbeat.sync.policy import Contributes
+    from offbeat.sync.events import Adopted, Ready
+    from offbeat.sync.policy import Contributes, Policy
     from offbeat.sync.state import State
 
 
@@ -58,6 +65,55 @@ class Apart:
             *[Apply((push,), rate, in_order=False) for push, rate in self.rates.items() if push in state.pending],
             *[Release(worker) for worker, _ in held],
         ]
+
+
+class Stage(NamedTuple):
+    """Something that was decided.
+
+    Args:
+        before: the state from which it was.
+    """
+
+    before: State
+    actions: tuple[Action, ...]
+
+
+def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[State, tuple[Stage, ...]]:
+    """What is decided when `new` takes over, and the state after that; in two stages if some of it is apart."""
+    state = observe(state, event)
+    if own_steps(old) == own_steps(new):
+        return _one(new, state)
+    after, drained = settle(Apart({push: state.share(push) for push in state.pending}), state)
+    after = with_steps(after, max(1, own_steps(new)) / max(1, own_steps(old)))
+    return _two(new, Stage(state, drained), after)
+
+
+def bring(policy: Policy, state: State, event: Ready, *, change: bool) -> tuple[State, tuple[Stage, ...]]:
+    """What is decided when a worker has a contribution, and the state after that; in two stages if some of it is apart.
+
+    Args:
+        change: it is a change of the worker's own, not a gradient.
+    """
+    seen = observe(state, event)
+    if change == (policy.contributes(event.clock) != "gradient"):
+        return _one(policy, seen)
+    # It weighs in a round what its worker does, though it may be of fewer steps than usual.
+    weight, rate = weight_in(state, event.worker)
+    after, drained = settle(Apart({(event.worker, event.clock): rate}), seen)
+    if event.worker in after.members:
+        member = changed(after.members[event.worker], weight=weight)
+        after = changed(after, members={**after.members, event.worker: member})
+    return _two(policy, Stage(seen, drained), after)
+
+
+def _one(policy: Policy, state: State) -> tuple[State, tuple[Stage, ...]]:
+    after, actions = settle(policy, state)
+    return after, (Stage(state, actions),)
+
+
+def _two(policy: Policy, first: Stage, state: State) -> tuple[State, tuple[Stage, ...]]:
+    after, actions = settle(policy, state)
+    return after, (first, Stage(state, actions))
 
 
 def with_steps(state: State, more: float) -> State:

@@ -31,9 +31,9 @@ from offbeat.sync import (
     Wake,
     adoption,
 )
+from offbeat.sync.books import Books, Broken
 from offbeat.sync.policy import settle
 from offbeat.sync.state import changed, observe
-from offbeat.testing.books import Books, Broken
 from offbeat.testing.purity import impurity
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ COMMANDS = {
         "--join",
         "--timeout",
         "--run-dir",
+        "--history",
+        "--hash-every",
     ],
     "serve": [
         "--bind",
@@ -35,6 +37,7 @@ COMMANDS = {
         "--timeout",
         "--snapshots",
         "--every",
+        "--history",
     ],
     "top": [
         "--job",
@@ -51,6 +54,7 @@ COMMANDS = {
     ],
     "report": ["RUN_DIR"],
     "swap": ["POLICY", "--job", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
+    "verify-run": ["PATHS", "--against", "--json"],
     "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],
     "doctor": ["--json"],
     "plan show": ["PATH"],

@@ -16,6 +16,7 @@ from offbeat.fabric.server import Client, Shard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.history import Record
     from offbeat.pacing import BatchTuning, Keeps
     from offbeat.sync import Policy
 
@@ -126,6 +127,7 @@ class Together:
 
     Args:
         read_plan: what the shard makes of the workers' plans; `Parts` of the other arguments if None.
+        record: writes the shard's history.
     """
 
     def __init__(
@@ -134,10 +136,11 @@ class Together:
         world: int,
         tuning: BatchTuning | None = None,
         read_plan: Callable[[str], Any] | None = None,
+        record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self.loop = Loop()
         self.ended = threading.Event()
-        self.shard = Shard(read_plan or (lambda plan: Parts(policy, tuning)), self.ended.set)
+        self.shard = Shard(read_plan or (lambda plan: Parts(policy, tuning)), self.ended.set, record=record)
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
         self.ends = [self._link(client) for client in self.clients]
 

@@ -354,6 +354,7 @@ class Client:
             return
         if place.is_in:
             self._say(Announce(model, place.clock, place.about))
+            exchange.announced += (place.clock,)
             if not place.is_gated:
                 self._push(place, place.clock)
         elif place.is_outdated:
@@ -515,8 +516,9 @@ class Client:
                 self._tell(text)
             case Dealt():
                 self._hands.deal(message)
-            case Values(model=model, block=block):
+            case Values(model=model, block=block, version=version):
                 place = self.place(model)
+                place.versions[block] = version
                 place.missing.discard(block)
                 self._finish(place)
             case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused):
@@ -583,11 +585,13 @@ class Client:
             assert place.about is not None
             place.clock = go.step
             self._say(Announce(place.model, place.clock, place.about))
+            place.exchange.announced += (place.clock,)
             return
         if go.values:
             exchange = place.exchange
             exchange.is_used = was_in or place.parts is None
             exchange.step, exchange.staleness = go.step, go.staleness
+            exchange.is_counted, exchange.life = go.counted, place.life
         place.going, place.is_entering = go, place.is_entering or not was_in
         self._finish(place)
 
@@ -634,6 +638,7 @@ class Client:
             place.missing = set(range(len(place.blocks)))
             self._route.progressed()
             self._say(Pulled(place.model, place.clock))
+            place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)
             place.exchange.finish()
         if place.is_entering:
             place.is_entering = False

@@ -33,6 +33,10 @@ class Exchange:
         self.place = b""  # in the data
         self.left = 0  # shards that are not done
         self.is_used = True  # False if it was dropped because this worker had been left behind
+        self.announced: tuple[int, ...] = ()  # numbers under which the contribution was announced
+        self.life = 0  # of the server that gave the parameters
+        self.versions: tuple[int, ...] = ()  # of them, by block
+        self.is_counted = False  # whether the contribution is said to be in the parameters
         self._done = threading.Event()
 
     def finish(self, error: OffbeatError | None = None) -> None:

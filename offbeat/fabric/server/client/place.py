@@ -49,6 +49,7 @@ class Place:
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has
+    versions: dict[int, int] = field(default_factory=dict)  # of each block of them
     swaps: int = 0  # of the plan, as far as is known here
     is_in: bool = False
     is_entering: bool = False  # it was let in, and has not got the parameters yet

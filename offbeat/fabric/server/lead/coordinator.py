@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.control import Logbook
 from offbeat.fabric.server.messages import Scene, Seen
-from offbeat.sync import Adopted, Apart, Apply, Drop, Joined, Left, Ready, Release, State, adoption, settle
-from offbeat.sync.apart import weight_in, with_steps
-from offbeat.sync.policy import own_steps
+from offbeat.history import Returns, told
+from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, settle
+from offbeat.sync.apart import Stage, bring, take_over
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.control import Controller, Metrics
-    from offbeat.sync import Action, Event, Member, Policy
+    from offbeat.history import Record as HistoryRecord
+    from offbeat.sync import Action, Event, Member, Policy, Ready
 
 
 @dataclass
@@ -63,12 +64,16 @@ class Coordinator:
         policy: decides.
         world: how many workers the job begins with.
         now_s: monotonic seconds.
+        model: which of several.
+        record: writes the history.
     """
 
     policy: Policy
     world: int
     now_s: Callable[[], float]
     state: State = field(default_factory=State)
+    model: int = 0
+    record: Callable[[HistoryRecord], None] = lambda record: None
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
@@ -87,6 +92,8 @@ class Coordinator:
             least: the number of its next contribution is no lower.
             weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
+        if least or weight is not None:
+            self.record(Returns(self.model, worker, least, weight))
         if least > self.state.past.get(worker, 0):
             self.state = changed(self.state, past={**self.state.past, worker: least})
         if worker in self._left_early:
@@ -130,43 +137,40 @@ class Coordinator:
         before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
             return ()
-        if own_steps(before) == own_steps(policy):
-            return self.tell(event)
-        state = observe(self.state, event)
-        drained = self._decide(Apart({push: self.state.share(push) for push in self.state.pending}), state, event)
-        self.state = with_steps(self.state, max(1, own_steps(policy)) / max(1, own_steps(before)))
-        return drained + self._decide(policy, self.state)
+        return self._decided(event, *take_over(before, policy, self.state, event))
 
     def bring(self, event: Ready, *, change: bool) -> tuple[Action, ...]:
         """A worker has computed a contribution; what is decided.
 
         Args:
-            change: it is a change of the worker's own, not a gradient. If the present policy wants the other, it is as
-                one that was swapped out wanted it, and is in an update by itself.
+            change: it is a change of the worker's own, not a gradient.
         """
-        if change == (self.policy.contributes(event.clock) != "gradient") or not self.started:
+        if not self.started:
             return self.tell(event)
-        # It weighs in a round what its worker does, though it may be of fewer steps than usual.
-        push, weight, rate = (event.worker, event.clock), *weight_in(self.state, event.worker)
-        drained = self._decide(Apart({push: rate}), observe(self.state, event), event)
-        if event.worker in self.state.members:
-            member = changed(self.state.members[event.worker], weight=weight)
-            self.state = changed(self.state, members={**self.state.members, event.worker: member})
-        return drained + self._decide(self.policy, self.state)
+        return self._decided(event, *bring(self.policy, self.state, event, change=change), change=change)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""
         state = observe(self.state, event)
         if not self.started:
             self.state = state
+            self.record(told(self.model, event, (), asked=False))
             self.logbook.hear(event, (), state)
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
-        return self._decide(self.policy, state, event)
+        after, actions = settle(self.policy, state)
+        return self._decided(event, after, (Stage(state, actions),))
 
-    def _decide(self, policy: Policy, state: State, event: Event | None = None) -> tuple[Action, ...]:
-        self.state, actions = settle(policy, state)
-        self.logbook.hear(event, actions, self.state)
-        self._count(state, actions)
+    def _decided(
+        self, event: Event, state: State, stages: tuple[Stage, ...], *, change: bool = False
+    ) -> tuple[Action, ...]:
+        """Take over what was decided after `event`."""
+        self.state = state
+        for stage in stages:
+            self._count(stage.before, stage.actions)
+        actions = tuple(action for stage in stages for action in stage.actions)
+        apart = len(stages[0].actions) if len(stages) > 1 else 0
+        self.record(told(self.model, event, actions, asked=True, change=change, apart=apart))
+        self.logbook.hear(event, actions, state)
         return actions
 
     def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:

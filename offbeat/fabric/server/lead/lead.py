@@ -31,6 +31,7 @@ from offbeat.fabric.server.messages import (
     Told,
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
+from offbeat.history import Adopts, Began
 from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
 from offbeat.sync.state import UNCOUNTED_STEPS
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.messages import Adopt, Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
+    from offbeat.history import Record
     from offbeat.pacing import Lease, Over
     from offbeat.sync import Action, Policy, Push
 
@@ -58,6 +60,7 @@ class Lead:
         say: sends a message to a worker.
         life: of the server.
         adopt: tells all workers and shards which plan holds.
+        record: writes the history.
     """
 
     def __init__(
@@ -67,9 +70,10 @@ class Lead:
         say: Callable[[int, ToWorker], None],
         life: int = 0,
         adopt: Callable[[Adopt], None] = lambda adopt: None,
+        record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._read_plan, self._decide, self._say = read_plan, decide, say
-        self._have_adopted = adopt
+        self._have_adopted, self._record = adopt, record
         self._dealer = Dealer(
             lambda plan: read_plan(plan).tuning,
             lambda: asyncio.get_running_loop().time(),
@@ -109,6 +113,15 @@ class Lead:
         self.models[model] = Model(
             coordinator, details.optimizer, details.shards, to_fill, details.holders, world=details.world
         )
+        self._write_down(model)
+
+    def _write_down(self, model: int) -> None:
+        """Have the history begin with where a model is."""
+        coordinator = self.models[model].coordinator
+        coordinator.model, coordinator.record, state = model, self._record, coordinator.state
+        plan = self._swaps.present
+        assert plan is not None
+        self._record(Began(model, self.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
@@ -322,6 +335,7 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
+        self._record(Adopts(adopt.plan))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._steering.follow(plan.controller)
@@ -370,6 +384,7 @@ class Lead:
         plan = self._swaps.begin(details.plan, details.swaps)
         self._steering.follow(plan.controller)
         self.models[model] = revived(plan.sync, details, version, progress, now_s)
+        self._write_down(model)
 
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""

@@ -53,6 +53,7 @@ from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
 from offbeat.fabric.server.shard.table import Table, digest_of
 from offbeat.fabric.server.snapshot import Identity
+from offbeat.history import Serves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.messages import Back, Decision, Details, FromShard, ToWorker
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.shard.ledger import Loss
+    from offbeat.history import Record
     from offbeat.sync import Push
     from offbeat.wire.link import Link
 
@@ -84,6 +86,7 @@ class Shard:
         every: updates between two snapshots.
         again: called when another shard is lost, and this one has to begin a new life with it.
         patience_s: for how long a worker that was lost, and was the last, may come back.
+        record: writes the history.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Shard:
         every: int = 100,
         again: Callable[[], None] = lambda: None,
         patience_s: float = 0.0,
+        record: Callable[[Record], None] = lambda record: None,
     ) -> None:
+        self._record = record
         self._done, self._again, self._patience_s = done, again, patience_s
         self._archive = archive
         self._tables: dict[int, Table] = {}
@@ -110,7 +115,9 @@ class Shard:
         self._chief: Link | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
         self._lead = (
-            None if read_plan is None else Lead(read_plan, self._decide, self._say, self.life, self._have_adopted)
+            None
+            if read_plan is None
+            else Lead(read_plan, self._decide, self._say, self.life, self._have_adopted, record)
         )
         self._marks = Marks(
             archive,
@@ -185,8 +192,7 @@ class Shard:
         assert self._archive is not None
         snapshot = self._archive.read(identity)
         for one in snapshot.header.models:
-            table = Table(one.model, one.details, self._give, keeping=self._marks.keeping, version=one.version)
-            self._tables[one.model] = table
+            self._tables[one.model] = self._new_table(one.model, one.details, one.version)
             if self._lead is not None and one.progress is not None:
                 self._lead.restore(one.model, one.details, one.version, one.progress)
         for what, tensor in snapshot.tensors:
@@ -272,7 +278,7 @@ class Shard:
                     f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
-            table = Table(model, details, self._give, keeping=self._marks.keeping)
+            table = self._new_table(model, details)
             if self._lead is not None:
                 self._lead.begin(model, details)
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
@@ -290,6 +296,11 @@ class Shard:
             self._on_filled(model)
         if self._lead is not None:
             self._lead.join(model, guest.rank, details, entry)
+
+    def _new_table(self, model: int, details: Details, version: int = 0) -> Table:
+        table = Table(model, details, self._give, keeping=self._marks.keeping, version=version, record=self._record)
+        self._record(Serves(model, self.life, version, len(table.blocks)))
+        return table
 
     def fill(self, guest: Guest, model: int, block: int) -> None:
         """A block of the initial parameters is here.

@@ -14,6 +14,7 @@ from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
 from offbeat.fabric.server.optimizers import check_spec, outer_of
 from offbeat.fabric.server.shard.ledger import Keep, Ledger, Loss, Make
+from offbeat.fabric.server.shard.making import Making
 from offbeat.fabric.server.shard.store import DTYPES, Store
 from offbeat.fabric.server.snapshot import about
 from offbeat.sync import Apply
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.messages import About, Decision, Details
     from offbeat.fabric.server.shard.keeping import Keeping
     from offbeat.fabric.server.snapshot import TensorOf
+    from offbeat.history import Record
     from offbeat.sync import Push
 
 _MOST_FORMER = 1024  # plans that a job had
@@ -41,6 +43,7 @@ class Table:
         give: called with a worker, a message and the values that go with it, which do not change any more.
         keeping: takes in the blocks of snapshots; None if none are made.
         version: updates before this table began.
+        record: writes the history.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
@@ -54,6 +57,7 @@ class Table:
         *,
         keeping: Keeping | None = None,
         version: int = 0,
+        record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         check_spec(details.optimizer)
         blocks = _blocks(details)
@@ -65,6 +69,7 @@ class Table:
         self._ledger = Ledger(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._keeping = keeping
+        self._making = Making(model, len(blocks), record)
         self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
 
     @property
@@ -161,7 +166,8 @@ class Table:
                 self._ledger.admit(worker, clock, stayed=stays)
             case Applied(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
-                self._ledger.apply(Apply(pushes, rate, in_order), dict(zip(pushes, about, strict=True)))
+                told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
+                self._ledger.apply(Apply(pushes, rate, in_order), told)
             case Dropped(worker=worker, clock=clock, coming=coming):
                 self._ledger.drop((worker, clock), coming=coming)
             case Released(worker=worker, step=step):
@@ -184,8 +190,9 @@ class Table:
                 self._give(action.worker, Values(self.model, action.step, action.block, version), values)
 
     def _update(self, make: Make) -> None:
-        about: list[About] = [about for about, _ in make.parts if about.weight > 0]
-        parts = [(part, about.weight) for about, part in make.parts]
+        self._making.made(make.version, make.rate, [told for told, _ in make.parts])
+        about: list[About] = [about for (_, about), _ in make.parts if about.weight > 0]
+        parts = [(part, about.weight) for (_, about), part in make.parts]
         if about and about[0].change:
             self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
             return

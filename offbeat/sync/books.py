@@ -56,6 +56,8 @@ class Account:
         pulls: whether it is released, and has not all parameters.
         update: that its contribution is in.
         needs: updates it waits for while it pulls.
+        late: contributions before the last that have not arrived, as far as is known: what a worker pulled has them in
+            it, but word of their last block, from another shard, may come after the next was announced.
     """
 
     rank: int
@@ -70,6 +72,12 @@ class Account:
     pulls: bool = False
     update: Update | None = None
     needs: set[Update] = field(default_factory=set)
+    late: set[Push] = field(default_factory=set)
+
+    @property
+    def unarrived(self) -> set[Push]:
+        """Contributions that have not arrived, as far as is known, and are not dropped."""
+        return self.late if self.arrived else {*self.late, self.push}
 
     def arrives(self) -> None:
         """Its contribution is there, or not waited for any longer."""
@@ -103,13 +111,18 @@ class Books:
         """A contribution is announced."""
         account, push = self.accounts[rank], (rank, number)
         assert push not in self.fates, f"{push} was announced before"
+        account.late = account.unarrived
         account.push, account.held, account.granted, account.arrived, account.update = push, True, False, False, None
         self.fates[push] = "pending"
 
     def pushed(self, rank: int, number: int) -> None:
         """A contribution has arrived."""
-        if self.accounts[rank].push == (rank, number):
-            self.accounts[rank].arrives()
+        account, push = self.accounts[rank], (rank, number)
+        if account.push == push:
+            account.arrives()
+        elif push in account.late:
+            account.late.discard(push)
+            account.brought += 1
         self._no_longer_awaited((rank, number))
 
     def pulled(self, rank: int) -> None:
@@ -130,10 +143,10 @@ class Books:
     def left(self, rank: int) -> None:
         """Close an account; what had not arrived is lost."""
         account = self.accounts.pop(rank)
-        if not account.arrived:
-            if self.fates[account.push] == "pending":
-                self.fates[account.push] = "lost"
-            self._no_longer_awaited(account.push)
+        for push in account.unarrived:
+            if self.fates[push] == "pending":
+                self.fates[push] = "lost"
+            self._no_longer_awaited(push)
 
     # -- actions -------------------------------------------------------------------------------------------------
 
@@ -169,12 +182,15 @@ class Books:
         if account is not None and account.push == push:
             account.arrives()
 
-    def released(self, rank: int, policy: Policy) -> None:
-        """A worker may go on."""
-        account, bound = self.accounts[rank], policy.bound
+    def released(self, rank: int, policy: Policy) -> int:
+        """A worker may go on; how many steps it is ahead of the slowest, as a bound counts them."""
+        account, bound, lead = self.accounts[rank], policy.bound, 0
         for other in self.accounts.values():
+            if other is account:
+                continue
             brought = other.brought + (other.update is not None and not other.arrived and _sees(account, other))
-            if bound is not None and other is not account and brought < account.pace + 1 - bound:
+            lead = max(lead, account.pace + 1 - brought)
+            if bound is not None and brought < account.pace + 1 - bound:
                 raise Broken(
                     f"worker {rank} is released for step {account.pace + 1}, but worker {other.rank} has brought "
                     f"{brought}: that breaks the bound of {bound}",
@@ -185,6 +201,7 @@ class Books:
         account.number += 1
         account.held, account.pulls = False, True
         account.needs = {update for update in self._open if account.update in (None, update)}
+        return lead
 
     def evicted(self, rank: int) -> None:
         """A worker is not waited for any longer; its account is closed."""

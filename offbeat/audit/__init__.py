@@ -1,0 +1,16 @@
+"""Did a run keep what offbeat promises? Proved from its history alone, by other code than the run itself.
+
+* `verify` - all of a run, law by law
+* `sources` - which files belong to which job
+* `replicas` - law 1: equal parameters
+* `decisions` - laws 2 and 3: what a coordinator decided, held against its policy
+* `updates` - law 2: what shards made of that, over all lives of a server
+* `against` - law 5: the same again, in two runs
+* `verdict` - what was found
+"""
+
+from offbeat.audit.against import compare
+from offbeat.audit.verdict import LAWS, Verdict, Violation
+from offbeat.audit.verify import verify
+
+__all__ = ["LAWS", "Verdict", "Violation", "compare", "verify"]

@@ -1,0 +1,127 @@
+"""Law 1: workers whose parameters should be equal have equal parameters.
+
+With a server each block of the parameters has a version, so that whoever has the same versions, in the same life of the
+server, has the same parameters, under every policy. Without one all workers have the same after each step, but for
+`LocalSGD`, where they do after each average.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PlanError
+from offbeat.history import Has, Loaded, Trains
+from offbeat.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from offbeat.audit.verdict import Verdict
+    from offbeat.history import Log
+    from offbeat.sync import Policy
+
+_STORY = 6  # of a worker's last records
+
+
+@dataclass
+class Diary:
+    """What one worker process recorded.
+
+    Args:
+        plans: by model, that it was prepared with; None if that cannot be read.
+        has: after each step, in order.
+        loads: how many of these were recorded before each checkpoint that was taken over.
+    """
+
+    rank: int
+    file: str
+    plans: dict[int, Policy | None] = field(default_factory=dict)
+    has: list[Has] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+
+    def story(self, index: int) -> tuple[str, ...]:
+        """What it recorded last before its `index`-th record."""
+        return tuple(f"rank {self.rank}, {_told(one)}" for one in self.has[max(0, index - _STORY) : index + 1])
+
+
+def read_diary(log: Log) -> Diary:
+    """What a worker recorded.
+
+    Raises:
+        HistoryError: if it cannot be read.
+    """
+    diary = Diary(log.header.rank, log.path.name)
+    for record in log:
+        if isinstance(record, Trains):
+            try:
+                diary.plans[record.model] = Plan.from_toml(record.plan).sync
+            except PlanError:
+                diary.plans[record.model] = None
+        elif isinstance(record, Has):
+            diary.has.append(record)
+        elif isinstance(record, Loaded):
+            diary.loads.append(len(diary.has))
+    return diary
+
+
+def check_replicas(diaries: list[Diary], verdict: Verdict) -> None:
+    """Compare what workers have with what others have at the same place."""
+    seen: dict[Hashable, tuple[int, Diary, int]] = {}
+    counted: Counter[Hashable] = Counter()
+    for diary in diaries:
+        for key, index in _places(diary):
+            digest = diary.has[index].digest
+            if digest is None:
+                continue
+            counted[key] += 1
+            first = seen.setdefault(key, (digest, diary, index))
+            if first[0] != digest:
+                other, theirs = first[1], first[1].has[first[2]]
+                verdict.violated(
+                    1,
+                    f"{_told(diary.has[index], capital=True)} rank {diary.rank} has other parameters "
+                    f"({digest:016x}) than rank {other.rank} after its step {theirs.step} ({first[0]:016x}).",
+                    (*other.story(first[2]), *diary.story(index)),
+                )
+    verdict.hashes += counted.total()
+    verdict.compared += sum(count for count in counted.values() if count > 1)
+    if verdict.compared:
+        verdict.checked.add(1)
+
+
+def _places(diary: Diary) -> Iterator[tuple[Hashable, int]]:
+    """Where each record stands: who stands at the same place has the same."""
+    times: Counter[Hashable] = Counter()
+    for index, has in enumerate(diary.has):
+        key: Hashable
+        if has.life:
+            key = (has.model, has.life, has.versions, _loaded_since(diary, index))
+        else:
+            policy = diary.plans.get(has.model)
+            if policy is None or policy.contributes(has.step) is None:
+                continue
+            step = (has.model, has.step, sum(load <= index for load in diary.loads))
+            times[step] += 1  # the optimizer may step twice between two exchanges
+            key = (*step, times[step])
+        yield key, index
+
+
+def _loaded_since(diary: Diary, index: int) -> int:
+    """Which checkpoint is about to replace what it has, at the same versions; 0 if none is."""
+    has = diary.has[index]
+    for number, load in enumerate(diary.loads, 1):
+        if index < load < len(diary.has) and diary.has[load].versions == has.versions:
+            return number
+    return 0
+
+
+def _told(has: Has, *, capital: bool = False) -> str:
+    digest = "" if has.digest is None or capital else f": {has.digest:016x}"
+    at = ""
+    if has.life:
+        versions = f"{has.versions[0]} to {has.versions[1]}" if len(has.versions) > 1 else str(*has.versions)
+        at = f" at version {versions} of life {has.life}"
+    brought = f", contribution {', '.join(map(str, has.numbers))}" if has.numbers and not capital else ""
+    return f"{'After' if capital else 'after'} step {has.step}{at}{brought}{digest}{',' if capital else ''}"

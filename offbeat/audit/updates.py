@@ -1,0 +1,235 @@
+"""Law 2 beyond one life of the coordinator: what shards made of its decisions, what a killed server took with it, and
+under which numbers workers brought what.
+
+A server that is killed goes on from a snapshot: what was decided after that is undone. So a contribution is in the
+parameters if an update up to the snapshot's version holds it, or one of the last life; and it may be in only one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.audit.decisions import Decisions, Update
+    from offbeat.audit.verdict import Verdict
+    from offbeat.history import Has, Made, Serves, Used
+    from offbeat.sync import Push
+
+_A_LITTLE = 1e-9  # by which weights may differ
+
+
+@dataclass
+class Held:
+    """What one shard holds of one model in one life, and which updates it has made there.
+
+    Args:
+        file: its name.
+        is_whole: whether nothing is missing from its history.
+    """
+
+    file: str
+    serves: Serves
+    made: dict[int, Made] = field(default_factory=dict)
+    is_whole: bool = False
+
+    def take(self, made: Made, verdict: Verdict) -> None:
+        """The shard has made an update."""
+        if made.version in self.made:
+            verdict.violated(2, f"Update {made.version} was made twice, as {self.file} says.")
+        self.made[made.version] = made
+
+
+def check_shards(decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool) -> dict[Push, bool]:
+    """Hold what shards made against what was decided.
+
+    Args:
+        is_whole: nothing is missing from the coordinator's history of this life.
+
+    Returns:
+        Contributions that are not in all blocks, although they were applied: whether they are in some.
+    """
+    blocks: dict[Push, int] = defaultdict(int)
+    of: dict[Push, int] = defaultdict(int)
+    for shard in shards:
+        for version, made in sorted(shard.made.items()):
+            update = decisions.updates.get(version)
+            if update is None and not is_whole and version > decisions.version:
+                continue  # it was decided in the moment before the coordinator was killed
+            if wrong := _what_is_wrong(made, update, shard, decisions):
+                verdict.violated(2, f"{wrong}, as {shard.file} says.", decisions.story())
+                break  # what follows is numbered otherwise
+            for used in made.used:
+                blocks[(used.worker, used.clock)] += used.blocks
+            for push in () if update is None else update.pushes:
+                of[push] += shard.serves.blocks
+        _check_all_made(decisions, shard, verdict, is_whole=is_whole)
+    missing = {push: bool(blocks[push]) for push in of if blocks[push] < of[push]}
+    for push in sorted(missing):
+        if push not in decisions.unarrived:
+            verdict.violated(
+                2,
+                f"Contribution {push} is in {blocks[push]} of {of[push]} blocks, although its worker was there until "
+                "it had arrived.",
+                decisions.story(push[0]),
+            )
+    return missing
+
+
+def _what_is_wrong(made: Made, update: Update | None, shard: Held, decisions: Decisions) -> str:
+    if update is None:
+        return f"Update {made.version} was made, but never decided"
+    if made.times != shard.serves.blocks:
+        return f"Update {made.version} was made {made.times} times in {shard.serves.blocks} blocks"
+    if strange := [one for one in made.used if (one.worker, one.clock) not in update.pushes]:
+        push = (strange[0].worker, strange[0].clock)
+        return f"Update {made.version} was made of contribution {push}, but decided of {_listed(update.pushes)}"
+    if made.rate != update.rate:
+        return f"Update {made.version} was made with the rate {made.rate:g}, but decided with {update.rate:g}"
+    if wrong := [one for one in made.used if not _weighs(one, decisions)]:
+        one = wrong[0]
+        announced = decisions.weights.get((one.worker, one.clock), 0.0)
+        return (
+            f"Contribution {(one.worker, one.clock)} weighs {one.weight:g} in update {made.version}, but was announced "
+            f"with {announced:g}"
+        )
+    return ""
+
+
+def _weighs(one: Used, decisions: Decisions) -> bool:
+    return abs(one.weight - decisions.weights.get((one.worker, one.clock), 0.0)) <= _A_LITTLE * max(1.0, one.weight)
+
+
+def _check_all_made(decisions: Decisions, shard: Held, verdict: Verdict, *, is_whole: bool) -> None:
+    """Whatever had arrived is made, if nobody ended the server before that."""
+    if not (is_whole and shard.is_whole and shard.serves.blocks):
+        return
+    for version, update in decisions.updates.items():
+        if version not in shard.made and decisions.arrived.issuperset(update.pushes):
+            verdict.violated(
+                2,
+                f"Update {version} was decided of {_listed(update.pushes)}, but {shard.file} says nothing of having "
+                "made it.",
+                decisions.story(),
+            )
+            return
+
+
+def _listed(pushes: tuple[Push, ...]) -> str:
+    return ", ".join(map(str, pushes[:6])) + (", ..." if len(pushes) > 6 else "")
+
+
+class Fates:
+    """What became of each contribution to one model, over all lives of the server.
+
+    Call order: `begin` and `add` for each life, `brought` for each step of each worker, `count`.
+    """
+
+    def __init__(self) -> None:
+        self.fates: dict[Push, str] = {}
+        self.weights: dict[Push, float] = {}
+        self._in_part: set[Push] = set()
+        self._lives: list[tuple[int, Mapping[int, int]]] = []  # and where each worker went on in it
+        self._versions: dict[Push, int] = {}  # of the update that a contribution is in
+        self._version = 0
+
+    def begin(self, decisions: Decisions, verdict: Verdict, *, was_whole: bool) -> None:
+        """A life begins: undo what its snapshot has not.
+
+        Args:
+            was_whole: nothing is missing from the history of the life before.
+        """
+        began = decisions.began
+        self._lives.append((decisions.life, began.past))
+        for push, fate in self.fates.items():
+            if fate == "applied" and self._versions[push] > began.version:
+                self.fates[push] = "lost"
+            elif fate == "pending" or (fate == "dropped" and push[1] >= began.past.get(push[0], 0)):
+                self.fates[push] = "lost"  # unless it is announced again
+        if began.version > self._version and (self._version or self.fates):
+            text = f"The server went on from version {began.version}; its history ends at {self._version} before that."
+            if was_whole:
+                verdict.violated(2, text)
+            else:
+                verdict.notes.append(text)
+
+    def add(self, decisions: Decisions, missing: dict[Push, bool], verdict: Verdict) -> None:
+        """What a life has decided.
+
+        Args:
+            missing: contributions that are not in all blocks: whether they are in some.
+        """
+        of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
+        for push, fate in decisions.fates.items():
+            if self.fates.get(push) == "applied":
+                verdict.twice += fate == "applied"
+                verdict.violated(
+                    2,
+                    f"Contribution {push} is {fate} in life {decisions.life} of the server, but was in update "
+                    f"{self._versions[push]} of a life before, which its snapshot holds.",
+                    decisions.story(push[0]),
+                )
+                continue
+            self.fates[push] = fate
+            if fate == "applied":
+                self._versions[push] = of.get(push, 0)
+                if push in missing:
+                    self.fates[push] = "lost"
+                    if missing[push]:
+                        self._in_part.add(push)
+        self.weights |= decisions.weights
+        self._version = decisions.version
+
+    def brought(self, rank: int, has: Has, verdict: Verdict, *, is_whole: bool) -> None:
+        """A worker says under which numbers it announced one contribution: only one of them may be used.
+
+        Args:
+            is_whole: nothing is missing from the coordinator's history.
+        """
+        pushes = [(rank, number) for number in dict.fromkeys(has.numbers)]
+        known = [self.fates[push] for push in pushes if push in self.fates]
+        if is_whole and pushes and (not known or (has.counted and set(known) <= {"dropped", "pending"})):
+            what = f"is {known[0]}" if known else "was never announced"
+            verdict.violated(
+                2,
+                f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
+            )
+        if not known and has.counted and not is_whole:
+            self._take_unrecorded(pushes[-1], has, verdict)
+        used = [push for push in pushes if self.fates.get(push) == "applied"]
+        if len(used) > 1:
+            verdict.twice += 1
+            verdict.violated(
+                2, f"Rank {rank} brought one contribution under the numbers {has.numbers}, and {used} are all used."
+            )
+        for push in pushes:
+            if used and push not in used and self.fates.get(push) == "lost":
+                del self.fates[push]  # it came again under another number
+        weight = next((self.weights[push] for push in pushes if push in self.weights), 0.0)
+        if weight and abs(weight - has.samples) > _A_LITTLE * max(1.0, weight):
+            verdict.violated(
+                2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
+            )
+
+    def _take_unrecorded(self, push: Push, has: Has, verdict: Verdict) -> None:
+        """A worker was told that a contribution is used, by a server that was killed before it had recorded that."""
+        lives = [life for life, _ in self._lives]
+        following = lives.index(has.life) + 1 if has.life in lives else len(lives)
+        past = self._lives[following][1] if following < len(lives) else {}
+        self.fates[push] = "applied" if push[1] < past.get(push[0], 0) else "lost"
+        self._versions[push], self.weights[push] = 0, has.samples
+        verdict.unrecorded += 1
+
+    def count(self, verdict: Verdict) -> None:
+        """Add up what became of all."""
+        fates = list(self.fates.values())
+        verdict.applied += fates.count("applied")
+        verdict.dropped += fates.count("dropped")
+        verdict.pending += fates.count("pending")
+        lost = [push for push, fate in self.fates.items() if fate == "lost"]
+        verdict.lost += len(lost)
+        verdict.in_part += len(self._in_part.intersection(lost))
+        verdict.lost_samples += sum(self.weights.get(push, 0.0) for push in lost)

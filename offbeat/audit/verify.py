@@ -1,0 +1,163 @@
+"""All jobs whose histories are there, one after another, held against the laws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.audit.decisions import Decisions
+from offbeat.audit.replicas import check_replicas, read_diary
+from offbeat.audit.sources import find_jobs
+from offbeat.audit.updates import Fates, Held, check_shards
+from offbeat.audit.verdict import Verdict
+from offbeat.history import Adopts, Began, Ended, Made, Returns, Serves, Told
+
+if TYPE_CHECKING:
+    import os
+
+    from offbeat.audit.replicas import Diary
+    from offbeat.audit.sources import Job
+    from offbeat.history import Log
+
+
+def verify(*paths: str | os.PathLike[str]) -> Verdict:
+    """Whether laws 1, 2 and 3 hold in what was recorded.
+
+    Args:
+        paths: folders of runs, of histories, or single files; those of one job belong together.
+
+    Raises:
+        HistoryError: if one cannot be read.
+    """
+    verdict = Verdict()
+    for job in find_jobs(map(Path, paths)):
+        verdict.jobs += 1
+        verdict.files += len(job.coordinators) + len(job.shards) + len(job.workers)
+        _Audit(job, verdict).run()
+    return verdict
+
+
+class _Audit:
+    """Of one job.
+
+    Args:
+        verdict: what is found goes there.
+    """
+
+    def __init__(self, job: Job, verdict: Verdict) -> None:
+        self._job, self._verdict = job, verdict
+        self._decisions: list[Decisions] = []  # in their order
+        self._held: list[Held] = []
+        self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
+
+    def run(self) -> None:
+        """Look at everything.
+
+        Raises:
+            HistoryError: if something cannot be read.
+        """
+        job, verdict = self._job, self._verdict
+        for log in job.coordinators:
+            self._read_coordinator(log)
+        for log in job.shards:
+            self._read_shard(log)
+        diaries = [self._read_worker(log) for log in job.workers]
+        verdict.lives += len({decisions.life for decisions in self._decisions})
+        if self._decisions:
+            verdict.checked |= {2, 3}
+            self._check_decisions(diaries)
+        elif any(has.life for diary in diaries for has in diary.has):
+            verdict.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
+        check_replicas(diaries, verdict)
+
+    def _check_decisions(self, diaries: list[Diary]) -> None:
+        verdict = self._verdict
+        for model in sorted({decisions.model for decisions in self._decisions}):
+            fates, was_whole = Fates(), True
+            for decisions in self._of(model):
+                is_whole = self._is_whole[decisions.life]
+                held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
+                verdict.updates += len(decisions.updates)
+                missing = {}
+                if not decisions.is_broken:
+                    missing = check_shards(decisions, held, verdict, is_whole=is_whole)
+                fates.begin(decisions, verdict, was_whole=was_whole)
+                fates.add(decisions, missing, verdict)
+                was_whole = is_whole
+            is_whole = all(self._is_whole.values())
+            is_broken = any(one.is_broken for one in self._of(model))  # then nothing is known of what followed
+            for diary in () if is_broken else diaries:
+                for has in diary.has:
+                    if has.model == model and has.numbers:
+                        fates.brought(diary.rank, has, verdict, is_whole=is_whole)
+            fates.count(verdict)
+
+    def _of(self, model: int) -> list[Decisions]:
+        """Decisions about a model; of a life only the last, if all had left before it had any parameters."""
+        last = {decisions.life: decisions for decisions in self._decisions if decisions.model == model}
+        return list(last.values())
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _read_coordinator(self, log: Log) -> None:
+        present: dict[int, Decisions] = {}
+        held: dict[int, Held] = {}
+        is_whole, lives = False, set[int]()
+        for record in log:
+            if isinstance(record, Began):
+                if present and record.life not in lives:
+                    present = {}
+                lives.add(record.life)
+                present[record.model] = Decisions(record, self._verdict)
+                self._decisions.append(present[record.model])
+            elif isinstance(record, Adopts):
+                for decisions in present.values():
+                    decisions.hear(record)
+            elif isinstance(record, Told | Returns):
+                if record.model in present:
+                    present[record.model].hear(record)
+                else:
+                    self._verdict.violated(2, f"Model {record.model} is decided about, but never began.")
+            elif isinstance(record, Serves | Made):
+                self._take(log, held, record)
+            elif isinstance(record, Ended):
+                is_whole = True
+        self._tell_torn(log)
+        for life in lives:
+            self._is_whole[life] = is_whole
+        for one in held.values():
+            one.is_whole = is_whole
+
+    def _read_shard(self, log: Log) -> None:
+        held: dict[int, Held] = {}
+        is_whole = False
+        for record in log:
+            if isinstance(record, Serves | Made):
+                self._take(log, held, record)
+            is_whole = isinstance(record, Ended)
+        self._tell_torn(log)
+        for one in held.values():
+            one.is_whole = is_whole
+
+    def _take(self, log: Log, held: dict[int, Held], record: Serves | Made) -> None:
+        if isinstance(record, Serves):
+            before = held.get(record.model)
+            if before is not None and before.serves.life == record.life:
+                self._held.remove(before)  # all had left before there were any parameters
+            held[record.model] = Held(log.path.name, record)
+            self._held.append(held[record.model])
+        elif record.model in held:
+            held[record.model].take(record, self._verdict)
+        else:
+            self._verdict.violated(
+                2, f"{log.path.name} has made an update of model {record.model}, and holds none of it."
+            )
+
+    def _read_worker(self, log: Log) -> Diary:
+        diary = read_diary(log)
+        self._tell_torn(log)
+        return diary
+
+    def _tell_torn(self, log: Log) -> None:
+        if log.is_torn:
+            self._verdict.notes.append(f"{log.path.name} ends in the middle of a record: its process was killed.")

@@ -1,0 +1,118 @@
+"""What a worker writes into the history of its run: a digest of the parameters it has after each of its steps.
+
+The digest (xxh3, 64 bits) is of all parameters' bytes, in order of their names' registration or of the server's blocks:
+the same on all workers. It is made by the training thread, as the parameters change with the next step: 1 ms for some
+10 MB, and for parameters on another device the time to copy them. `every` makes it of fewer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from offbeat.errors import PlanError
+from offbeat.fabric.server.memory import bytes_of
+from offbeat.history import Has, Loaded, Trains, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import torch
+
+    from offbeat.fabric.server.client.exchange import Exchange
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+
+
+class Diary:
+    """One worker's, of all its models. Without a folder nothing is written, and nothing is computed.
+
+    Args:
+        every: steps between two digests.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._writer: Writer | None = None
+        self.cost_s = 0.0  # that training has waited for it
+
+    def open(self, folder: Path, *, job: str, rank: int) -> None:
+        """Begin a file of this process.
+
+        Raises:
+            PlanError: if it cannot be written.
+        """
+        try:
+            self._writer = Writer(folder, f"worker-{rank}", kind="worker", job=job, rank=rank)
+        except OSError as error:
+            why = error.strerror or error
+            raise PlanError(f"Cannot keep a history in {folder}: {why}. Choose another folder.") from error
+
+    def trains(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
+        """A model is prepared."""
+        if self._writer is not None:
+            self._writer.append(Trains(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
+
+    def has(self, model: int, step: int, tensors: Iterable[torch.Tensor], *, samples: float = 0.0) -> None:
+        """The parameters of all workers after a step."""
+        if self._writer is None:
+            return
+        began_s = time.monotonic()
+        self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples))
+        self.cost_s += time.monotonic() - began_s
+
+    def has_from_server(
+        self,
+        model: int,
+        step: int,
+        tensors: Iterable[torch.Tensor],
+        exchange: Exchange,
+        *,
+        samples: float = 0.0,
+        brought: bool = True,
+    ) -> None:
+        """The parameters that the server gave.
+
+        Args:
+            step: that was exchanged, or the next one, if nothing was brought.
+            exchange: with which they came.
+            samples: that the contribution weighs.
+            brought: whether there was one.
+        """
+        if self._writer is None:
+            return
+        began_s = time.monotonic()
+        versions = exchange.versions
+        if len(set(versions)) > 1:
+            each = xxhash.xxh3_64_intdigest(",".join(map(str, versions)).encode())
+            versions = (min(versions), max(versions), each)
+        digest = self._digest(step, tensors, always=not brought)
+        numbers = exchange.announced if brought else ()
+        is_counted = brought and exchange.is_counted
+        self._writer.append(
+            Has(model, step, began_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
+        )
+        self.cost_s += time.monotonic() - began_s
+
+    def loaded(self) -> None:
+        """A checkpoint is taken over."""
+        if self._writer is not None:
+            self._writer.append(Loaded())
+
+    def close(self, why: str = "") -> None:
+        """This process ends; `why`, if the job does not."""
+        if self._writer is not None:
+            self._writer.close(why)
+
+    def _digest(self, step: int, tensors: Iterable[torch.Tensor], *, always: bool = False) -> int | None:
+        if step % self._every and not always:
+            return None
+        digest = xxhash.xxh3_64()
+        for tensor in tensors:
+            digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))
+        return digest.intdigest()

@@ -1,0 +1,51 @@
+"""What happened in a run, written down while it happens.
+
+* `records` - what is written: events and decisions, updates that were made, parameters that a worker has
+* `log` - a file of them
+
+Who writes what: the coordinator each event that its policy is told and what that decides, each life of the server, and
+each plan; every shard each update it has made, and of which contributions; every worker a digest of the parameters it
+has after each of its steps. `offbeat.audit` reads it.
+"""
+
+from offbeat.history.log import Log, Writer, write_log
+from offbeat.history.records import (
+    Adopts,
+    Began,
+    Ended,
+    Has,
+    Header,
+    Loaded,
+    Made,
+    Record,
+    Returns,
+    Serves,
+    Told,
+    Trains,
+    Used,
+    actions_of,
+    event_of,
+    told,
+)
+
+__all__ = [
+    "Adopts",
+    "Began",
+    "Ended",
+    "Has",
+    "Header",
+    "Loaded",
+    "Log",
+    "Made",
+    "Record",
+    "Returns",
+    "Serves",
+    "Told",
+    "Trains",
+    "Used",
+    "Writer",
+    "actions_of",
+    "event_of",
+    "told",
+    "write_log",
+]

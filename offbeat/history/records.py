@@ -1,0 +1,285 @@
+"""What a history holds, as it is written: compact, declared, checked when it is read.
+
+Events and decisions are those of `offbeat.sync`, field by field; what a policy remembers is not written down, because
+who replays the events knows it, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from offbeat.sync import (
+    Action,
+    Adopted,
+    Apply,
+    Deadline,
+    Drop,
+    Ending,
+    Event,
+    Evict,
+    Grant,
+    Joined,
+    Left,
+    Paced,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    Remember,
+    Wake,
+)
+
+FORMAT = 1
+Kind = Literal["coordinator", "shard", "worker"]
+
+# Numbers that stand in files: they stay what they are.
+_EVENTS: dict[int, type] = {
+    1: Ready,
+    2: Ending,
+    3: Pushed,
+    4: Pulled,
+    5: Joined,
+    6: Left,
+    7: Paced,
+    8: Deadline,
+    9: Adopted,
+}
+_ACTIONS: dict[int, type] = {1: Grant, 2: Apply, 3: Drop, 4: Release, 5: Evict, 6: Wake}
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Model = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Weight = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+_Text = Annotated[str, msgspec.Meta(max_length=1 << 18)]
+_Line = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+
+
+def _mirror(kinds: dict[int, type]) -> dict[type, type[msgspec.Struct]]:
+    """For each class one that is written as an array, with its number in front."""
+    mirrors = {}
+    for number, kind in kinds.items():
+        hints = typing.get_type_hints(kind)
+        fields: list[Any] = [
+            (f.name, hints[f.name]) if f.default is dataclasses.MISSING else (f.name, hints[f.name], f.default)
+            for f in dataclasses.fields(kind)
+        ]
+        mirrors[kind] = msgspec.defstruct(kind.__name__, fields, tag=number, array_like=True, frozen=True)
+    return mirrors
+
+
+_AS_WRITTEN = {**_mirror(_EVENTS), **_mirror(_ACTIONS)}
+_AS_READ = {mirror: kind for kind, mirror in _AS_WRITTEN.items()}
+_NAMES = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _AS_WRITTEN}
+_WrittenEvent: Any = typing.Union[tuple(_AS_WRITTEN[kind] for kind in _EVENTS.values())]  # noqa: UP007
+_WrittenAction: Any = typing.Union[tuple(_AS_WRITTEN[kind] for kind in _ACTIONS.values())]  # noqa: UP007
+
+
+class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """The first of every file: who wrote it.
+
+    Args:
+        format: of all that follows.
+        kind: of process.
+        job: that it took part in.
+        rank: of a worker; 0 otherwise.
+        began_s: seconds since 1970.
+        offbeat: its version.
+    """
+
+    format: int
+    kind: Kind
+    job: _Line
+    rank: _Rank
+    began_s: float
+    offbeat: _Line
+
+
+class Began(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """By the coordinator: it decides about a model from now on.
+
+    Args:
+        life: of the server.
+        plan: as TOML.
+        version: of the parameters; above 0 if it goes on from a snapshot.
+        hosts: over how many the parameters are spread.
+        past: the number of each worker's next contribution, of those that took part before.
+    """
+
+    model: _Model
+    life: _Count
+    plan: _Text
+    version: _Count = 0
+    hosts: _Count = 1
+    past: dict[_Rank, _Count] = {}
+
+
+class Returns(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """By the coordinator: the worker that joins next took part before.
+
+    Args:
+        least: its next contribution has no lower number.
+        weight: samples of its last one; None before the first.
+    """
+
+    model: _Model
+    worker: _Rank
+    least: _Count
+    weight: _Weight | None
+
+
+class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """By the coordinator: what happened, and what the policy decided.
+
+    Args:
+        asked: whether the policy was asked; it is not before all workers of the beginning are there.
+        change: of a contribution: it is a change of the worker's own, not a gradient.
+        apart: how many of the actions, the first ones, are about what an earlier policy had workers bring (see
+            `offbeat.sync.apart`).
+    """
+
+    model: _Model
+    event: _WrittenEvent
+    actions: tuple[_WrittenAction, ...] = ()
+    asked: bool = True
+    change: bool = False
+    apart: _Count = 0
+
+
+class Adopts(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """By the coordinator: another plan holds, for all models."""
+
+    plan: _Text
+
+
+class Serves(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """By a shard: it holds blocks of a model.
+
+    Args:
+        life: of the server.
+        version: of the parameters; above 0 if it goes on from a snapshot.
+        blocks: how many it holds.
+    """
+
+    model: _Model
+    life: _Count
+    version: _Count
+    blocks: _Count
+
+
+class Used(msgspec.Struct, array_like=True, frozen=True):
+    """One contribution in an update.
+
+    Args:
+        blocks: in how many of the shard's it is.
+    """
+
+    worker: _Rank
+    clock: _Count
+    weight: _Weight
+    blocks: _Count
+
+
+class Made(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """By a shard: it has made an update in all its blocks.
+
+    Args:
+        version: of the update, counting from 1.
+        times: how often a block was updated; as many as there are blocks.
+    """
+
+    model: _Model
+    version: _Count
+    times: _Count
+    rate: float
+    used: tuple[Used, ...]
+
+
+class Trains(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """By a worker: it has prepared a model.
+
+    Args:
+        plan: as TOML.
+        world: how many workers there are, where they are counted.
+        numel: elements of all its parameters.
+    """
+
+    model: _Model
+    plan: _Text
+    world: _Count
+    numel: _Count
+
+
+class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """By a worker: the parameters it has after a step, or after all waited for the newest.
+
+    Args:
+        step: of its own, from 0.
+        at_s: monotonic seconds of this process.
+        digest: of the parameters; None if this step's was not computed.
+        samples: that its contribution weighs.
+        life: of the server; 0 without one.
+        versions: of the parameters: of all blocks, if it is the same; else the lowest, the highest, and a digest of
+            all. Empty without a server.
+        numbers: under which its contribution was announced; more than one if the server was restarted meanwhile.
+        counted: whether it was told that its contribution is in the parameters.
+    """
+
+    model: _Model
+    step: _Count
+    at_s: float
+    digest: _Count | None
+    samples: _Weight = 0.0
+    life: _Count = 0
+    versions: tuple[_Count, ...] = ()
+    numbers: tuple[_Count, ...] = ()
+    counted: bool = True
+
+
+class Loaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """By a worker: a checkpoint is taken over; what it has next is not what the version said before."""
+
+
+class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """The last: nothing is missing before it.
+
+    Args:
+        why: it ended before the job did; "" if all went well.
+    """
+
+    why: _Line = ""
+
+
+Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Ended
+
+
+def told(
+    model: int, event: Event, actions: tuple[Action, ...], *, asked: bool, change: bool = False, apart: int = 0
+) -> Told:
+    """What happened and what was decided, as it is written."""
+    kept = tuple(_written(action) for action in actions if not isinstance(action, Remember))
+    return Told(model, _written(event), kept, asked, change, apart)
+
+
+def event_of(record: Told) -> Event:
+    """What happened."""
+    event: Event = _read(record.event)
+    return event
+
+
+def actions_of(record: Told) -> tuple[Action, ...]:
+    """What was decided."""
+    return tuple(_read(action) for action in record.actions)
+
+
+def _written(thing: Any) -> Any:
+    kind = type(thing)
+    return _AS_WRITTEN[kind](*[getattr(thing, name) for name in _NAMES[kind]])
+
+
+def _read(mirror: Any) -> Any:
+    kind = _AS_READ[type(mirror)]
+    return kind(*[getattr(mirror, name) for name in _NAMES[kind]])
