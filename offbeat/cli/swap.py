@@ -33,7 +33,7 @@ def swap(
     """Have another policy decide when workers may go on, in a job with a parameter server, while it trains.
 
     All workers are asked; if all can go by it, it holds for all at once, and nothing that is on its way is lost. If one
-    cannot, nothing changes, and the exit code is 2.
+    cannot, nothing changes, and the exit code is 2. If the plan has a controller, it lets go: nobody swaps back.
     """
     import tomli_w
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WORLD, COMPUTE_S, BATCH = 8, 0.1, 64
 SIZE_BYTES, RATE = 250_000.0, 12.5e6
 BEGIN_S = 8.1  # worker 3 computes then
-TROUBLES = {
+TROUBLES: dict[str, Stopped | Slowed] = {
     "stopped for 0.5 s": Stopped(3, BEGIN_S, 0.5),
     "stopped for 3 s": Stopped(3, BEGIN_S, 3.0),
     "stopped for 20 s": Stopped(3, BEGIN_S, 20.0),

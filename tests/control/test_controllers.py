@@ -102,6 +102,12 @@ def test_it_goes_back_when_nobody_would_be_late() -> None:
     assert isinstance(controller.decide(told(ASP(), 0.1, since_s=11.0, swaps=(1.0, 6.0, 11.0))), Swap)
 
 
+def test_a_schedule_may_end_as_it_began() -> None:
+    controller = ByProgress((BSP(), ASP(), BSP()), at=(0.5, 0.75), steps=24)
+    assert controller.decide(told(BSP(), 0.0)) == Keep(), "20 of 24"
+    assert controller.decide(told(ASP(), 0.0)) == Swap(BSP(), "20 of 24 steps are done")
+
+
 def test_what_a_person_has_chosen_it_leaves_alone() -> None:
     for controller in (WaitThreshold(), ByProgress((BSP(), ASP()), at=(0.5,), steps=10)):
         assert controller.decide(told(SSP(3), 0.9)) == Keep()
@@ -125,12 +131,12 @@ def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
         (lambda: WaitThreshold(loose=BSP()), "plan.controller.loose"),
         (lambda: WaitThreshold(window_s=0), "plan.controller.window_s"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.at"),
-        (lambda: ByProgress((BSP(), ASP(), BSP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
+        (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),
         (lambda: Plan(controller=WaitThreshold()), "there is no server"),
         (lambda: Plan(controller=WaitThreshold(), fabric=ProcessGroup()), "there is no server"),
         (lambda: Plan(controller=WaitThreshold(), fabric=SERVER, sync=SSP(4)), "it would never swap"),
-        (lambda: Plan(controller=BSP(), fabric=SERVER), "plan.controller"),
+        (lambda: Plan(controller=BSP(), fabric=SERVER), "plan.controller"),  # type: ignore[arg-type]
         (lambda: Plan(controller=WaitThreshold(loose=KSync(4)), fabric=SERVER).check_world(3), "plan.controller.k"),
     ],
 )

@@ -13,10 +13,10 @@ from functools import cache
 import pytest
 
 from offbeat.control import WaitThreshold
-from offbeat.sync import ASP, BSP, SSP
+from offbeat.sync import ASP, BSP, SSP, Policy
 from tests.control.cluster import TROUBLES, curve, play, seconds_to, throughput
 
-FIXED = {"BSP()": BSP(), "SSP(4)": SSP(4), "ASP()": ASP()}
+FIXED: dict[str, Policy] = {"BSP()": BSP(), "SSP(4)": SSP(4), "ASP()": ASP()}
 UNTIL_S, LR, MOMENTUM = 38.0, 1.6, 0.9
 LOSS = 0.1213  # 0.04 above the least
 
