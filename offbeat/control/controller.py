@@ -89,7 +89,7 @@ class Metrics:
         work for a contribution in the last seconds; None if not so much is known.
 
         Who is in the middle of one, perhaps for long, counts as if it were done. Of one that has hardly done anything
-        but wait nothing is known.
+        but wait nothing is known, and nothing of one that is alone.
         """
         then, now = self._at(last_s), self.readings[-1]
         if then is None:
@@ -102,7 +102,7 @@ class Metrics:
                 return None
             each_s.append(busy_s / max(1, steps))
         longest_s = max(each_s, default=0.0)
-        return 1 - sum(each_s) / len(each_s) / longest_s if longest_s > 0 else None
+        return 1 - sum(each_s) / len(each_s) / longest_s if len(each_s) > 1 and longest_s > 0 else None
 
     def _at(self, last_s: float) -> Reading | None:
         """The last reading that is at least so old; None if there is none."""

@@ -1,4 +1,4 @@
-"""A thousand swaps under load, in virtual time, among policies of all kinds: each contribution counts once and fully."""
+"""A thousand swaps under load in virtual time, among policies of all kinds: each contribution counts once and fully."""
 
 from __future__ import annotations
 
