@@ -145,7 +145,7 @@ class Plan:
             self._check_controller(self.controller)
 
     def _check_controller(self, controller: Controller) -> None:
-        if isinstance(controller, type) or not callable(getattr(controller, "decide", None)):
+        if isinstance(controller, type) or not hasattr(controller, "policies"):
             raise PlanError(
                 f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
                 "- at `plan.controller`."

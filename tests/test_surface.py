@@ -62,7 +62,7 @@ RUN = {
     "swap",
     "world",
 }
-TESTING = {"check_codec", "check_fabric", "check_policy"}
+TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy"}
 
 
 def test_public_names_are_frozen() -> None:

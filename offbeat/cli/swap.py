@@ -36,8 +36,8 @@ def swap(
     """Have another policy decide when workers may go on, in a job that trains.
 
     All workers are asked; if all can go by it, it holds for all at once, and nothing that is on its way is lost. If one
-    cannot, nothing changes, and the exit code is 2. A job without a parameter server is asked through its run folder,
-    and takes that up behind its next exchange.
+    cannot, nothing changes, and the exit code is 2. If the plan has a controller, it lets go: nobody swaps back. A job
+    without a parameter server is asked through its run folder, and takes that up behind its next exchange.
     """
     import tomli_w
 

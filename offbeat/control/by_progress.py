@@ -51,9 +51,9 @@ class ByProgress:
                     f"Cannot swap to {part!r}: it is no policy. Use an object, such as BSP() "
                     "- at `plan.controller.policies`."
                 )
-        if any(one == other for i, one in enumerate(self.policies) for other in self.policies[i + 1 :]):
+        if any(here == there for here, there in pairwise(self.policies)):
             raise PlanError(
-                f"Cannot tell where training is with {self.policies!r}: a policy is in it twice. Name each once "
+                f"Cannot swap between a policy and itself, as in {self.policies!r}. Leave one of the two out "
                 "- at `plan.controller.policies`."
             )
         if not isinstance(self.at, tuple) or any(type(part) not in (int, float) for part in self.at):
@@ -77,6 +77,6 @@ class ByProgress:
     def decide(self, metrics: Metrics) -> Decision:
         """Go on to the policy of this part, if the present one is an earlier of these."""
         due = sum(metrics.steps >= part * self.steps for part in self.at)
-        if metrics.sync not in self.policies or self.policies.index(metrics.sync) >= due:
+        if metrics.sync not in self.policies[: due + 1] or metrics.sync == self.policies[due]:
             return Keep()
         return Swap(self.policies[due], f"{metrics.steps:.0f} of {self.steps} steps are done")

@@ -88,7 +88,8 @@ class Metrics:
         """Which part of their time workers would spend waiting if all waited for all, going by how long each was at
         work for a contribution in the last seconds; None if not so much is known.
 
-        Who is in the middle of one, perhaps for long, counts as if it were done.
+        Who is in the middle of one, perhaps for long, counts as if it were done. Of one that has hardly done anything
+        but wait nothing is known, and nothing of one that is alone.
         """
         then, now = self._at(last_s), self.readings[-1]
         if then is None:
@@ -97,10 +98,11 @@ class Metrics:
         for worker in sorted(now.waited_s.keys() & then.waited_s.keys()):
             steps = now.steps[worker] - then.steps[worker]
             busy_s = now.at_s - then.at_s - (now.waited_s[worker] - then.waited_s[worker])
-            if steps or busy_s > last_s / 2:  # else it has waited itself, and nothing is known of it
-                each_s.append(busy_s / max(1, steps))
+            if not steps and busy_s < last_s / 2:
+                return None
+            each_s.append(busy_s / max(1, steps))
         longest_s = max(each_s, default=0.0)
-        return 1 - sum(each_s) / len(each_s) / longest_s if longest_s > 0 else None
+        return 1 - sum(each_s) / len(each_s) / longest_s if len(each_s) > 1 and longest_s > 0 else None
 
     def _at(self, last_s: float) -> Reading | None:
         """The last reading that is at least so old; None if there is none."""

@@ -9,6 +9,7 @@ objects that decide are those of the parameter server and of the workers, not co
 * `flows` - what is on its way over them
 * `course` - how long each step of each worker computes
 * `links` - what the links carry, seen from above the transport
+* `troubles` - what goes wrong for a while: stopped processes, slow links
 * `sizes` - what a step sends, in which buckets, and when they are ready
 * `served` - workers and a parameter server
 * `replicated` - workers that all hold the parameters

@@ -7,7 +7,7 @@ has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offbeat.sim.course import Course
     from offbeat.sim.links import Links
     from offbeat.sim.sizes import Bucket
-    from offbeat.sync import Policy
+    from offbeat.sync import Policy, Push
 
 # Of a step with an exchange, beyond what is computed and sent: the fence, the optimizer, Python.
 _STEP_S = 0.002
@@ -33,12 +33,19 @@ class Played:
         samples: of each worker, in each of them.
         waited_s: of each worker, what its steps took beyond computation.
         staleness: of each contribution; empty where nothing can be stale.
+        swaps: what controllers decided: when, for which policy, and why.
+        updates: of a server, in order: when each was made everywhere, of which contributions, and which part of a round
+            it is.
+        read: of each contribution of a server, how many updates were in the parameters it was computed on.
     """
 
     step_s: list[list[float]]
     samples: list[list[int]]
     waited_s: list[list[float]]
     staleness: list[int]
+    swaps: list[tuple[float, Policy, str]] = field(default_factory=list)
+    updates: list[tuple[float, tuple[Push, ...], float]] = field(default_factory=list)
+    read: dict[Push, int] = field(default_factory=dict)
 
 
 def ring_s(size_bytes: float, world: int, links: Links) -> float:

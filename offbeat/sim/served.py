@@ -11,6 +11,8 @@ tuning of batches (`Dealer`); workers, links and shards are played:
 * TCP shares a link unevenly. Which stream of several gets more changes from step to step (`_WEIGHTS`); an update that
   needs all of them waits for the one that gets least. With even shares `BSP` came out 16 % too fast on ps_uniform;
   these weights make it right there, and on the scenarios that they were not chosen by.
+* What the plan's controller decides is adopted when word of it has gone to all workers and back, or, while one is
+  stopped, when its silence is taken for consent.
 * A message waits behind the data on its way: half a queue where several streams share the link. One alone, which is
   sent as fast as it arrives, leaves none.
 """
@@ -21,14 +23,17 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.control import Swap
 from offbeat.fabric.server.deals import Enrol
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
+from offbeat.fabric.server.lead.swaps import CONSENT_S
 from offbeat.pacing import Lease
 from offbeat.sim.fair import Way
 from offbeat.sim.flows import Flows
 from offbeat.sim.replicated import Played
 from offbeat.sim.timeline import Timeline
+from offbeat.sim.troubles import Troubles
 from offbeat.sync import (
     Apply,
     Deadline,
@@ -36,6 +41,7 @@ from offbeat.sync import (
     Ending,
     Evict,
     Grant,
+    LocalSGD,
     Paced,
     Pulled,
     Pushed,
@@ -54,11 +60,12 @@ if TYPE_CHECKING:
     from offbeat.sim.course import Course
     from offbeat.sim.flows import Flow
     from offbeat.sim.links import Links
-    from offbeat.sync import Action, Push
+    from offbeat.sync import Action, Policy, Push
 
 _PARTS = 10  # the last but one of them is when a shard says that a contribution is nearly there
 _WEIGHTS = (0.5, 1.0, 2.0)
 _NOWHERE = Way(())
+_ASKED = 20  # times in the seconds that it looks back
 _STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
 
 
@@ -68,12 +75,15 @@ class _Update:
 
     Args:
         missing: for each part, how many of its contributions have not brought it.
+        pushes, rate: what is in it, and which part of a round that is.
         before: the update that each part of this one waits for.
         after: the update that waits for this one.
         made: parts that are.
     """
 
     missing: list[int]
+    pushes: tuple[Push, ...]
+    rate: float
     before: _Update | None = None
     after: _Update | None = None
     made: int = 0
@@ -85,7 +95,10 @@ class _Worker:
     """One worker.
 
     Args:
+        policy: that it goes by.
         left: steps that it has still to do.
+        alone: steps since its last contribution.
+        read: updates that were in the parameters that it was given last.
         brought: parts of the contribution at hand that have arrived.
         update: that this contribution is in.
         got, due: parts of the next parameters that are here, and that may come.
@@ -93,12 +106,16 @@ class _Worker:
 
     rank: int
     course: Course
+    policy: Policy
     left: int
+    alone: int = 0
+    read: int = 0
     own_step: int = 0
     begun_s: float = 0.0
     computed_s: float = 0.0
     push: Push = (-1, -1)
     is_announced: bool = False
+    is_change: bool = False
     may_push: bool = False
     samples: int = 0
     leases: list[Lease] = field(default_factory=list)
@@ -123,6 +140,7 @@ class Served:
         size_bytes: of a contribution on the wire; `pull_bytes` of the parameters.
         steps: of each worker.
         batch: samples of a worker's step, if batches are not tuned.
+        troubles: what goes wrong meanwhile.
     """
 
     def __init__(
@@ -135,12 +153,15 @@ class Served:
         pull_bytes: float,
         steps: int,
         batch: int,
+        troubles: Troubles | None = None,
     ) -> None:
         self._plan, self._links, self._batch = plan, links, batch
+        self._sync, self._is_swapping = plan.sync, False
+        self._troubles = troubles or Troubles()
         self._push_bytes, self._pull_bytes = size_bytes / _PARTS, pull_bytes / _PARTS
         self._timeline = timeline = Timeline()
         self._flows = Flows(timeline, {"in": links.servers, "out": links.servers})
-        self._workers = [_Worker(rank, course, steps) for rank, course in enumerate(courses)]
+        self._workers = [_Worker(rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
         self._shares = [random.Random(f"share {rank}") for rank in range(len(courses))]
         self._steps = steps
         self._coordinator = Coordinator(plan.sync, len(courses), lambda: timeline.now_s, State(hosts=links.shards))
@@ -161,11 +182,12 @@ class Served:
             self._enrol(self._dealer)
         self._carry_out(self._coordinator.start_if_all_are_here())
         for worker in self._workers:
-            worker.may_push = not self._plan.sync.gated
+            worker.may_push = not self._sync.gated
             self._compute(worker)
+        self._ask_again()
         self._timeline.run()
         waiting = [worker.rank for worker in self._workers if worker.left]
-        assert not waiting, f"workers {waiting} wait for ever with {self._plan.sync!r}"
+        assert not waiting, f"workers {waiting} wait for ever with {self._sync!r}"
         return self.played
 
     # -- a worker's way through a step ---------------------------------------------------------------------------
@@ -180,15 +202,31 @@ class Served:
         tuned = worker.samples if self._dealer is not None else None
         computing_s, lost_s = worker.course.next_s(tuned)
         worker.computed_s = computing_s + lost_s
-        self._timeline.after(worker.computed_s, lambda: self._computed(worker))
+        done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
+        self._timeline.at(done_s, lambda: self._computed(worker))
 
     def _computed(self, worker: _Worker) -> None:
-        own_step, worker.own_step = worker.own_step, worker.own_step + 1
-        if self._plan.sync.contributes(own_step) is None:
+        before, policy = worker.policy, self._sync
+        if before != policy and not isinstance(before, LocalSGD):
+            self._goes_over(worker, policy)
+        what = worker.policy.contributes(worker.own_step)
+        worker.own_step, worker.alone = worker.own_step + 1, worker.alone + 1
+        if before != policy and isinstance(before, LocalSGD):
+            what = what or "change"  # it brings what it has
+            self._goes_over(worker, policy, brings=1)
+        if what is None:
             self._stepped(worker)
             return
+        worker.is_change = what == "change"
         worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
         self._timeline.after(_STEP_S / 2, lambda: self._bring(worker))
+
+    def _goes_over(self, worker: _Worker, policy: Policy, brings: int = 0) -> None:
+        """As `offbeat.engine.by_policy` does."""
+        member = self._coordinator.state.members.get(worker.rank)
+        number = brings if member is None else member.step + brings
+        worker.policy = policy
+        worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
 
     def _bring(self, worker: _Worker) -> None:
         member = self._coordinator.state.members.get(worker.rank)
@@ -196,6 +234,7 @@ class Served:
             self._come_back(worker)
             return
         worker.push = (worker.rank, member.step)
+        worker.may_push = worker.may_push and not self._sync.gated
         if worker.may_push:
             # Word of it goes ahead of it on the same link.
             self._ready(worker)
@@ -215,14 +254,21 @@ class Served:
             computing_s = now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
             self._dealer.announce(0, worker.push, used, computing_s)
             worker.leases = []
-        self._tell(Ready(rank, clock, now_s, float(worker.samples)))
+        weight, worker.alone = float(worker.samples * worker.alone), 0
+        self.played.read[worker.push] = worker.read
+        self._carry_out(self._coordinator.bring(Ready(rank, clock, now_s, weight), change=worker.is_change))
 
     def _send(self, worker: _Worker) -> None:
         """Push the next part."""
-        push = worker.push
+        push, back_s = worker.push, self._troubles.back_s(worker.rank, self._timeline.now_s)
+        if back_s > self._timeline.now_s:
+            self._timeline.at(back_s, lambda: self._send(worker) if worker.push == push else None)
+            return
         if not worker.brought:
             weight = self._shares[worker.rank].choice(_WEIGHTS)
             worker.way = Way(("in",), self._links.worker[worker.rank], weight)
+        if self._troubles.all:
+            worker.way = worker.way._replace(most=self._rate(worker))
         worker.flow = self._flows.start(worker.way, self._push_bytes, lambda: self._part_arrives(worker, push))
 
     def _part_arrives(self, worker: _Worker, push: Push) -> None:
@@ -251,11 +297,14 @@ class Served:
         self._give(worker)
 
     def _give(self, worker: _Worker) -> None:
-        parts = worker.due - worker.got
+        parts, back_s = worker.due - worker.got, self._troubles.back_s(worker.rank, self._timeline.now_s)
         if worker.is_moving or not parts:
             return
         worker.is_moving = True
-        way = Way(("out",), self._links.worker[worker.rank])
+        if back_s > self._timeline.now_s:
+            self._timeline.at(back_s, lambda: self._give_now(worker))
+            return
+        way, worker.read = Way(("out",), self._rate(worker)), len(self.played.updates)
 
         def there() -> None:
             worker.is_moving, worker.got = False, worker.got + parts
@@ -267,13 +316,21 @@ class Served:
 
         self._flows.start(way, parts * self._pull_bytes, there)
 
+    def _give_now(self, worker: _Worker) -> None:
+        worker.is_moving = False
+        self._give(worker)
+
+    def _rate(self, worker: _Worker) -> float:
+        """Bytes per second of its link, now."""
+        return self._links.worker[worker.rank] * self._troubles.part(worker.rank, self._timeline.now_s)
+
     def _pulled(self, worker: _Worker) -> None:
         member = self._coordinator.state.members.get(worker.rank)
         if member is not None and self._dealer is not None:
             self._dealer.stepped(worker.rank, *times_s(member, worker.arrived_s, self._timeline.now_s))
         self._tell(Pulled(worker.rank, self._timeline.now_s))
         self._pace()
-        worker.may_push = not self._plan.sync.gated
+        worker.may_push = not self._sync.gated
         self._stepped(worker)
 
     def _stepped(self, worker: _Worker) -> None:
@@ -324,6 +381,8 @@ class Served:
                 case Wake(at_s=at_s):
                     self._wake += 1
                     self._timeline.at(at_s, lambda number=self._wake: self._wake_up(number))  # type: ignore[misc]
+        if any(isinstance(action, Apply) for action in actions):
+            self._ask()
 
     def _granted(self, worker: _Worker) -> None:
         if worker.is_announced and not worker.brought and worker.flow is None:
@@ -331,7 +390,7 @@ class Served:
 
     def _apply(self, action: Apply) -> None:
         missing = [0] * _PARTS
-        update = _Update(missing)
+        update = _Update(missing, action.pushes, action.rate)
         for push in action.pushes:
             if self._dealer is not None:
                 self._dealer.applied(0, push)
@@ -366,6 +425,7 @@ class Served:
                 worker.due = made
                 self._give(worker)
             if made == _PARTS:
+                self.played.updates.append((self._timeline.now_s, update.pushes, update.rate))
                 update.pullers.clear()
                 if update.after is not None:
                     update.after.before = None
@@ -399,6 +459,35 @@ class Served:
         if number == self._wake:
             self._tell(Deadline(self._timeline.now_s))
 
+    # -- who swaps the policy ------------------------------------------------------------------------------------
+
+    def _ask_again(self) -> None:
+        """Ask the controller now, and again while there is somebody to decide about."""
+        controller = self._plan.controller
+        if controller is not None and any(worker.left for worker in self._workers):
+            self._ask()
+            self._timeline.after(controller.looks_back_s / _ASKED, self._ask_again)
+
+    def _ask(self) -> None:
+        controller = self._plan.controller
+        metrics = None if controller is None or self._is_swapping else self._coordinator.metrics(controller)
+        if controller is None or metrics is None:
+            return
+        decision = controller.decide(metrics)
+        if isinstance(decision, Swap):
+            self._is_swapping = True
+            now_s = self._timeline.now_s
+            silent = any(self._troubles.back_s(worker.rank, now_s) > now_s for worker in self._workers)
+            agreed_s = CONSENT_S if silent else 2 * self._links.to_server_s
+            self._timeline.after(agreed_s, lambda: self._adopt(decision))
+
+    def _adopt(self, swap: Swap) -> None:
+        self._is_swapping, self._sync = False, swap.sync
+        self.played.swaps.append((self._timeline.now_s, swap.sync, swap.reason))
+        if self._dealer is not None:
+            self._dealer.together(swap.sync.bound == 0)
+        self._carry_out(self._coordinator.swap(swap.sync, by_controller=True))
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     def _enrol(self, dealer: Dealer) -> None:
@@ -414,7 +503,7 @@ class Served:
             batch=self._batch,
         )
         for worker in self._workers:
-            together = self._plan.sync.bound == 0
+            together = self._sync.bound == 0
             self._deal(dealer.enrol(worker.rank, about, together=together, world=world).items())
 
     def _deal(self, deals: Iterable[tuple[int, Iterable[Lease | Over]]]) -> None:

@@ -4,6 +4,7 @@ Each takes an instance and raises `AssertionError` with one sentence where it br
 nothing but offbeat and torch, so they run under any test runner.
 
     codec.py    check_codec: rules of `offbeat.codec.codec`
+    controller.py  check_controller: rules of `offbeat.control.controller`
     fabric.py   check_fabric: rules of `offbeat.fabric.fabric`
     policy.py   check_policy: rules of `offbeat.sync.policy`; `play` is one interleaving, `books` what it is checked
                 against, `purity` whether a policy decides from the state alone
@@ -12,7 +13,8 @@ nothing but offbeat and torch, so they run under any test runner.
 from __future__ import annotations
 
 from offbeat.testing.codec import check_codec
+from offbeat.testing.controller import check_controller
 from offbeat.testing.fabric import check_fabric
 from offbeat.testing.policy import check_policy
 
-__all__ = ["check_codec", "check_fabric", "check_policy"]
+__all__ = ["check_codec", "check_controller", "check_fabric", "check_policy"]

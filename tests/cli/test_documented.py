@@ -18,6 +18,7 @@ COMMANDS = {
         "--sync",
         "--codec",
         "--fabric",
+        "--controller",
         "--servers",
         "--join",
         "--timeout",

@@ -1,0 +1,161 @@
+"""Controllers as what they are: pure rules over what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.control import ByProgress, Keep, Metrics, Reading, Swap, WaitThreshold
+from offbeat.errors import PlanError
+from offbeat.fabric import ParameterServer, ProcessGroup
+from offbeat.plan import Plan
+from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD
+from offbeat.testing import check_controller
+
+SERVER = ParameterServer()
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        WaitThreshold(),
+        WaitThreshold(tight=SSP(2), loose=LocalSGD(8), above=0.5, below=0.1, window_s=1.0, least_s=1.0),
+        ByProgress((BSP(), SSP(4), ASP()), at=(0.25, 0.9), steps=50),
+    ],
+    ids=repr,
+)
+def test_ours_keep_the_rules(controller: WaitThreshold | ByProgress) -> None:
+    asked = check_controller(controller)
+    assert asked["swaps"] >= 1
+    assert asked["decisions"] > 1000
+
+
+class Flapping:
+    """Swaps whenever it is asked."""
+
+    policies, looks_back_s = (BSP(), ASP()), 1.0
+
+    def decide(self, metrics: Metrics) -> Keep | Swap:
+        return Swap(ASP() if metrics.sync == BSP() else BSP(), "for a change")
+
+
+class Remembering(Flapping):
+    """Counts how often it was asked."""
+
+    count = 0
+
+    def decide(self, metrics: Metrics) -> Keep | Swap:
+        self.count += 1
+        return Swap(ASP(), "this was the third time") if self.count % 3 == 0 and metrics.sync == BSP() else Keep()
+
+
+class Elsewhere(Flapping):
+    """Goes to a policy that nobody has agreed to."""
+
+    def decide(self, metrics: Metrics) -> Keep | Swap:
+        return Swap(SSP(9), "it is said to be good") if metrics.sync != SSP(9) else Keep()
+
+
+class ToItself(Flapping):
+    """Swaps for what decides already."""
+
+    def decide(self, metrics: Metrics) -> Keep | Swap:
+        return Swap(metrics.sync, "it is good")
+
+
+@pytest.mark.parametrize(
+    ("rogue", "says"),
+    [
+        (Flapping(), "flaps"),
+        (Remembering(), "it knows more than the metrics"),
+        (Elsewhere(), "is none of its policies"),
+        (ToItself(), "decides already"),
+    ],
+)
+def test_what_breaks_the_rules_is_found(rogue: Flapping, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_controller(rogue)
+
+
+def told(sync: BSP | ASP | SSP, waited: float, *, since_s: float = 0.0, swaps: tuple[float, ...] = ()) -> Metrics:
+    """Four workers over twenty seconds: three wait for that part of the time, and one is at work."""
+    readings = [
+        Reading(at_s, {w: int(at_s) for w in range(4)}, {w: waited * at_s * (w > 0) for w in range(4)})
+        for at_s in (0.0, *[10 + number / 4 for number in range(41)])
+    ]
+    return Metrics(sync, tuple(readings), since_s, swaps)
+
+
+def test_it_goes_to_the_looser_policy_above_the_threshold_and_says_why() -> None:
+    controller = WaitThreshold(above=0.5, below=0.2)
+    assert controller.decide(told(BSP(), 0.6)) == Keep()  # 45 % of all
+    assert controller.decide(told(BSP(), 0.8)) == Swap(
+        ASP(), "60% of the last 2 s were spent waiting for others, above 50%"
+    )
+
+
+def test_it_goes_back_when_nobody_would_be_late() -> None:
+    controller = WaitThreshold(above=0.5, below=0.2)
+    assert controller.decide(told(ASP(), 0.5)) == Keep()
+    assert isinstance(controller.decide(told(ASP(), 0.1)), Swap)
+    assert controller.decide(told(ASP(), 0.1, since_s=17.0)) == Keep(), "not for less than 4 s"
+    assert controller.decide(told(ASP(), 0.1, since_s=15.0, swaps=(1.0, 6.0, 15.0))) == Keep(), "it turned back before"
+    assert isinstance(controller.decide(told(ASP(), 0.1, since_s=11.0, swaps=(1.0, 6.0, 11.0))), Swap)
+
+
+def test_a_schedule_may_end_as_it_began() -> None:
+    controller = ByProgress((BSP(), ASP(), BSP()), at=(0.5, 0.75), steps=24)
+    assert controller.decide(told(BSP(), 0.0)) == Keep(), "20 of 24"
+    assert controller.decide(told(ASP(), 0.0)) == Swap(BSP(), "20 of 24 steps are done")
+
+
+def test_what_a_person_has_chosen_it_leaves_alone() -> None:
+    for controller in (WaitThreshold(), ByProgress((BSP(), ASP()), at=(0.5,), steps=10)):
+        assert controller.decide(told(SSP(3), 0.9)) == Keep()
+
+
+def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
+    stuck = [
+        Reading(at_s, {0: 5, 1: 5}, {0: 0.0, 1: at_s})
+        for at_s in (0.0, 4.0)  # worker 0 has stopped, and 1 waits for it
+    ]
+    assert Metrics(ASP(), tuple(stuck)).imbalance(4.0) is None
+    assert Metrics(ASP(), tuple(stuck)).waiting(4.0) == 0.5
+    assert Metrics(ASP(), tuple(stuck)).waiting(5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: WaitThreshold(above=1.0), "plan.controller.above"),
+        (lambda: WaitThreshold(above=0.3, below=0.3), "plan.controller.below"),
+        (lambda: WaitThreshold(loose=BSP()), "plan.controller.loose"),
+        (lambda: WaitThreshold(window_s=0), "plan.controller.window_s"),
+        (lambda: ByProgress((BSP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.at"),
+        (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
+        (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),
+        (lambda: Plan(controller=WaitThreshold()), "there is no server"),
+        (lambda: Plan(controller=WaitThreshold(), fabric=ProcessGroup()), "there is no server"),
+        (lambda: Plan(controller=WaitThreshold(), fabric=SERVER, sync=SSP(4)), "it would never swap"),
+        (lambda: Plan(controller=BSP(), fabric=SERVER), "plan.controller"),  # type: ignore[arg-type]
+        (lambda: Plan(controller=WaitThreshold(loose=KSync(4)), fabric=SERVER).check_world(3), "plan.controller.k"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_plan_is_made(make: object, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make()  # type: ignore[operator]
+
+
+def test_a_plan_with_a_controller_is_what_it_prints_and_what_it_writes() -> None:
+    for controller in (WaitThreshold(loose=SSP(4)), ByProgress((BSP(), SSP(2), ASP()), at=(0.25, 0.5), steps=100)):
+        plan = Plan(fabric=SERVER, controller=controller)
+        assert Plan.from_toml(plan.to_toml()) == plan
+        assert eval(repr(controller)) == controller
+
+
+def test_a_person_who_swaps_the_policy_takes_over_from_the_controller() -> None:
+    plan = Plan(fabric=SERVER, controller=WaitThreshold())
+    by_hand = plan.swapped('[sync]\nkind = "SSP"\nbound = 3\n')
+    assert (by_hand.sync, by_hand.controller) == (SSP(3), None)
+    assert plan.controlled(ASP()) == Plan(sync=ASP(), fabric=SERVER, controller=WaitThreshold())
+    back = by_hand.swapped('[sync]\nkind = "BSP"\n[controller]\nkind = "WaitThreshold"\n')
+    assert back == plan
