@@ -16,13 +16,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.exits import how_it_ended
 from offbeat.fault import Fault, read_fired, unfired
-from offbeat.plan import Plan
 from offbeat.serve import RESTARTS, Settings, start_shard
 from offbeat.testing.faults import environment
 
@@ -30,9 +29,10 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
+    from multiprocessing.context import ForkServerProcess
 
     from benchmarks.workloads.marked import Held
+    from offbeat.plan import Plan
 
 WORKERS = 3
 TIMEOUT_S = 2.0
@@ -78,8 +78,8 @@ class Story:
 
     @property
     def fired_s(self) -> float | None:
-        """When the first fault struck, since 1970; None if one did not."""
-        return None if unfired(self.faults, self.log) else read_fired(self.log)[0].time_s
+        """When the last fault struck, since 1970; None if one did not."""
+        return None if unfired(self.faults, self.log) else read_fired(self.log)[-1].time_s
 
     def said_after(self, when_s: float) -> list[Line]:
         """What was said from then on."""
@@ -107,7 +107,7 @@ def run(plan: Plan, faults: Sequence[Fault], folder: Path, *, shards: int = 1, a
     run_dir.mkdir()
     (run_dir / "plan.toml").write_text(plan.to_toml())
     servers, found = _start_shards(story, shards)
-    workers: list[BaseProcess] = []
+    workers: list[ForkServerProcess] = []
     try:
         together = {
             "WORLD_SIZE": str(WORKERS),
@@ -215,7 +215,7 @@ def _work(output: Connection, own: dict[str, str], arguments: list[str]) -> None
     worker.main()
 
 
-# -- what became of it ---------------------------------------------------------------------------------------------------
+# -- what became of it -------------------------------------------------------------------------------------------------
 
 
 class Books(msgspec.Struct, kw_only=True, frozen=True):
@@ -274,8 +274,3 @@ def _reported(story: Story) -> dict[int, int]:
         for rank, count in re.findall(r"rank (\d+): (\d+)", text):
             found[int(rank)] = found.get(int(rank), 0) + int(count)
     return found
-
-
-def details(story: Story) -> dict[str, Any]:
-    """All there is, to look at."""
-    return {"codes": story.codes, "ends": story.ends, "took_s": round(story.took_s, 1)}

@@ -101,7 +101,10 @@ def train(asked: Asked, run: offbeat.Run) -> None:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).reshape(-1, 64) / 16
     module, folder = Marked(), Path(os.environ[LOG]).parent
-    groups = [{"params": module.net.parameters()}, {"params": [module.first, module.last], "lr": 1.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": module.net.parameters()},
+        {"params": [module.first, module.last], "lr": 1.0},
+    ]
     loader: Any = DataLoader(
         TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
     )
@@ -118,6 +121,8 @@ def train(asked: Asked, run: offbeat.Run) -> None:
             if run.rank >= _BEGAN_WITH and done == _NEWCOMERS_STEPS:
                 (folder / NEWCOMER).touch()
             if run.rank == 0 and done == asked.swap_at:
+                while not read_fired(Path(os.environ[LOG])):  # somebody who cannot agree any more
+                    time.sleep(0.01)
                 threading.Thread(target=run.swap, kwargs={"sync": offbeat.SSP(bound=3)}, daemon=True).start()
                 time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
             if run.rank == 0 and done % asked.save_every == 0:

@@ -59,8 +59,8 @@ def serves_at(address: str) -> int:
         except OSError:  # it has ended, or is somebody else's
             continue
     raise ScenarioError(
-        f"Cannot strike the server at {address}: no shard that this user may see listens there. Run it on this machine, "
-        "as this user (fault.target)."
+        f"Cannot strike the server at {address}: no shard that this user may see listens there. Run it on this "
+        "machine, as this user (fault.target)."
     )
 
 
