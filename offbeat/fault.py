@@ -36,8 +36,9 @@ Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
 """Somebody dials the server who may not."""
 Target = Literal["worker", "server", "coordinator"]
 AGE = 5
-FAULTS, LOG = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG"
-"""Variables: the faults of all workers as JSON; the file where each is written down before it strikes."""
+FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASKED"
+"""Variables: the faults of all workers as JSON; the file where each is written down before it strikes; and, where links
+are somebody else's to strike, the file in which a worker asks for it."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,24 +72,41 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return f"{self.kind} of worker {self.worker}{long} at its step {self.step}"
         return f"{self.kind} of the {self.target}{long} at step {self.step} of worker {self.worker}"
 
-    def check(self) -> None:
+    @property
+    def needs_server(self) -> bool:
+        """Whether it can strike only where a server holds the parameters."""
+        return self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger), "join")
+
+    @property
+    def on_links(self) -> bool:
+        """Whether it happens to whole links, for a while, whatever passes there."""
+        return self.kind in get_args(Link) and self.kind not in PASSING
+
+    def check(self, path: str = "fault") -> None:
         """Refuse what cannot be.
 
+        Args:
+            path: of this fault, where it was written.
+
         Raises:
-            ScenarioError: if this kind cannot strike that target.
+            ScenarioError: if this kind cannot strike that target, or not at that step.
         """
         if self.kind in get_args(Script) and self.target != "worker":
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike the {self.target}: it happens within a training script. Leave out "
-                f"target, or choose one of {', '.join([*get_args(Process), *get_args(Link)])} (fault.target)."
+                f"target, or choose one of {', '.join([*get_args(Process), *get_args(Link)])} ({path}.kind)."
             )
         if self.kind in ("forward", "backward", "loader", "stale") and self.step == 0:
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike at step 0: it is prepared in the step before. Choose at least 1 "
-                "(fault.step)."
+                f"({path}.step)."
             )
 
 
+ENDING = frozenset({"sigkill", "sigterm", "forward", "backward", "loader", "leave"})
+"""Kinds that end the worker they strike."""
+PASSING = frozenset({"cut", "flip", "truncate", "duplicate", "reorder", "replay", "lost-reply"})
+"""Kinds of `Link` that happen once, to bytes on their way to the server."""
 LASTING = frozenset({"sigstop", "slow", "disk", "gil", "partition", "deaf", "mute", "slow-link", "lossy"})
 """Kinds that `seconds` say something about."""
 

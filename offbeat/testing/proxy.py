@@ -9,7 +9,7 @@ In a test's own event loop:
         proxy.up.damage(Damage("flip"))             # in what passes next
 
 As a program: `python proxy.py SOCKET TARGET` writes its address, obeys a JSON line per connection to SOCKET (see
-`obey`), answers "fired" when that has happened, and ends with its input.
+`obey`), answers "told" once it does, if it has not happened yet, and "fired" when it has, and ends with its input.
 """
 
 from __future__ import annotations
@@ -334,6 +334,9 @@ async def _serve_orders(socket: str, target: str) -> None:
         task = asyncio.ensure_future(obey(proxy, json.loads(await reader.readline()), fired))
         obeying.add(task)
         task.add_done_callback(obeying.discard)
+        await asyncio.sleep(0)  # it has begun
+        if not writer.is_closing():
+            writer.write(b"told\n")
 
     async with Proxy(target) as proxy:
         server = await asyncio.start_unix_server(take, socket)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = str(Path(__file__).resolve().parent.parent / "proxy.py")
 _SERVERS = "OFFBEAT_SERVERS"
+_FIRED = b"fired\n"
 
 
 class Proxies:
@@ -49,7 +50,7 @@ class Proxies:
         """Have it done: to this worker's links, or to those of all workers to one shard.
 
         Args:
-            note: called when it has happened, on another thread.
+            note: called when it has happened; on another thread, if nothing that it could happen to has passed yet.
         """
         last = len(self._processes) - 1
         if fault.target == "worker":
@@ -59,9 +60,12 @@ class Proxies:
             sockets = sorted(self._folder.glob(f"*-{shard}"))
         order = json.dumps({"kind": fault.kind, "seconds": fault.seconds, "factor": fault.factor}).encode() + b"\n"
         told = [_send(path, order) for path in sockets]
+        if any(answer.readline() == _FIRED for answer in told):
+            note()
+            return
 
         def wait() -> None:
-            if any(connection.recv(16) for connection in told):
+            if any(answer.readline() == _FIRED for answer in told):
                 note()
 
         threading.Thread(target=wait, name="offbeat-faults", daemon=True).start()
@@ -70,8 +74,9 @@ class Proxies:
         return self._folder / f"{rank}-{shard}"
 
 
-def _send(path: Path, order: bytes) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(path))
-    connection.sendall(order)
-    return connection
+def _send(path: Path, order: bytes) -> IO[bytes]:
+    """Give a proxy an order; where it answers."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(order)
+        return connection.makefile("rb")

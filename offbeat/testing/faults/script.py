@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offbeat.fault import AGE, FAULTS, LOG, Fault, Fired, Link, Process, Stranger, read_fired
+from offbeat.fault import AGE, ASKED, FAULTS, LOG, PASSING, Fault, Fired, Link, Process, Stranger, read_fired
 from offbeat.testing.faults import processes, strangers, within
 from offbeat.testing.faults.links import Proxies
 
@@ -40,25 +40,27 @@ class Script:
         log: where each is written down before it strikes. One that stands there does not strike again, such as when
             the worker was started anew.
         rank: this worker's.
+        asked: where to ask for what is to happen to links for a while, and is written to the log by whoever does it;
+            None to do it here, to the links with the server.
 
     Raises:
         ScenarioError: if a fault cannot be.
     """
 
-    def __init__(self, faults: Sequence[Fault], log: Path, rank: int) -> None:
+    def __init__(self, faults: Sequence[Fault], log: Path, rank: int, asked: Path | None = None) -> None:
         for fault in faults:
             fault.check()
         fired = {one.number for one in read_fired(log)}
         self._mine = [
             (number, fault) for number, fault in enumerate(faults) if fault.worker == rank and number not in fired
         ]
-        self._log, self._rank = log, rank
+        self._log, self._rank, self._asked = log, rank, asked
         self._step = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._gradients = within.Gradients(AGE)
         self._servers = os.environ.get("OFFBEAT_SERVERS", "").split(",")
         self._proxies = None
-        if any(fault.kind in get_args(Link) for fault in faults) and self._servers[0]:
+        if any(fault.kind in (PASSING if asked else get_args(Link)) for fault in faults) and self._servers[0]:
             self._proxies = Proxies(log.with_suffix(".links"), rank)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -93,6 +95,8 @@ class Script:
         note = partial(self._note, number, fault)
         if fault.kind in get_args(Process):
             processes.strike(fault, self._process_of(fault), note)
+        elif fault.kind in get_args(Link) and fault.kind not in PASSING and self._asked is not None:
+            _append(self._asked, Fired(number=number, fault=fault, time_s=time.time()))
         elif fault.kind in get_args(Link):
             assert self._proxies is not None, "only where there is a server"
             self._proxies.strike(fault, note)
@@ -138,14 +142,7 @@ class Script:
         joiner.returncode = 0  # nobody waits for it
 
     def _note(self, number: int, fault: Fault, pid: int = 0) -> None:
-        """Append a line that outlives whatever comes now."""
-        line = msgspec.json.encode(Fired(number=number, fault=fault, time_s=time.time(), pid=pid)) + b"\n"
-        descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _append(self._log, Fired(number=number, fault=fault, time_s=time.time(), pid=pid))
 
 
 def from_environment() -> Script | None:
@@ -153,7 +150,18 @@ def from_environment() -> Script | None:
     if FAULTS not in os.environ:
         return None
     faults = msgspec.json.decode(os.environ[FAULTS], type=list[Fault])
-    return Script(faults, Path(os.environ[LOG]), int(os.environ.get("RANK", "0")))
+    asked = Path(os.environ[ASKED]) if ASKED in os.environ else None
+    return Script(faults, Path(os.environ[LOG]), int(os.environ.get("RANK", "0")), asked)
+
+
+def _append(path: Path, fired: Fired) -> None:
+    """A line that outlives whatever comes now."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, msgspec.json.encode(fired) + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _takes_part() -> bool:
