@@ -227,6 +227,7 @@ class Books(msgspec.Struct, kw_only=True, frozen=True):
         torn: elements in which the two copies differ: of those contributions only a part counts.
         dropped, reported: that the server says it dropped, as outdated, or lost with a server.
         missing: steps that a worker which came to the end has behind it, and that neither count nor were reported.
+        denied: contributions of which a worker was told that they do not count, and that do.
     """
 
     applied: int
@@ -235,20 +236,24 @@ class Books(msgspec.Struct, kw_only=True, frozen=True):
     dropped: int
     reported: int
     missing: int
+    denied: int = 0
 
 
-def books(story: Story) -> Books | None:
+def books(story: Story, each: int = 1) -> Books | None:
     """Count what counts, by the marks that contributions left; None if nobody came to the end.
 
     To be replaced by a check of the job's own history.
+
+    Args:
+        each: steps of a contribution.
     """
     if not story.held:
         return None
     held = next(iter(story.held.values()))
     shares = [1 / count for count in range(1, WORKERS + 2)]
     applied = twice = missing = 0
-    dropped = {int(seen["worker"]): int(seen["dropped"]) for seen in held.seen}
-    reported = _reported(story)
+    dropped = {int(seen["worker"]): each * int(seen["dropped"]) for seen in held.seen}
+    reported = {rank: each * count for rank, count in _reported(story).items()}
     for rank, row in enumerate(held.marks):
         weights = [-value for value in row]
         applied += sum(weight != 0 for weight in weights)
@@ -263,12 +268,24 @@ def books(story: Story) -> Books | None:
         dropped=sum(dropped.values()),
         reported=sum(reported.values()),
         missing=missing,
+        denied=sum(held.marks[rank][step] != 0 for rank, step in _denied(story) if step < len(held.marks[rank])),
     )
 
 
+def _denied(story: Story) -> set[tuple[int, int]]:
+    """Rank and step of contributions that a worker was told were not used."""
+    pattern = re.compile(r"Rank (\d+) is back: what it had computed in step (\d+) was outdated, and is not used")
+    found = (pattern.search(line.text) for line in story.lines)
+    return {(int(one[1]), int(one[2])) for one in found if one}
+
+
 def _reported(story: Story) -> dict[int, int]:
-    """Contributions that were reported as lost with a server, by rank."""
+    """Contributions that were reported as lost with a server, or as left out with NaN or Inf, by rank."""
     found: dict[int, int] = {}
+    for line in story.lines:
+        if "holds NaN or Inf on this worker; it is left out" in line.text:
+            rank = int(line.who.removeprefix("worker "))
+            found[rank] = found.get(rank, 0) + 1
     told = {line.text for line in story.lines if "The parameter server was restarted" in line.text}
     for text in told:
         for rank, count in re.findall(r"rank (\d+): (\d+)", text):

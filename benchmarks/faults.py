@@ -165,6 +165,7 @@ class Cell(msgspec.Struct, kw_only=True, frozen=True):
             (max(0, books.missing), "lost without a word"),
             (max(0, -books.missing), "reported, and counted"),
             (books.torn, "of which a part counts"),
+            (books.denied, "said not to be used, and are"),
         ]
 
 
@@ -218,7 +219,7 @@ def judge(story: cell.Story, policy: str, case: Case) -> Cell:
         outcome=outcome,
         named=bool(naming),
         detection_s=None if not naming or fired_s is None else round(naming[0].time_s - fired_s, 2),
-        books=cell.books(story),
+        books=cell.books(story, getattr(POLICIES[policy], "every", 1)),
         equal=len({held.digest for held in story.held.values()}) <= 1,
         lead=max((int(one["lead"]) for one in seen), default=0),
         bound=POLICIES[policy].bound if policy in ("bsp", "ssp") and not case.two_phases else None,

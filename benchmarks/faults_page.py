@@ -25,7 +25,8 @@ that did not fire would be an error.
   are how long it took until somebody else named the culprit, and are left out where nobody did.
 * **stopped**: a worker did not come to the end; below stands what the user sees.
 * Every contribution leaves a mark in the parameters, so it can be counted what became of it. None counts twice, and
-  none is lost without a word, unless the cell says so. "Lost n" is what a killed server took with it, and reported;
+  none is lost without a word, unless the cell says so. "Lost n" is what a killed server took with it, or was NaN or
+  infinite with `nonfinite="skip"`, and was reported;
   "dropped n" what came too late, and was said to be.
 * At the end all replicas are equal, and no worker was further ahead than its policy allows, unless the cell says so.
 """

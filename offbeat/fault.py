@@ -23,7 +23,7 @@ moments, or unable to write to any file."""
 Script = Literal["gil", "forward", "backward", "loader", "leave", "join", "clock", "nan", "inf", "huge", "stale"]
 """Within a worker: the GIL held in C for `seconds`; an exception in a forward pass, a hook of backward, the data; the
 script ends well; another worker joins; the wall clock jumps by an hour; a gradient is NaN, infinite, 10^30, or that of
-`AGE` steps ago."""
+`AGE` steps ago; that of the optimizer's first parameter."""
 Link = Literal[
     "partition", "deaf", "mute", "slow-link", "lossy", "cut",
     "flip", "truncate", "duplicate", "reorder", "replay", "lost-reply",
@@ -76,6 +76,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def needs_server(self) -> bool:
         """Whether it can strike only where a server holds the parameters."""
         return self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger), "join")
+
+    @property
+    def ends(self) -> bool:
+        """Whether a worker does not come to the end because of it."""
+        return self.target == "worker" and self.kind in ENDING
 
     @property
     def on_links(self) -> bool:

@@ -63,8 +63,8 @@ class Job:
 
     @property
     def faults(self) -> list[Fault]:
-        """Those that can strike this row: a peer without a server has none that is struck."""
-        return [fault for fault in self.scenario.fault if self.served or not fault.needs_server]
+        """Those that can strike this row and be outlived: others need a server."""
+        return [fault for fault in self.scenario.fault if self.served or not (fault.needs_server or fault.ends)]
 
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import ScenarioError
-from offbeat.fault import ASKED, ENDING, FAULTS, LOG, Fault, Fired, read_fired, unfired
+from offbeat.fault import ASKED, FAULTS, LOG, Fault, Fired, read_fired, unfired
 from offbeat.lab.emulated import law_of
 from offbeat.lab.emulator import Law
 
@@ -57,7 +57,7 @@ class Strikes:
     @property
     def struck(self) -> set[int]:
         """Ranks that are not to come to the end."""
-        return {fault.worker for fault in self.faults if fault.target == "worker" and fault.kind in ENDING}
+        return {fault.worker for fault in self.faults if fault.ends}
 
     def events(self, begin_s: float) -> list[str]:
         """What struck, and when.
@@ -74,9 +74,13 @@ class Strikes:
                 "does not come to that step, or what is to be struck is not there (fault.step)."
             )
         offset_s = time.time() - time.perf_counter() + begin_s
+        left_out = [fault for fault in self._scenario.fault if fault not in self.faults]
         return [
-            f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
-            for one in read_fired(self._log)
+            *(f"left out: {fault.words}, which takes a server to be struck, or to be outlived" for fault in left_out),
+            *(
+                f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
+                for one in read_fired(self._log)
+            ),
         ]
 
     def __enter__(self) -> Strikes:

@@ -73,7 +73,7 @@ def _raise(note: Callable[[], None], where: str) -> NoReturn:
 
 
 class Gradients:
-    """The gradients of an optimizer's largest parameter, and how they were."""
+    """The gradients of an optimizer's first parameter, and how they were."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -81,13 +81,13 @@ class Gradients:
 
     def remember(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the present one."""
-        gradient = _largest(optimizer).grad
+        gradient = _first(optimizer).grad
         if gradient is not None:
             self._past = [*self._past[-self._depth :], gradient.detach().clone()]
 
     def spoil(self, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
         """Put something else in its place."""
-        gradient = _largest(optimizer).grad
+        gradient = _first(optimizer).grad
         assert gradient is not None
         with torch.no_grad():
             if fault.kind == "stale":
@@ -96,6 +96,6 @@ class Gradients:
                 gradient.fill_({"nan": float("nan"), "inf": float("inf"), "huge": _HUGE}[fault.kind])
 
 
-def _largest(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
-    parameters: list[torch.nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    return max(parameters, key=lambda parameter: parameter.numel())
+def _first(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
+    parameter: torch.nn.Parameter = optimizer.param_groups[0]["params"][0]
+    return parameter
