@@ -139,10 +139,18 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
+    if strikes.faults:
+        measured = [_with_staleness(worker, told) for worker in measured]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
     events += strikes.events(begin_s)
     link = None if watch is None else watch.between(begin_s, end_s)
     return Repeat(measured, events, buckets, staleness, link)
+
+
+def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:
+    """With the staleness of each measured step; those to warm up come first in what was told."""
+    stale = [record.staleness for record in told if record.kind == "step" and record.rank == worker.rank]
+    return msgspec.structs.replace(worker, staleness=stale[-len(worker.step_s) :])
 
 
 def _told(path: Path) -> list[_Told]:

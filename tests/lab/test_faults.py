@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from offbeat.errors import ScenarioError
 from offbeat.fault import Fault
-from offbeat.lab import launch, rounds
+from offbeat.lab import launch, plots, results, rounds
+from offbeat.lab.courses import draw_courses, steps_per_s
 from offbeat.lab.emulator import Direction, Law
 from offbeat.lab.jobs import jobs
 from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.results import Raw
 from offbeat.lab.strikes import Strikes
 from offbeat.scenario import Scenario
 from tests.lab.rights import needs_root
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat.lab.repeat import Repeat
 
 # Six steps of the smallest model.
@@ -177,3 +180,31 @@ class TestALinkOfTheNetwork:
         )
         assert max(report.raw[0].step_s) > 1.2
         assert report.simulated == []
+
+
+def test_steps_are_counted_in_the_half_second_in_which_they_end() -> None:
+    raw = msgspec.convert(RAW, Raw)
+    assert steps_per_s([raw, raw], [0.0, 0.5, 1.0, 1.5, 2.0]) == [4.0, 4.0, 0.0, 4.0]
+
+
+def test_the_picture_shows_when_something_went_wrong(tmp_path: Path) -> None:
+    """A dotted line in each strip, and no row without one."""
+    figure = Figure()
+    report = results.read(RESULTS / "ps_uniform.json")
+    draw_courses(figure, report, {report.rows[0].row: [(1.5, "sigkill of worker 1 at its step 5")]})
+    dotted = [
+        [np.asarray(line.get_xdata())[0] for line in axes.lines if line.get_linestyle() == ":"] for axes in figure.axes
+    ]
+    assert dotted[:3] == [[1.5]] * 3
+    assert dotted[3:] == [[]] * (3 * len(report.rows) - 3)
+    row = msgspec.structs.replace(report.rows[0], events=[f"fault: x, 2.25 {AFTER}", "fault: y"])
+    assert plots._struck(row) == [(2.25, "x")]
+
+
+AFTER = "s after the first measured step began"
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks/results"
+RAW = {
+    "row": "a", "repeat": 0, "rank": 0, "host": "h", "step_s": [0.4, 0.5, 0.7], "wait_s": [0.0] * 3, "bytes_sent": 0,
+    "samples": 3, "gradient_bytes": 1, "compute_s": 0.1, "digest": "", "gradient_error": None, "metrics": [],
+    "notes": [],
+}  # fmt: skip

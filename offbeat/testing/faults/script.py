@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _ARMED = ("forward", "backward", "loader")  # in the step before
+_WORK = ("OFFBEAT_LAB_WORK",)  # what it is to do
 _OURS = ("OFFBEAT_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_")
 
 
@@ -129,7 +130,7 @@ class Script:
     def _have_one_join(self) -> None:
         """Start this very script as another worker of the job; what it says goes beside the log."""
         command = [sys.executable, "-m", "offbeat", "run", "--join", os.environ["OFFBEAT_RUN_DIR"], "--workers", "1"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS) or name in _WORK}
         with self._log.with_suffix(".joiner").open("wb") as output:
             joiner = subprocess.Popen(
                 [*command, "--run-dir", str(self._log.with_suffix(".joined")), *sys.argv],
