@@ -142,7 +142,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
-    events += strikes.events(begin_s)
+    events = strikes.events(begin_s) + events  # first, as a result keeps only so many
     link = None if watch is None else watch.between(begin_s, end_s)
     return Repeat(measured, events, buckets, staleness, link)
 

@@ -92,6 +92,7 @@ def test_a_worker_is_stopped_and_the_result_says_when(tmp_path: Path) -> None:
     (event,) = (event for event in done.events if event.startswith("fault: "))
     assert event.startswith("fault: sigstop of worker 1 for 0.5 s at its step 5, ")
     assert event.endswith(" s after the first measured step began")
+    assert done.events[0].startswith("left out: "), "a result keeps only the first events"
     slowest = max(range(20), key=done.workers[0].step_s.__getitem__)
     assert slowest in (2, 3), "three steps were dropped"
     assert done.workers[0].step_s[slowest] > 0.4
