@@ -35,7 +35,7 @@ def case_of(target: str, name: str) -> Case:
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("policy", "target", "fault"),
     [
