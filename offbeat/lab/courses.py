@@ -42,7 +42,7 @@ def draw_courses(figure: Any, report: Report, struck: Mapping[str, Sequence[tupl
     ):
         strip.set_title(title, fontsize=7, loc="left")
     for strip in grid[-1]:
-        strip.set_xlabel("seconds of the measured steps; dotted: something goes wrong", fontsize=7)
+        strip.set_xlabel("seconds; dotted: something goes wrong", fontsize=7)
 
 
 def steps_per_s(workers: Sequence[Raw], edges_s: Sequence[float]) -> list[float]:
