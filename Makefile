@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow lint docs results results-page predictions clean
+.PHONY: demo test test-slow lint docs faults results results-page predictions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -25,6 +25,9 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.cli.documentation
+
+faults: $(STAMP)  ## what survives what: cells that are not in the result yet (a quiet machine, about an hour)
+	$(BIN)/python -m benchmarks.faults
 
 results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
 	$(BIN)/offbeat bench wire --tls --json benchmarks/results/wire.json

@@ -165,6 +165,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(THROUGHPUT, "ssp(8)", "bsp", at_least=1.3),
         Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.8),
     ),
+    "kill": (),
+    "pause": (),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
 }

@@ -4,6 +4,7 @@
     [hosts] or [[host]]                 equal hosts by count, or one table each
     [workload] kind = "replay"|"script" what every worker does, whatever system carries its gradients
     [run]                               steps, repeats, and the row that others are compared with
+    [[fault]]                           what goes wrong, at which worker and step
     [[row]]                             one system: "offbeat" with a plan, or a peer
 
 >>> scenario = Scenario.from_toml('''
@@ -35,6 +36,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from offbeat.errors import ScenarioError
+from offbeat.fault import Fault
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 
 System = Literal["offbeat", "ddp", "ddp+bf16", "ddp+powersgd"]
@@ -43,9 +45,10 @@ MAX_IMPAIRED_MBPS = 100.0
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_LATER = [
+_LATER: list[tuple[str, Any]] = [
     ("straggle", None),
     ("impair", None),
+    ("fault", []),
     ("servers", 0),
     ("role", "worker"),
     ("jitter", 0.0),
@@ -212,6 +215,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
     host: list[HostTable] = []
     straggle: Straggle | None = None
     impair: Impair | None = None
+    fault: list[Fault] = []
     run: Rounds = msgspec.field(default_factory=Rounds)
 
     @classmethod
@@ -264,6 +268,16 @@ class Scenario(_Table, frozen=True, kw_only=True):
         return self.impair.hosts or [host.name for host in self.workers.hosts]
 
     @property
+    def emulated(self) -> list[str]:
+        """Names of the hosts whose links can become bad: those that are, and those of which a fault says so."""
+        links = [fault for fault in self.fault if fault.on_links]
+        if any(fault.target != "worker" for fault in links):
+            struck = [*self.servers[:1], *self.servers[-1:]]
+        else:
+            struck = [self.workers.hosts[fault.worker].name for fault in links]
+        return list(dict.fromkeys([*self.impaired, *struck]))
+
+    @property
     def servers(self) -> list[str]:
         """Names of the hosts that are there for the shards of a parameter server."""
         if self.hosts is not None:
@@ -296,6 +310,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
             )
         self._check_rows()
         self._check_impaired()
+        self._check_faults()
         if len(self.servers) == len(self.topology.hosts):
             raise ScenarioError("Cannot train on servers alone: no host is a worker. Add one (host).")
         _ = self.workers
@@ -314,13 +329,33 @@ class Scenario(_Table, frozen=True, kw_only=True):
                     f"Cannot impair the link of {name!r}: no host has that name{_nearest(name, names)}. Name hosts of "
                     f"the scenario (impair.hosts[{index}])."
                 )
-        for name in self.impaired:
+        self._check_rates(self.impaired, "impair.hosts")
+
+    def _check_rates(self, names: list[str], path: str) -> None:
+        for name in names:
             rate_mbps = self.topology.uplink(name).rate_mbps
             if rate_mbps is None or rate_mbps > MAX_IMPAIRED_MBPS:
                 raise ScenarioError(
                     f"Cannot impair the link of {name!r} at {rate_mbps:g} Mbit/s: each frame passes a program, which "
-                    f"keeps up to {MAX_IMPAIRED_MBPS:g} Mbit/s. Choose a lower rate (impair.hosts)."
+                    f"keeps up to {MAX_IMPAIRED_MBPS:g} Mbit/s. Choose a lower rate ({path})."
                 )
+
+    def _check_faults(self) -> None:
+        steps = self.run.warmup_steps + self.run.steps
+        for index, fault in enumerate(self.fault):
+            fault.check(f"fault[{index}]")
+            if fault.worker >= len(self.workers.hosts):
+                raise ScenarioError(
+                    f"Cannot strike at a step of worker {fault.worker}: there are {len(self.workers.hosts)}, from 0. "
+                    f"Choose one of them (fault[{index}].worker)."
+                )
+            if fault.step >= steps:
+                raise ScenarioError(
+                    f"Cannot strike at step {fault.step}: a run has {steps}, {self.run.warmup_steps} of them to warm "
+                    f"up. Choose an earlier one (fault[{index}].step)."
+                )
+        if not self.loopback:
+            self._check_rates(self.emulated, "fault.kind")
 
     def _check_rows(self) -> None:
         if not self.row:

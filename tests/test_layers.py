@@ -17,6 +17,7 @@ TIERS = {
     "topology": 0,
     "layout": 0,
     "payload": 0,
+    "fault": 0,
     "sync": 1,
     "codec": 1,
     "pacing": 1,

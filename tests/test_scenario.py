@@ -200,6 +200,36 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             '[hosts]\ncount = 2\nnetwork = "loopback"\n[impair]\nloss = 0.1',
             "Cannot impair links: the loopback interface has none. .* (hosts.network).",
         ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 0\nstep = 3\nkind = "sigstob"',
+            "Unknown kind 'sigstob' (did you mean 'sigstop'?). Use one of .* (fault[0].kind).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 0\nstep = 3\nkind = "sigstop"\nsecond = 2',
+            "Unknown key 'second' (did you mean 'seconds'?). .* (fault[0].second).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 2\nstep = 3\nkind = "sigkill"',
+            "Cannot strike at a step of worker 2: there are 2, from 0. .* (fault[0].worker).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 25\nkind = "sigkill"',
+            "Cannot strike at step 25: a run has 25, 5 of them to warm up. .* (fault[0].step).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "gil"\ntarget = "server"',
+            "Cannot have 'gil' strike the server: it happens within a training script. .* (fault[0].kind).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS.replace("100", "200")}\n[[fault]]\nworker = 1\nstep = 3\nkind = "partition"',
+            "Cannot impair the link of 'h1' at 200 Mbit/s: .* (fault.kind).",
+        ),
         ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
     ],
 )
@@ -251,3 +281,12 @@ def test_the_promised_scenarios_are_shipped() -> None:
 def test_reading_a_scenario_loads_no_torch() -> None:
     code = "import sys, offbeat.scenario; assert 'torch' not in sys.modules and 'pyroute2' not in sys.modules"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=20)
+
+
+def test_what_goes_wrong_can_be_told() -> None:
+    text = f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "partition"\nseconds = 2.5'
+    scenario = Scenario.from_toml(GOOD.replace(HOSTS, text))
+    assert [fault.words for fault in scenario.fault] == ["partition of worker 1 for 2.5 s at its step 3"]
+    assert scenario.emulated == ["h1"], "its link has to be one that can be made bad"
+    assert scenario.impaired == []
+    assert scenario.digest != Scenario.from_toml(GOOD).digest

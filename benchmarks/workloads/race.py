@@ -62,7 +62,8 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
     recorder.note(task.note)
     straggler = Straggler(work.straggle, rank)
-    share = shares(task.samples, batch=asked.batch, rank=rank, world=world)
+    # Who has joined later has a rank beyond those of the beginning, and is alone in its own.
+    share = shares(task.samples, batch=asked.batch, rank=rank % world, world=world)
     # Where a server holds the parameters, backward waits for nobody.
     waits = bound.run is None or not bound.run.plan.fabric.offers.served
     backward_s = _backward_s(task, twin, asked.batch) if waits and least_s else 0.0

@@ -38,6 +38,7 @@ _MOST_BYTES = 1 << 16
 _AT_ONCE = 64  # frames of one direction, before the other has its turn
 _BUFFER_BYTES = 8 << 20
 _ETHERNET_BYTES = 14
+_QUEUE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Law:
         reorder: part of them that waits for `delay_s` and `jitter_s` once more, so that others overtake it.
         corrupt: part of them in which one bit behind the addresses is flipped.
         blocked: nothing passes.
+        rate_bytes_per_s: that pass, one frame behind the other; those that would wait longer than `_QUEUE_S` are lost.
+            0 for all at once.
     """
 
     delay_s: float = 0.0
@@ -59,6 +62,7 @@ class Law:
     reorder: float = 0.0
     corrupt: float = 0.0
     blocked: bool = False
+    rate_bytes_per_s: float = 0.0
 
 
 @dataclass
@@ -84,11 +88,11 @@ class Direction:
 
     def __post_init__(self) -> None:
         self._chance = random.Random(f"{self.name} {self.seed}")
-        self._last_s = 0.0
+        self._last_s = self._free_s = 0.0
 
     def take(self, frame: bytes, now_s: float) -> None:
         """A frame has come."""
-        law, counts, chance = self.law, self.counts, self._chance
+        law, counts, chance, came_s = self.law, self.counts, self._chance, now_s
         counts.came += 1
         if law.blocked:
             counts.blocked += 1
@@ -102,6 +106,12 @@ class Direction:
             damaged = bytearray(frame)
             damaged[at // 8] ^= 1 << at % 8
             frame = bytes(damaged)
+        if law.rate_bytes_per_s:
+            now_s = max(now_s, self._free_s)
+            if now_s - came_s > _QUEUE_S:
+                counts.lost += 1
+                return
+            self._free_s = now_s = now_s + len(frame) / law.rate_bytes_per_s
         due_s = now_s + law.delay_s + (law.jitter_s * chance.random() if law.jitter_s else 0.0)
         if law.reorder and chance.random() < law.reorder:
             counts.overtaken += 1

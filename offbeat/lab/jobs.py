@@ -17,6 +17,7 @@ from offbeat.scenario import Replay, Row, Scenario, Script
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.fault import Fault
     from offbeat.lab.launch import Place
     from offbeat.sync import Policy
 
@@ -51,14 +52,24 @@ class Job:
         """The worker program and its arguments."""
         workload = self.scenario.workload
         if isinstance(workload, Replay):
-            return programs.module("offbeat.lab.replay")
+            return self._faulty("-m", "offbeat.lab.replay") or programs.module("offbeat.lab.replay")
         script = find(workload.path, self.folder)
         if script is None:
             raise ScenarioError(
                 f"Cannot run the script {workload.path!r}: it is neither in {self.folder} nor in {Path.cwd()}. "
                 "Give its path from one of the two (workload.path)."
             )
-        return programs.script(script, *workload.args)
+        return self._faulty(str(script), *workload.args) or programs.script(script, *workload.args)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Those that can strike this row and be outlived: others need a server."""
+        return [fault for fault in self.scenario.fault if self.served or not (fault.needs_server or fault.ends)]
+
+    def _faulty(self, *program: str) -> list[str]:
+        """The command that runs a program with its faults; nothing if it has none."""
+        # By its name: the lab stands below `offbeat.testing`, which is a program like any other here.
+        return programs.module("offbeat.testing.faulty", *program) if self.faults else []
 
     def environment(self, run_dir: Path) -> dict[str, str]:
         """Variables for all workers; offbeat writes its metrics to `run_dir`."""

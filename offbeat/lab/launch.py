@@ -24,7 +24,7 @@ from offbeat.lab import programs, recorder, state
 from offbeat.lab.network import INTERFACE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from offbeat.lab.network import Network
@@ -77,10 +77,19 @@ class Shards:
         folder: for their output (`shard0.log`).
         timeout_s: a worker that is silent for longer is gone.
         lab: the lab's identity; None outside of namespaces.
+        is_struck: they keep snapshots there, and are started again when they are killed.
     """
 
-    def __init__(self, places: Sequence[Place], *, folder: Path, timeout_s: float, lab: str | None = None) -> None:
-        from offbeat.serve import Settings, start_shard  # stands on torch, which takes seconds to load
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        folder: Path,
+        timeout_s: float,
+        lab: str | None = None,
+        is_struck: bool = False,
+    ) -> None:
+        from offbeat.serve import RESTARTS, Settings, start_shard  # stands on torch, which takes seconds to load
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
@@ -94,6 +103,9 @@ class Shards:
                     coordinator=addresses[0] if addresses else "",
                     token=token,
                     timeout_s=timeout_s,
+                    snapshots=str(folder / "server" / f"shard-{index}") if is_struck else "",
+                    is_fresh=is_struck,
+                    restarts=RESTARTS if is_struck else 0,
                 )
                 with (folder / f"shard{index}.log").open("wb") as log:
                     process, address = start_shard(
@@ -191,8 +203,11 @@ class Workers:
         """Where a worker's recorder writes."""
         return self.folder / f"rank{rank}.jsonl"
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, struck: Collection[int] = ()) -> None:
         """Return when all workers have ended well.
+
+        Args:
+            struck: ranks that may end otherwise.
 
         Raises:
             WorkerLostError: if one ends otherwise, or not all have ended after `timeout_s`.
@@ -208,7 +223,7 @@ class Workers:
                 if not ready:
                     raise WorkerLostError(self._overdue([key.data for key in selector.get_map().values()], timeout_s))
                 codes = {key.data: _exit_code(key.fd) for key, _ in ready}
-                if any(codes.values()):
+                if any(code for rank, code in codes.items() if rank not in struck):
                     raise WorkerLostError(self._obituary(codes))
                 for key, _ in ready:
                     selector.unregister(key.fd)

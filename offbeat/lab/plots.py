@@ -1,9 +1,11 @@
 """The picture of a result file: seconds per step of every row beside the physical limit, and the way to the target, or,
-where there is none but a server, how its link was used over time.
+where there is none but a server, how its link was used over time. Where something went wrong (`[[fault]]`): throughput,
+waiting and staleness over time, and when it did.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import ScenarioError
@@ -11,7 +13,7 @@ from offbeat.errors import ScenarioError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.results import LinkUse, Report
+    from offbeat.lab.results import LinkUse, Record, Report
 
 # Okabe and Ito's palette: told apart by everyone.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -33,6 +35,16 @@ def draw(report: Report, path: Path) -> None:
             "or leave out --png."
         ) from error
     curves = any(raw.metrics for raw in report.raw)
+    struck = {row.row: _struck(row) for row in report.rows if _struck(row)}
+    if struck:
+        from offbeat.lab.courses import draw_courses
+
+        figure = Figure(figsize=(10, 1.7 * len(report.rows) + 1), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw_courses(figure, report, struck)
+        figure.suptitle(f"{report.name}: {report.description}", fontsize=9)
+        figure.savefig(path)
+        return
     # Where there is a way to the target, that is what people look for.
     links = [] if curves else report.links
     tall, low = 0.55 * len(report.rows) + 2, 0.8 * len(links) + (0.6 if links else 0)
@@ -48,6 +60,14 @@ def draw(report: Report, path: Path) -> None:
         _draw_links(part.subplots(len(links), 1, sharex=True, squeeze=False)[:, 0], report)
     figure.suptitle(f"{report.name}: {report.description}", fontsize=9)
     figure.savefig(path)
+
+
+def _struck(row: Record) -> list[tuple[float, str]]:
+    """What went wrong in a row, and at which second of the measured steps."""
+    found = (
+        re.fullmatch(r"fault: (.*), (-?[\d.]+) s after the first measured step began", text) for text in row.events
+    )
+    return [(float(one[2]), one[1]) for one in found if one is not None]
 
 
 def _draw_steps(axes: Any, report: Report) -> None:

@@ -84,7 +84,8 @@ class Record(_Strict, frozen=True, kw_only=True):
 class Raw(_Strict, frozen=True, kw_only=True):
     """What one worker measured in one repeat of one row.
 
-    `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then.
+    `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then. `staleness` is
+    each step's, where something went wrong (`[[fault]]`) on offbeat.
     """
 
     row: str
@@ -102,6 +103,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
     metrics: list[tuple[Amount, float]]
     notes: list[str]
     metric_steps: list[Count] = []
+    staleness: list[Count] = []
 
     @classmethod
     def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> Raw:

@@ -22,6 +22,7 @@ from offbeat.lab.network import Network
 from offbeat.lab.predicted import known_of, predictions
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
+from offbeat.lab.strikes import Strikes
 from offbeat.wire.culprit import without_quoted
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
             if any(job.served for job in rows) and not scenario.servers:
                 places += launch.loopback_places(["s0"])
         else:
-            network = resources.enter_context(Network(scenario.topology, emulated=scenario.impaired))
+            network = resources.enter_context(Network(scenario.topology, emulated=scenario.emulated))
             scratch = network.scratch
             places = launch.places(network)
             measured = goodput.ensure(network)
@@ -80,27 +81,31 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
                 tell(job.row.name, index)
                 run_folder = scratch / f"{index}-{number}"
                 run_folder.mkdir()
-                lab = network.lab if network else None
-                repeats[job.row.name].append(run_once(job, places, run_folder, index, lab))
+                repeats[job.row.name].append(run_once(job, places, run_folder, index, network))
     report = _report(scenario, text, command, rows, repeats, measured)
+    if scenario.fault:  # which the simulator does not know
+        return report
     return msgspec.structs.replace(report, simulated=predictions(scenario, folder, known_of(scenario, report)))
 
 
-def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, lab: str | None) -> Repeat:
+def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, network: Network | None) -> Repeat:
     """Run one row once, in an empty folder.
 
     Raises:
-        WorkerLostError: if a worker fails.
-        ScenarioError: if a worker measured nothing.
+        WorkerLostError: if a worker fails that no fault ends.
+        ScenarioError: if a worker measured nothing, or a fault never fired.
         DisagreementError: if the replicas are not equal at the end.
     """
-    environment = job.environment(folder / "run")
+    strikes = Strikes(job.faults, folder, job.scenario, network)
+    environment = job.environment(folder / "run") | strikes.environment
+    lab = None if network is None else network.lab
     names = {host.name for host in job.scenario.workers.hosts}
     servers = [place for place in places if place.host not in names]
     places = [place for place in places if place.host in names]
     with ExitStack() as resources:
         if job.served:
-            shards = launch.Shards(servers, folder=folder, timeout_s=_SERVER_TIMEOUT_S, lab=lab)
+            is_struck = any(fault.target != "worker" for fault in job.faults)
+            shards = launch.Shards(servers, folder=folder, timeout_s=_SERVER_TIMEOUT_S, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment
         workers = resources.enter_context(
             launch.Workers(
@@ -110,14 +115,15 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         watched = (servers if job.served else places)[0] if servers else None
         watch = None if watched is None or watched.port is None else sampler.Sampler(watched.host, *watched.port)
         try:
-            with watch or nullcontext():
-                workers.wait(job.scenario.run.timeout_s)
+            with strikes, watch or nullcontext():
+                workers.wait(job.scenario.run.timeout_s, strikes.struck)
         except WorkerLostError as error:
             raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
         lines = [recorder.read(workers.result(rank)) for rank in range(len(places))]
         measured = [
             Raw.from_lines(lines[rank], row=job.row.name, repeat=index, rank=rank, host=place.host)
             for rank, place in enumerate(places)
+            if rank not in strikes.struck
         ]
     digests = {worker.digest: worker.rank for worker in measured}
     if len(digests) > 1:
@@ -133,9 +139,18 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
+    if strikes.faults:
+        measured = [_with_staleness(worker, told) for worker in measured]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
+    events = strikes.events(begin_s) + events  # first, as a result keeps only so many
     link = None if watch is None else watch.between(begin_s, end_s)
     return Repeat(measured, events, buckets, staleness, link)
+
+
+def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:
+    """With the staleness of each measured step; those to warm up come first in what was told."""
+    stale = [record.staleness for record in told if record.kind == "step" and record.rank == worker.rank]
+    return msgspec.structs.replace(worker, staleness=stale[-len(worker.step_s) :])
 
 
 def _told(path: Path) -> list[_Told]:
@@ -193,7 +208,7 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
     times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
     metrics = [metric for one in runs if (metric := one.final_metric) is not None]
-    ranks = range(len(runs[0].workers))
+    ranks = range(len(runs[0].workers))  # places in the list: whom a fault ended is not in it
     stale = [value for one in runs for value in one.staleness] or [0]
     return Record(
         scenario=scenario.scenario.name,

@@ -102,11 +102,16 @@ def predict(scenario: Scenario, row: Row, plan: Plan | None, known: Known, *, st
         steps: of each worker, behind those for warming up; None for as many as the scenario says.
 
     Raises:
-        ScenarioError: if the row's system is not modelled.
+        ScenarioError: if the row's system is not modelled, or something is to go wrong.
     """
     if not is_modelled(row):
         raise ScenarioError(
             f"Cannot simulate {row.system}: only offbeat and {' and '.join(_PEERS)} are modelled (row.system)."
+        )
+    if scenario.fault:
+        raise ScenarioError(
+            f"Cannot simulate {scenario.fault[0].words}: faults are not modelled. Leave them out, or use "
+            "`offbeat lab run` (fault)."
         )
     dropped = scenario.run.warmup_steps
     count = dropped + (scenario.run.steps if steps is None else steps)

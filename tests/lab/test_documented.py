@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import pytest
 
+from offbeat.fault import Fault, Link, Process, Stranger
+from offbeat.fault import Script as Within
 from offbeat.lab import launch, rounds
 from offbeat.lab.jobs import jobs
 from offbeat.scenario import (
@@ -36,6 +38,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[[host]]`": HostTable,
     "`[straggle]`": Straggle,
     "`[impair]`": Impair,
+    "`[[fault]]`": Fault,
     '`[workload]` with `kind = "replay"`': Replay,
     "`[[workload.layer]]`": LayerTable,
     '`[workload]` with `kind = "script"`': Script,
@@ -83,6 +86,12 @@ def test_every_key_has_its_line_and_its_default(heading: str) -> None:
     if kind.tag_field is not None:
         wanted[kind.tag_field] = "required"
     assert documented(heading) == wanted
+
+
+def test_every_kind_of_fault_is_named() -> None:
+    (section,) = re.findall(r"^### `\[\[fault\]\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"^\| `([a-z-]+)`.*?\|", section, re.MULTILINE)) | set(re.findall(r"`([a-z-]+)`", section))
+    assert {kind for one in (Process, Within, Link, Stranger) for kind in get_args(one)} <= named
 
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda text: text.split('"')[1])

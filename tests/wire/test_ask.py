@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.testing.proxy import Proxy
 from offbeat.wire.ask import Answerer, Asker
 from offbeat.wire.tcp import connect, listen
 from tests.wire.peers import JOB, SOON, play
-from tests.wire.proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -90,7 +90,7 @@ def test_a_lost_link_is_an_answer_too() -> None:
 def test_closing_does_not_leave_anybody_waiting() -> None:
     async def story() -> None:
         async with asking(lambda question: question) as (asker, link, proxy):
-            proxy.held.clear()
+            proxy.hold()
             question = asyncio.ensure_future(asker.ask(b"1"))
             await asyncio.sleep(0.05)
             link.abort()

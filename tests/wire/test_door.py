@@ -16,13 +16,13 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.testing.proxy import Damage, Proxy
 from offbeat.wire import door, handshake
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.frame import VERSION, Frame, Reader, encode
 from offbeat.wire.messages import Claim, Hello, Message, Refused, pack, unpack
 from offbeat.wire.tcp import connect, listen
 from tests.wire.peers import SOON, Taker, dial, play, serving, until
-from tests.wire.proxy import Fault, Proxy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -268,7 +268,7 @@ def test_a_file_that_is_not_there(certificates: tuple[Path, Path], missing: str,
 
 
 def test_a_cut_under_tls(certificates: tuple[Path, Path]) -> None:
-    faults = [[Fault("cut", 60_000)], [Fault("flip", 50_000)], [Fault("drop", 40_000, size=7)]]
+    faults = [[Damage("cut", 60_000)], [Damage("flip", 50_000)], [Damage("drop", 40_000, size=7)]]
 
     async def story() -> None:
         credentials = pair(certificates[0], "server")

@@ -13,12 +13,12 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, PeerError
+from offbeat.testing.proxy import Damage, Proxy
 from offbeat.wire.credentials import Certificates
 from offbeat.wire.frame import HEADER_BYTES, Frame, Kind, encode
 from offbeat.wire.messages import Claim, Hello, Join, Welcome, pack
 from offbeat.wire.session import FRAME_COST_BYTES, TICKS, Limits
 from tests.wire.peers import SOON, ByHand, Taker, dial, play, serving, until
-from tests.wire.proxy import Fault, Proxy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ async def deliver(link: Link, taker: Taker) -> None:
     assert taker.asked == [metadata for metadata, body in FRAMES if body], "once per body, however often it came"
 
 
-def through(faults: list[list[Fault]]) -> list[Link]:
+def through(faults: list[list[Damage]]) -> list[Link]:
     """Deliver through a proxy with `faults`; returns both links."""
     links: list[Link] = []
 
@@ -78,42 +78,42 @@ PLACES = sorted(
 @pytest.mark.parametrize("at", [place for place in PLACES if place <= ENDS[-1]])
 def test_a_cut_anywhere_loses_nothing(at: int) -> None:
     """At every frame's end, around it, in its header, and in the middle."""
-    link, _ = through([[Fault("cut", at)]])
+    link, _ = through([[Damage("cut", at)]])
     if at != JOIN_BYTES:  # then it depends on whether the welcome comes back in time
         assert link.counters.reconnects == (at > JOIN_BYTES)
 
 
 @pytest.mark.parametrize("at", [HELLO_BYTES // 2, HELLO_BYTES, HELLO_BYTES + 5, HELLO_BYTES + WELCOME_BYTES])
 def test_a_cut_on_the_way_back_loses_nothing(at: int) -> None:
-    through([[Fault("cut", at, up=False)]])
+    through([[Damage("cut", at, up=False)]])
 
 
 def test_a_cut_again_and_again() -> None:
     """Not one connection lives for more than 5,000 bytes, so the longest body is received in one go only at the end."""
     sizes = random.Random(5)
-    cuts = [[Fault("cut", JOIN_BYTES + sizes.randrange(1, 5000))] for _ in range(30)]
+    cuts = [[Damage("cut", JOIN_BYTES + sizes.randrange(1, 5000))] for _ in range(30)]
     link, far = through(cuts)
     assert link.counters.reconnects >= 25
     assert far.counters.repeated == 0, "what was received is not sent again"
 
 
 DAMAGE = [
-    Fault("flip", ENDS[2] + 3),
-    Fault("flip", ENDS[1] + HEADER_BYTES + 2),
-    Fault("flip", ENDS[4] + 20_000),
-    Fault("drop", ENDS[1] + 10, size=100),
-    Fault("drop", ENDS[1], size=ENDS[2] - ENDS[1]),
-    Fault("drop", ENDS[4] + 2000, size=10),
-    Fault("swap", ENDS[3], size=ENDS[4] - ENDS[3]),
-    Fault("swap", ENDS[4] + 5000, size=100),
-    Fault("flip", HELLO_BYTES + 4, up=False),
-    Fault("flip", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES + 6, up=False),
-    Fault("drop", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES, size=5, up=False),
+    Damage("flip", ENDS[2] + 3),
+    Damage("flip", ENDS[1] + HEADER_BYTES + 2),
+    Damage("flip", ENDS[4] + 20_000),
+    Damage("drop", ENDS[1] + 10, size=100),
+    Damage("drop", ENDS[1], size=ENDS[2] - ENDS[1]),
+    Damage("drop", ENDS[4] + 2000, size=10),
+    Damage("swap", ENDS[3], size=ENDS[4] - ENDS[3]),
+    Damage("swap", ENDS[4] + 5000, size=100),
+    Damage("flip", HELLO_BYTES + 4, up=False),
+    Damage("flip", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES + 6, up=False),
+    Damage("drop", HELLO_BYTES + WELCOME_BYTES + HEADER_BYTES, size=5, up=False),
 ]
 
 
 @pytest.mark.parametrize("fault", DAMAGE, ids=lambda fault: f"{fault.kind} {fault.at} {'up' if fault.up else 'down'}")
-def test_damage_costs_the_connection_and_nothing_else(fault: Fault) -> None:
+def test_damage_costs_the_connection_and_nothing_else(fault: Damage) -> None:
     fault.fired = False
     link, far = through([[fault]])
     assert link.counters.reconnects + far.counters.reconnects >= (fault.up or fault.at > HELLO_BYTES + WELCOME_BYTES)
@@ -122,19 +122,19 @@ def test_damage_costs_the_connection_and_nothing_else(fault: Fault) -> None:
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_repeated_frame_is_thrown_away(number: int) -> None:
     begin, end = ENDS[number], ENDS[number + 1]
-    link, far = through([[Fault("repeat", begin, size=end - begin)]])
+    link, far = through([[Damage("repeat", begin, size=end - begin)]])
     assert far.counters.repeated == 1
     assert link.counters.reconnects == 0
 
 
 def test_a_delay_is_only_a_delay() -> None:
-    link, _ = through([[Fault("delay", ENDS[2] + 50)]])
+    link, _ = through([[Damage("delay", ENDS[2] + 50)]])
     assert link.counters.reconnects == 0
 
 
 def test_damage_without_end_is_the_end() -> None:
     async def story() -> None:
-        faults = [[Fault("flip", JOIN_BYTES + 3)] for _ in range(9)]
+        faults = [[Damage("flip", JOIN_BYTES + 3)] for _ in range(9)]
         async with serving() as server, Proxy(server.address, faults) as proxy:
             link = await dial(proxy.address, taker := Taker())
             link.send(b"m", b"body")
@@ -157,7 +157,7 @@ def test_anything_anywhere(seed: int) -> None:
     chance = random.Random(seed)
     faults = [
         [
-            Fault(chance.choice(KINDS), chance.randrange(JOIN_BYTES, 40_000), chance.randrange(1, 3000), up=up)
+            Damage(chance.choice(KINDS), chance.randrange(JOIN_BYTES, 40_000), chance.randrange(1, 3000), up=up)
             for up in (True, False)
         ]
         for _ in range(8)
@@ -310,11 +310,11 @@ def test_a_partition_shorter_than_the_timeout_heals() -> None:
     async def story() -> None:
         async with serving() as server, Proxy(server.address) as proxy:
             link = await dial(proxy.address)
-            proxy.held.clear()
+            proxy.hold()
             link.send(b"m", b"x" * 1000)
             await asyncio.sleep(0.6 * SOON.timeout.total_seconds())
             assert server.one.frames == []
-            proxy.held.set()
+            proxy.release()
             await until(lambda: server.one.frames, "it does not come through")
             assert server.one.losses == []
             await link.close()
@@ -327,7 +327,7 @@ def test_a_partition_is_noticed_on_both_sides_in_time() -> None:
         async with serving() as server, Proxy(server.address) as proxy:
             await dial(proxy.address, taker := Taker())
             await asyncio.sleep(0.5)
-            proxy.held.clear()
+            proxy.hold()
             took_s = await until(lambda: taker.losses and server.one.losses, "nobody notices")
             assert SOON.timeout.total_seconds() * 0.75 < took_s < SOON.timeout.total_seconds() + 0.1
             for error in (taker.losses[0], server.one.losses[0]):
@@ -342,7 +342,7 @@ def test_a_slow_body_is_no_silence() -> None:
 
     async def story() -> None:
         async with serving() as server, Proxy(server.address) as proxy:
-            proxy.pause_s = 0.05
+            proxy.up.rate_bytes_per_s = proxy.down.rate_bytes_per_s = 80_000
             link = await dial(proxy.address)
             link.send(b"m", bytes(200_000))
             took_s = await until(lambda: server.one.frames, "it does not come")
@@ -532,7 +532,7 @@ def test_an_ended_link_holds_no_bodies() -> None:
 
         async with serving() as server, Proxy(server.address) as proxy:
             link = await dial(proxy.address)
-            proxy.held.clear()
+            proxy.hold()
             body = Body(1 << 20)
             gone = weakref.ref(body)
             link.send(b"", body)

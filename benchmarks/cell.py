@@ -1,0 +1,293 @@
+"""One cell of the fault matrix: a job, what strikes it, and what became of it.
+
+Three workers train `benchmarks/workloads/marked.py` with a parameter server that keeps snapshots and is looked after,
+as under `offbeat run --servers`; they are forked from a process that has torch loaded, so that a cell takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.exits import how_it_ended
+from offbeat.fault import Fault, read_fired, unfired
+from offbeat.serve import RESTARTS, Settings, start_shard
+from offbeat.testing.faults import environment
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
+
+    from benchmarks.workloads.marked import Held
+    from offbeat.plan import Plan
+
+WORKERS = 3
+TIMEOUT_S = 2.0
+DEADLINE_S = 150.0  # most of it is starting, on a machine that does much else
+_ENDING_S = 8.0
+_SNAPSHOT_EVERY = 5
+_FAULTY = Path(__file__).resolve().parent.parent / "offbeat/testing/faulty.py"
+_JOB = Path(__file__).resolve().parent / "workloads/marked.py"
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "sklearn.datasets", "torch.utils.data", "offbeat.run", "offbeat.engine.server"]
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something that somebody said, and when."""
+
+    time_s: float
+    who: str
+    text: str
+
+
+@dataclass
+class Story:
+    """What a cell's processes did.
+
+    Args:
+        codes: how each worker ended; None if it did not.
+        held: what those hold that came to the end, by rank.
+    """
+
+    faults: Sequence[Fault]
+    folder: Path
+    lines: list[Line] = field(default_factory=list)
+    codes: list[int | None] = field(default_factory=list)
+    held: dict[int, Held] = field(default_factory=dict)
+    took_s: float = 0.0
+
+    @property
+    def log(self) -> Path:
+        return log_of(self.folder)
+
+    @property
+    def fired_s(self) -> float | None:
+        """When the last fault struck, since 1970; None if one did not."""
+        return None if unfired(self.faults, self.log) else read_fired(self.log)[-1].time_s
+
+    def said_after(self, when_s: float) -> list[Line]:
+        """What was said from then on."""
+        return sorted((line for line in self.lines if line.time_s >= when_s), key=lambda line: line.time_s)
+
+    @property
+    def ends(self) -> list[str]:
+        return ["goes on" if code is None else how_it_ended(code) for code in self.codes]
+
+
+def log_of(folder: Path) -> Path:
+    """Where faults are written down before they strike."""
+    return folder / "faults.log"
+
+
+def run(plan: Plan, faults: Sequence[Fault], folder: Path, *, shards: int = 1, arguments: Sequence[str] = ()) -> Story:
+    """Run a job with faults, in an empty folder.
+
+    Args:
+        arguments: of the workload.
+    """
+    story = Story(faults, folder)
+    began_s = time.monotonic()
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    (run_dir / "plan.toml").write_text(plan.to_toml())
+    servers, found = _start_shards(story, shards)
+    workers: list[ForkServerProcess] = []
+    try:
+        together = {
+            "WORLD_SIZE": str(WORKERS),
+            "LOCAL_WORLD_SIZE": str(WORKERS),
+            "OFFBEAT_STORE": str(folder / "store"),
+            "OFFBEAT_OUTLIVES": str(folder / "outlives"),
+            "OFFBEAT_PLAN": plan.to_toml(),
+            "OFFBEAT_RUN_DIR": str(run_dir),
+            "OFFBEAT_TIMEOUT_S": str(TIMEOUT_S),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            **found,
+            **environment(faults, story.log),
+        }
+        for rank in range(WORKERS):
+            mine, theirs = _context.Pipe(duplex=False)
+            own = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            worker = _context.Process(target=_work, args=(theirs, own, list(arguments)), daemon=True)
+            worker.start()
+            theirs.close()
+            _listen(story, f"worker {rank}", mine)
+            workers.append(worker)
+        for worker in workers:
+            worker.join(max(0.0, began_s + DEADLINE_S - time.monotonic()))
+        story.codes = [worker.exitcode for worker in workers]
+        _let_end(servers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        for server in servers:
+            server.kill()
+            server.wait()
+    story.took_s = time.monotonic() - began_s
+    _read(story)
+    return story
+
+
+def _read(story: Story) -> None:
+    from benchmarks.workloads.marked import Held
+
+    for path in story.folder.glob("held*.json"):
+        held = msgspec.json.decode(path.read_bytes(), type=Held)
+        story.held[held.rank] = held
+
+
+def _start_shards(story: Story, count: int) -> tuple[list[subprocess.Popen[bytes]], dict[str, str]]:
+    job, token = secrets.token_hex(4), secrets.token_hex(32)
+    addresses: list[str] = []
+    servers: list[subprocess.Popen[bytes]] = []
+    for number in range(count):
+        settings = Settings(
+            job=job,
+            token=token,
+            coordinator=addresses[0] if addresses else "",
+            timeout_s=TIMEOUT_S,
+            snapshots=str(story.folder / "server" / f"shard-{number}"),
+            every=_SNAPSHOT_EVERY,
+            is_fresh=True,
+            restarts=RESTARTS,
+        )
+        mine, theirs = _context.Pipe(duplex=False)
+        # A pipe, not a file: a shard that cannot write to files shall be heard all the same.
+        with os.fdopen(os.dup(theirs.fileno()), "wb") as output:
+            server, address = start_shard(settings, output=output)
+        theirs.close()
+        _listen(story, f"shard {number}", mine)
+        servers.append(server)
+        addresses.append(address)
+    return servers, {"OFFBEAT_SERVERS": ",".join(addresses), "OFFBEAT_JOB": job, "OFFBEAT_TOKEN": token}
+
+
+def _listen(story: Story, who: str, connection: Connection) -> None:
+    """Note each line with its time, on a thread that ends with whoever speaks."""
+
+    def listen() -> None:
+        with contextlib.suppress(OSError), os.fdopen(os.dup(connection.fileno()), errors="replace") as stream:
+            connection.close()
+            for text in stream:
+                story.lines.append(Line(time.time(), who, text.rstrip()))
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def _let_end(servers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """A server ends with its last worker; if that is lost, once it is missed."""
+    deadline_s = time.monotonic() + _ENDING_S
+    while any(server.poll() is None for server in servers) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def _work(output: Connection, own: dict[str, str], arguments: list[str]) -> None:
+    """Be a worker as `offbeat run` starts it."""
+    from offbeat.cli import worker
+
+    ours = [name for name in os.environ if name.startswith("OFFBEAT_")]
+    for name in ours:
+        del os.environ[name]
+    os.environ.update(own)
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    sys.argv = ["worker", str(_FAULTY), str(_JOB), *arguments]
+    worker.main()
+
+
+# -- what became of it -------------------------------------------------------------------------------------------------
+
+
+class Books(msgspec.Struct, kw_only=True, frozen=True):
+    """What became of the contributions.
+
+    Args:
+        applied: contributions that count.
+        twice: that count more than once, or of which a part counts more often.
+        torn: elements in which the two copies differ: of those contributions only a part counts.
+        dropped, reported: that the server says it dropped, as outdated, or lost with a server.
+        missing: steps that a worker which came to the end has behind it, and that neither count nor were reported.
+        denied: contributions of which a worker was told that they do not count, and that do.
+    """
+
+    applied: int
+    twice: int
+    torn: int
+    dropped: int
+    reported: int
+    missing: int
+    denied: int = 0
+
+
+def books(story: Story, each: int = 1) -> Books | None:
+    """Count what counts, by the marks that contributions left; None if nobody came to the end.
+
+    To be replaced by a check of the job's own history.
+
+    Args:
+        each: steps of a contribution.
+    """
+    if not story.held:
+        return None
+    held = next(iter(story.held.values()))
+    shares = [1 / count for count in range(1, WORKERS + 2)]
+    applied = twice = missing = 0
+    dropped = {int(seen["worker"]): each * int(seen["dropped"]) for seen in held.seen}
+    reported = {rank: each * count for rank, count in _reported(story).items()}
+    for rank, row in enumerate(held.marks):
+        weights = [-value for value in row]
+        applied += sum(weight != 0 for weight in weights)
+        twice += sum(weight != 0 and not any(abs(weight / share - 1) < 0.02 for share in shares) for weight in weights)
+        if rank in story.held:
+            counted = sum(weight != 0 for weight in weights)
+            missing += story.held[rank].done - counted - dropped.get(rank, 0) - reported.get(rank, 0)
+    return Books(
+        applied=applied,
+        twice=twice,
+        torn=held.torn,
+        dropped=sum(dropped.values()),
+        reported=sum(reported.values()),
+        missing=missing,
+        denied=sum(held.marks[rank][step] != 0 for rank, step in _denied(story) if step < len(held.marks[rank])),
+    )
+
+
+def _denied(story: Story) -> set[tuple[int, int]]:
+    """Rank and step of contributions that a worker was told were not used."""
+    pattern = re.compile(r"Rank (\d+) is back: what it had computed in step (\d+) was outdated, and is not used")
+    found = (pattern.search(line.text) for line in story.lines)
+    return {(int(one[1]), int(one[2])) for one in found if one}
+
+
+def _reported(story: Story) -> dict[int, int]:
+    """Contributions that were reported as lost with a server, or as left out with NaN or Inf, by rank."""
+    found: dict[int, int] = {}
+    for line in story.lines:
+        if "holds NaN or Inf on this worker; it is left out" in line.text:
+            rank = int(line.who.removeprefix("worker "))
+            found[rank] = found.get(rank, 0) + 1
+    told = {line.text for line in story.lines if "The parameter server was restarted" in line.text}
+    for text in told:
+        for rank, count in re.findall(r"rank (\d+): (\d+)", text):
+            found[int(rank)] = found.get(int(rank), 0) + int(count)
+    return found

@@ -1,0 +1,326 @@
+"""The fault matrix: every policy x what is struck x every fault, on real jobs. `make faults`, or
+
+    python -m benchmarks.faults --only bsp,sigkill --only asp,coordinator
+
+Cells that are in the result file are kept; name them with `--only`, or take the file away, to run them again. Writes
+benchmarks/results/faults.json, and docs/faults.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from benchmarks import cell
+from benchmarks.cell import Books
+from offbeat.fabric import ParameterServer
+from offbeat.fault import Fault, Link, Script, Stranger, Target
+from offbeat.lab import machine
+from offbeat.plan import Plan
+from offbeat.sync import ASP, BSP, SSP, LocalSGD, RoundRobin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.sync import Policy
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks/results/faults.json"
+STEP = 12
+_SHORT_S, _LONG_S = 0.5 * cell.TIMEOUT_S, 2 * cell.TIMEOUT_S
+_MOST_SAID = 4
+
+POLICIES: dict[str, Policy] = {
+    "bsp": BSP(),
+    "ssp": SSP(bound=2),
+    "asp": ASP(),
+    "round-robin": RoundRobin(),
+    "local-sgd": LocalSGD(every=4),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of the matrix.
+
+    Args:
+        ends: the struck worker does not come to the end, and is not to.
+        nonfinite: of the plan.
+        two_phases: it strikes while workers agree on another plan, of which one has not been heard.
+    """
+
+    name: str
+    kind: str
+    target: Target = "worker"
+    seconds: float = 1.0
+    ends: bool = False
+    nonfinite: str = "pass"
+    two_phases: bool = False
+
+    @property
+    def faults(self) -> list[Fault]:
+        table = {"worker": 1, "step": STEP, "kind": self.kind, "seconds": self.seconds, "target": self.target}
+        one = msgspec.convert(table, Fault)
+        if not self.two_phases:
+            return [one]
+        silent = Fault(worker=2, step=STEP, kind="mute", seconds=_LONG_S)
+        return [silent, msgspec.structs.replace(one, worker=0)]
+
+
+_ANYWHERE = (
+    ("sigstop, short", "sigstop", _SHORT_S),
+    ("sigstop, long", "sigstop", _LONG_S),
+    ("slow", "slow", _LONG_S),
+    ("disk", "disk", _LONG_S),
+    ("partition, short", "partition", _SHORT_S),
+    ("partition, long", "partition", _LONG_S),
+)
+CASES = [
+    Case("sigkill", "sigkill", ends=True),
+    *(Case(name, kind, seconds=seconds) for name, kind, seconds in _ANYWHERE),
+    Case("gil, long", "gil", seconds=_LONG_S),
+    *(Case(kind, kind, ends=True) for kind in ("forward", "backward", "loader", "leave")),
+    Case("join", "join"),
+    *(Case(f"{kind}, long", kind, seconds=_LONG_S) for kind in ("deaf", "mute")),
+    *(Case(kind, kind, seconds=_LONG_S) for kind in ("slow-link", "lossy")),
+    *(
+        Case(kind, kind)
+        for kind in ("cut", "flip", "truncate", "duplicate", "reorder", "replay", "lost-reply", *get_args(Stranger))
+    ),
+    Case("clock", "clock"),
+    *(Case(kind, kind, nonfinite="skip") for kind in ("nan", "inf")),
+    *(Case(kind, kind) for kind in ("huge", "stale")),
+    *(
+        case
+        for target in ("server", "coordinator")
+        for case in (
+            Case("sigkill", "sigkill", target),
+            Case("sigterm", "sigterm", target),
+            *(Case(name, kind, target, seconds) for name, kind, seconds in _ANYWHERE),
+        )
+    ),
+    Case("sigkill between two phases", "sigkill", "coordinator", two_phases=True),
+]
+
+
+class Cell(msgspec.Struct, kw_only=True, frozen=True):
+    """What came of one.
+
+    Args:
+        outcome: "survived", "stopped" (a worker did not come to the end that was to), "hangs" or "never fired".
+        named: whether somebody else than who was struck named the culprit after it struck, and `detection_s` when.
+        books: of the contributions; None if nobody came to the end.
+        equal: whether all that came to the end hold the same parameters.
+        lead: the most steps that a worker was ahead of another when it was let go; `bound` is what its policy promises.
+        ends: how each worker ended.
+        said: the first lines that name the culprit, or an error, as the user sees them.
+    """
+
+    policy: str
+    target: Target
+    fault: str
+    outcome: str
+    named: bool
+    detection_s: float | None
+    books: Books | None
+    equal: bool
+    lead: int
+    bound: int | None
+    ends: list[str]
+    said: list[str]
+    took_s: float
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.policy, self.target, self.fault)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What a law of the design does not allow."""
+        found = []
+        if self.outcome in ("hangs", "never fired"):
+            found.append(self.outcome)
+        if self.outcome == "stopped" and not self.named:
+            found.append("nobody is named")
+        if self.books is not None:
+            found += [f"{count} {words}" for count, words in self._wrong(self.books) if count]
+        if not self.equal:
+            found.append("replicas differ")
+        if self.bound is not None and self.lead > max(1, self.bound):
+            found.append(f"{self.lead} steps ahead, {self.bound} allowed")
+        return found
+
+    def _wrong(self, books: Books) -> list[tuple[int, str]]:
+        return [
+            (books.twice, "counted twice"),
+            (max(0, books.missing), "lost without a word"),
+            (max(0, -books.missing), "reported, and counted"),
+            (books.torn, "of which a part counts"),
+            (books.denied, "said not to be used, and are"),
+        ]
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """The file."""
+
+    date: str
+    versions: dict[str, str]
+    hardware: dict[str, str | int]
+    timeout_s: float
+    cells: list[Cell] = []
+
+
+def play(policy: str, case: Case) -> Cell:
+    """Run one cell."""
+    plan = Plan(
+        sync=POLICIES[policy],
+        fabric=ParameterServer(block_bytes=16384, patience_s=30),
+        nonfinite=case.nonfinite,  # type: ignore[arg-type]
+    )
+    arguments = ["--swap-at", str(STEP)] if case.two_phases else []
+    with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as folder:
+        shards = 2 if case.target == "server" else 1
+        story = cell.run(plan, case.faults, Path(folder), shards=shards, arguments=arguments)
+        return judge(story, policy, case)
+
+
+def judge(story: cell.Story, policy: str, case: Case) -> Cell:
+    """What came of it."""
+    struck = {case.faults[-1].worker} if case.target == "worker" else set()
+    expected = set(range(cell.WORKERS)) - (struck if case.ends else set())
+    fired_s = story.fired_s
+    after = [] if fired_s is None else story.said_after(fired_s)
+    culprit = re.compile(_culprit(case))
+    themselves = {f"worker {rank}" for rank in struck}
+    naming = [line for line in after if culprit.search(line.text) and line.who not in themselves]
+    if None in story.codes:
+        outcome = "hangs"
+    elif fired_s is None:
+        outcome = "never fired"
+    elif all(rank in story.held and story.codes[rank] == 0 for rank in expected):
+        outcome = "survived"
+    else:
+        outcome = "stopped"
+    told = naming or [line for line in after if re.search(r"Cannot|Error|offbeat: ", line.text)]
+    seen = [one for held in story.held.values() for one in held.seen]
+    return Cell(
+        policy=policy,
+        target=case.target,
+        fault=case.name,
+        outcome=outcome,
+        named=bool(naming),
+        detection_s=None if not naming or fired_s is None else round(naming[0].time_s - fired_s, 2),
+        books=cell.books(story, getattr(POLICIES[policy], "every", 1)),
+        equal=len({held.digest for held in story.held.values()}) <= 1,
+        lead=max((int(one["lead"]) for one in seen), default=0),
+        bound=POLICIES[policy].bound if policy in ("bsp", "ssp") and not case.two_phases else None,
+        ends=story.ends,
+        said=list(dict.fromkeys(_anonymous(line.text) for line in told))[:_MOST_SAID],
+        took_s=round(story.took_s, 1),
+    )
+
+
+def _culprit(case: Case) -> str:
+    """What names it."""
+    if case.kind in get_args(Stranger):
+        return "Refused"
+    if case.target == "worker":
+        return rf"\b[Rr]ank {case.faults[-1].worker}\b"
+    return r"parameter server|shard"
+
+
+def _anonymous(text: str) -> str:
+    """Without what differs from run to run."""
+    return re.sub(r"127\.0\.0\.1(:|', )\d+", "HOST:PORT", text.strip())
+
+
+def why_not(kind: str, target: Target) -> str:
+    """Why a fault does not apply to a server, or ""."""
+    if target == "worker":
+        return ""
+    if kind in get_args(Script):
+        return "it happens within a training script"
+    if kind in get_args(Link) and kind != "partition":
+        return "each is a fault of a worker's link, and stands there"
+    if kind in get_args(Stranger):
+        return "who dials dials a server; it stands with the workers"
+    return ""
+
+
+def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
+    """The cells that are asked for: each selection is words that all have to be a cell's policy, target or fault."""
+    cells = [(policy, case) for case in CASES for policy in POLICIES if _applies(policy, case)]
+    if not only:
+        return cells
+    wanted = [set(words.split(",")) for words in only]
+    return [
+        (policy, case)
+        for policy, case in cells
+        if any(words <= {policy, case.target, case.name, case.kind} for words in wanted)
+    ]
+
+
+def _applies(policy: str, case: Case) -> bool:
+    return not (case.two_phases and policy == "local-sgd")  # it cannot be swapped
+
+
+def read(path: Path) -> Result:
+    """What is known already; nothing, if there is no file."""
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    return Result(
+        date=machine.date(), versions=machine.versions(), hardware=machine.hardware(), timeout_s=cell.TIMEOUT_S
+    )
+
+
+def write(result: Result, path: Path) -> None:
+    """A line per cell, in the order of the matrix."""
+    order: dict[tuple[str, str, str], int] = {
+        (policy, case.target, case.name): n for n, (policy, case) in enumerate(selected([]))
+    }
+    result.cells.sort(key=lambda one: order.get(one.key, -1))
+    head = msgspec.json.encode(msgspec.structs.replace(result, cells=[])).decode()
+    lines = ",\n  ".join(msgspec.json.encode(one).decode() for one in result.cells)
+    path.write_text(head.replace('"cells":[]', f'"cells":[\n  {lines}\n]') + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="policy, target and fault, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; more than one makes detection slower")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--keep", action="store_true", help="with --only: keep cells that are there")
+    asked = parser.parse_args()
+    result, lock = read(asked.result), threading.Lock()
+    done = set() if asked.only and not asked.keep else {one.key for one in result.cells}
+    cells = [(policy, case) for policy, case in selected(asked.only) if (policy, case.target, case.name) not in done]
+    if not cells and asked.only and not asked.keep:
+        sys.exit(f"No cell is {' or '.join(asked.only)}.")
+
+    def play_one(which: tuple[str, Case]) -> None:
+        one = play(*which)
+        with lock:
+            result.cells = [*(other for other in result.cells if other.key != one.key), one]
+            write(result, asked.result)
+            trouble = f": {'; '.join(one.troubles)}" if one.troubles else ""
+            sys.stdout.write(f"{', '.join(one.key)}: {one.outcome} ({one.took_s:.0f} s){trouble}\n")
+            sys.stdout.flush()
+
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(play_one, cells))
+    from benchmarks.faults_page import write_page
+
+    write_page(result)
+
+
+if __name__ == "__main__":
+    main()

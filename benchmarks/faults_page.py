@@ -1,0 +1,102 @@
+"""Writes docs/faults.md from benchmarks/results/faults.json: `python -m benchmarks.faults_page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from benchmarks.cell import WORKERS
+from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not
+from offbeat.fault import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/faults.md"
+_HEAD = """# What survives what
+
+Written by `make faults` from [faults.json](../benchmarks/results/faults.json), where stands what was said and counted.
+Each cell is a job of its own: {workers} workers train on real digits with a parameter server that keeps snapshots, as
+under `offbeat run --servers`; a fault strikes worker 1, or its server, at step {step} (`offbeat.testing.faults`); then
+training goes on until a second after it. "Long" is twice the timeout of {timeout_s:g} s, "short" half of it. A fault
+that did not fire would be an error.
+
+* **survived**: every worker came to the end that could; those that are killed, raise, or leave are not to. The seconds
+  are how long it took until somebody else named the culprit, and are left out where nobody did.
+* **stopped**: a worker did not come to the end; below stands what the user sees.
+* Every contribution leaves a mark in the parameters, so it can be counted what became of it. None counts twice, and
+  none is lost without a word, unless the cell says so. "Lost n" is what a killed server took with it, or was NaN or
+  infinite with `nonfinite="skip"`, and was reported;
+  "dropped n" what came too late, and was said to be.
+* At the end all replicas are equal, and no worker was further ahead than its policy allows, unless the cell says so.
+"""
+_TITLES: dict[Target, str] = {
+    "worker": "A worker, or its links",
+    "server": "A shard of the server (of two, the one that does not coordinate)",
+    "coordinator": "The shard that coordinates",
+}
+
+
+def page(result: Result) -> str:
+    """The page as Markdown."""
+    hardware = f"{result.hardware['cores']} cores, {result.hardware['processor']}"
+    head = _HEAD.format(workers=WORKERS, step=STEP, timeout_s=result.timeout_s)
+    measured = f"\nMeasured on {result.date} with torch {result.versions['torch']} on {hardware}.\n"
+    parts = [head, measured, *(_section(result, target) for target in get_args(Target))]
+    return "".join([*parts, _does_not_apply(), _seen(result.cells)])
+
+
+def _section(result: Result, target: Target) -> str:
+    cells = {one.key: one for one in result.cells}
+    lines = [f"\n## {_TITLES[target]}\n", f"| | {' | '.join(POLICIES)} |", "| --- |" + " --- |" * len(POLICIES)]
+    for case in CASES:
+        if case.target == target:
+            row = [_shown(cells.get((policy, target, case.name))) for policy in POLICIES]
+            lines.append(f"| {case.name} | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(one: Cell | None) -> str:
+    if one is None:
+        return "-"
+    parts = [one.outcome if one.outcome == "survived" else f"**{one.outcome}**"]
+    if one.detection_s is not None:
+        parts.append(f"{one.detection_s:.1f} s")
+    if one.books is not None:
+        parts += [f"{words} {count}" for words, count in _known(one) if count]
+    return ", ".join(parts) + "".join(f"; **{trouble}**" for trouble in one.troubles if trouble != one.outcome)
+
+
+def _known(one: Cell) -> list[tuple[str, int]]:
+    assert one.books is not None
+    return [("lost", one.books.reported), ("dropped", one.books.dropped)]
+
+
+def _does_not_apply() -> str:
+    lines = ["\n## What does not apply\n", "No cell stands above for these on a server:\n"]
+    reasons: dict[str, list[str]] = {}
+    for kind in dict.fromkeys(case.kind for case in CASES if case.target == "worker"):
+        if reason := why_not(kind, "server"):
+            reasons.setdefault(reason, []).append(f"`{kind}`")
+    lines += [f"* {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _seen(cells: Iterable[Cell]) -> str:
+    """What users see where a job did not survive, or a law is broken."""
+    lines = ["\n## What the user sees\n"]
+    for one in cells:
+        if one.outcome != "survived" or one.troubles:
+            lines.append(f"* {one.policy}, {one.target}, {one.fault} ({'; '.join([one.outcome, *one.troubles])}):\n")
+            lines += [f"      {text}" for text in one.said or ["(nothing)"]]
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n" if len(lines) > 1 else ""
+
+
+def write_page(result: Result) -> None:
+    """Write it."""
+    PAGE.write_text(page(result))
+
+
+if __name__ == "__main__":
+    write_page(read(RESULT))

@@ -1,0 +1,179 @@
+"""Workload: a small model on real digits in which every contribution leaves a mark of its own.
+
+Beside the weights there are marks: worker r's step k has the gradient 1 in mark [r, k] and 0 in all others, at a
+learning rate of 1. So a mark is minus the weight with which that contribution counts: 0 if it does not, about twice a
+worker's share if it is applied twice. There are two copies, before and behind the weights, so that a contribution of
+which a part got lost shows, too.
+
+Steps go on until the faults are over (`offbeat.testing.faults`); then all settle, and each writes what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.engine import Awaited
+from offbeat.fault import LASTING, LOG, read_fired
+
+RANKS, STEPS = 6, 3000
+BATCH = 32
+NEWCOMER = "newcomer"
+_BEGAN_WITH = 3
+_NEWCOMERS_STEPS = 10
+_FIRST_PHASE_S = 0.3
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """What a worker holds at the end.
+
+    Args:
+        done: steps of its loop.
+        marks: [rank][step], of the first copy, up to the last that is not 0; `torn` counts those that differ in the
+            second one.
+        digest: of all parameters.
+        seen: what the server says of each worker.
+    """
+
+    rank: int
+    done: int
+    marks: list[list[float]]
+    torn: int
+    digest: str
+    seen: list[dict[str, Any]]
+    loss: float
+
+
+class Marked(nn.Module):
+    """Weights between two copies of the marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(RANKS, STEPS))
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.last = nn.Parameter(torch.zeros(RANKS, STEPS))
+
+    def forward(self, x: torch.Tensor, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), self.first[rank, step] + self.last[rank, step]
+
+
+@dataclass
+class Asked:
+    """When to end, and what to do before."""
+
+    steps: int
+    after_s: float
+    swap_at: int
+    save_every: int
+
+    def is_over(self, rank: int, done: int) -> bool:
+        """Whether a worker has done enough: so many steps, and until so long after the faults."""
+        if done >= STEPS:
+            return True
+        if done < (2 * _NEWCOMERS_STEPS if rank >= _BEGAN_WITH else self.steps):
+            return False
+        log = Path(os.environ[LOG])
+        fired = read_fired(log)
+        if any(one.fault.kind == "join" for one in fired):
+            return (log.parent / NEWCOMER).exists()
+        ends_s = [one.time_s + self.after_s + one.fault.seconds * (one.fault.kind in LASTING) for one in fired]
+        return bool(fired) and time.time() > max(ends_s)
+
+
+def train(asked: Asked, run: offbeat.Run) -> None:
+    """Train until it is over, and write what came of it."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).reshape(-1, 64) / 16
+    module, folder = Marked(), Path(os.environ[LOG]).parent
+    groups: list[dict[str, Any]] = [
+        {"params": module.net.parameters()},
+        {"params": [module.first, module.last], "lr": 1.0},
+    ]
+    loader: Any = DataLoader(
+        TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
+    )
+    model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
+    done, loss = 0, torch.tensor(0.0)
+    while not asked.is_over(run.rank, done):
+        for x, y in loader:
+            output, mark = model(x, run.rank, done)
+            loss = F.cross_entropy(output, y)
+            (loss + mark).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if run.rank >= _BEGAN_WITH and done == _NEWCOMERS_STEPS:
+                (folder / NEWCOMER).touch()
+            if run.rank == 0 and done == asked.swap_at:
+                while not read_fired(Path(os.environ[LOG])):  # somebody who cannot agree any more
+                    time.sleep(0.01)
+                threading.Thread(target=run.swap, kwargs={"sync": offbeat.SSP(bound=3)}, daemon=True).start()
+                time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
+            if run.rank == 0 and done % asked.save_every == 0:
+                _save(module, folder / "checkpoint.pt")
+            if asked.is_over(run.rank, done):
+                break
+    run.settle()
+    held = _held(run, module, done, float(loss.detach()))
+    (folder / f"held{run.rank}.json").write_bytes(msgspec.json.encode(held))
+    run.settle()  # nobody leaves before all have written
+
+
+def _held(run: offbeat.Run, module: Marked, done: int, loss: float) -> Held:
+    first, last = module.first.detach(), module.last.detach()
+    used = int(first.abs().sum(0).nonzero().max()) + 1 if bool(first.any()) else 0
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+    server, seen = run._server, []
+    if server is not None:
+        look = server.client.look()
+        run._waiter.wait(look, Awaited("a look at the server", outlives=True))
+        seen = [msgspec.to_builtins(one) for one in look.scenes[0].workers]
+    return Held(
+        rank=run.rank,
+        done=done,
+        marks=first[:, :used].tolist(),
+        torn=int((first != last).sum()),
+        digest=digest,
+        seen=seen,
+        loss=loss,
+    )
+
+
+def _save(module: nn.Module, path: Path) -> None:
+    """A checkpoint, as a script would write it that knows that disks may be full."""
+    try:
+        torch.save(module.state_dict(), path)
+    except (OSError, RuntimeError) as error:
+        path.with_suffix(".failed").touch()
+        logging.getLogger("offbeat").warning("no checkpoint: %s", error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30, help="at least so many")
+    parser.add_argument("--after-s", type=float, default=1.0, help="and until so long after the faults")
+    parser.add_argument("--swap-at", type=int, default=-1, help="have another policy decide after this step of rank 0")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
+    torch.set_num_threads(1)
+    with offbeat.init() as run:
+        train(Asked(**vars(parser.parse_args())), run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What shall go wrong, at which worker and step: a description. Who makes it happen is `offbeat.testing.faults`.
+
+A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server: then the
+worker's step only says when. It is written down before it strikes, so that whoever asked for it can see that it did:
+a fault that never fires proves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import msgspec
+
+from offbeat.errors import ScenarioError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Process = Literal["sigkill", "sigterm", "sigstop", "slow", "disk"]
+"""To a process, from outside: killed; told to end; for `seconds` stopped, or stopped in `factor - 1` of every `factor`
+moments, or unable to write to any file."""
+Script = Literal["gil", "forward", "backward", "loader", "leave", "join", "clock", "nan", "inf", "huge", "stale"]
+"""Within a worker: the GIL held in C for `seconds`; an exception in a forward pass, a hook of backward, the data; the
+script ends well; another worker joins; the wall clock jumps by an hour; a gradient is NaN, infinite, 10^30, or that of
+`AGE` steps ago; that of the optimizer's first parameter."""
+Link = Literal[
+    "partition", "deaf", "mute", "slow-link", "lossy", "cut",
+    "flip", "truncate", "duplicate", "reorder", "replay", "lost-reply",
+]  # fmt: skip
+"""On the links to the server, for `seconds`: nothing passes; nothing to the worker; nothing from it; `factor` times as
+long; pauses at random. Or once, to bytes from the worker: the connection breaks; a bit is flipped; bytes are missing,
+come twice, or after those behind them; what was sent before comes on another connection; a reply is lost with its
+connection."""
+Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
+"""Somebody dials the server who may not."""
+Target = Literal["worker", "server", "coordinator"]
+AGE = 5
+FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASKED"
+"""Variables: the faults of all workers as JSON; the file where each is written down before it strikes; and, where links
+are somebody else's to strike, the file in which a worker asks for it."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One fault.
+
+    Args:
+        worker: rank of the worker whose step it is.
+        step: which of its steps, from 0.
+        kind: one of `Process`, `Script`, `Link` and `Stranger`.
+        seconds: for how long, where it lasts.
+        factor: how many times slower, where something is slow.
+        target: what it strikes: that worker, the first shard of the server, or the last one. Of links: those of the
+            worker to all shards, or of all workers to that shard.
+
+    >>> Fault(worker=2, step=20, kind="sigstop", seconds=3.0).words
+    'sigstop of worker 2 for 3 s at its step 20'
+    """
+
+    worker: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    kind: Process | Script | Link | Stranger
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 1.0
+    factor: Annotated[float, msgspec.Meta(gt=1, le=1000)] = 10.0
+    target: Target = "worker"
+
+    @property
+    def words(self) -> str:
+        """What, whose and when."""
+        long = f" for {self.seconds:g} s" if self.kind in LASTING else ""
+        if self.target == "worker":
+            return f"{self.kind} of worker {self.worker}{long} at its step {self.step}"
+        return f"{self.kind} of the {self.target}{long} at step {self.step} of worker {self.worker}"
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether it can strike only where a server holds the parameters."""
+        return self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger), "join")
+
+    @property
+    def ends(self) -> bool:
+        """Whether a worker does not come to the end because of it."""
+        return self.target == "worker" and self.kind in ENDING
+
+    @property
+    def on_links(self) -> bool:
+        """Whether it happens to whole links, for a while, whatever passes there."""
+        return self.kind in get_args(Link) and self.kind not in PASSING
+
+    def check(self, path: str = "fault") -> None:
+        """Refuse what cannot be.
+
+        Args:
+            path: of this fault, where it was written.
+
+        Raises:
+            ScenarioError: if this kind cannot strike that target, or not at that step.
+        """
+        if self.kind in get_args(Script) and self.target != "worker":
+            raise ScenarioError(
+                f"Cannot have {self.kind!r} strike the {self.target}: it happens within a training script. Leave out "
+                f"target, or choose one of {', '.join([*get_args(Process), *get_args(Link)])} ({path}.kind)."
+            )
+        if self.kind in ("forward", "backward", "loader", "stale") and self.step == 0:
+            raise ScenarioError(
+                f"Cannot have {self.kind!r} strike at step 0: it is prepared in the step before. Choose at least 1 "
+                f"({path}.step)."
+            )
+
+
+ENDING = frozenset({"sigkill", "sigterm", "forward", "backward", "loader", "leave"})
+"""Kinds that end the worker they strike."""
+PASSING = frozenset({"cut", "flip", "truncate", "duplicate", "reorder", "replay", "lost-reply"})
+"""Kinds of `Link` that happen once, to bytes on their way to the server."""
+LASTING = frozenset({"sigstop", "slow", "disk", "gil", "partition", "deaf", "mute", "slow-link", "lossy"})
+"""Kinds that `seconds` say something about."""
+
+
+class Fired(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the log: written, and on the disk, before the fault strikes.
+
+    Args:
+        number: which of the faults that were asked for.
+        time_s: seconds since 1970.
+        pid: the process it strikes; 0 for links.
+    """
+
+    number: int
+    fault: Fault
+    time_s: float
+    pid: int = 0
+
+
+def read_fired(log: Path) -> list[Fired]:
+    """What has fired so far, in order of time; nothing, if there is no file."""
+    lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return sorted((msgspec.json.decode(line, type=Fired) for line in whole), key=lambda fired: fired.time_s)
+
+
+def unfired(faults: Sequence[Fault], log: Path) -> list[Fault]:
+    """Those that did not."""
+    fired = {one.number for one in read_fired(log)}
+    return [fault for number, fault in enumerate(faults) if number not in fired]

@@ -1,0 +1,211 @@
+"""Scenarios in which something goes wrong: it does, at its step, in every row it can, and the result says so."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from offbeat.errors import ScenarioError
+from offbeat.fault import Fault
+from offbeat.lab import launch, plots, results, rounds
+from offbeat.lab.courses import draw_courses, steps_per_s
+from offbeat.lab.emulator import Direction, Law
+from offbeat.lab.jobs import jobs
+from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.results import Raw
+from offbeat.lab.strikes import Strikes
+from offbeat.scenario import Scenario
+from tests.lab.rights import needs_root
+
+if TYPE_CHECKING:
+    from offbeat.lab.repeat import Repeat
+
+# Six steps of the smallest model.
+SCRIPT = """
+import torch
+from offbeat.lab.peers import bind
+from offbeat.lab.recorder import Recorder, Work
+work = Work.from_environment()
+model = torch.nn.Linear(8, 1)
+torch.nn.init.zeros_(model.weight)
+bound = bind(work.system, model, torch.optim.SGD(model.parameters(), lr=0.01))
+recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work)
+for step in range(work.warmup_steps + work.steps):
+    bound.model(torch.ones(4, 8)).sum().backward()
+    bound.optimizer.step()
+    bound.optimizer.zero_grad()
+    recorder.step(4)
+if bound.run is not None:
+    bound.run.settle()
+recorder.finish(digest=str(model.weight.tolist()))
+bound.close()
+"""
+TEXT = """
+[scenario]
+name = "struck"
+[hosts]
+count = 2
+network = "loopback"
+[workload]
+kind = "script"
+path = "work.py"
+[run]
+repeats = 1
+steps = 20
+warmup_steps = 3
+baseline = "BASELINE"
+[[row]]
+name = "ddp"
+system = "ddp"
+[[row]]
+name = "server"
+system = "offbeat"
+plan = { sync = { kind = "ASP" }, fabric = { kind = "ParameterServer" } }
+"""
+
+
+def run(folder: Path, row: int, *faults: dict[str, Any]) -> Repeat:
+    (folder / "work.py").write_text(SCRIPT)
+    scenario = Scenario.from_toml(TEXT.replace("BASELINE", "ddp"))
+    struck = [msgspec.convert({"worker": 1, "step": 5, **table}, Fault) for table in faults]
+    scenario = msgspec.structs.replace(scenario, fault=struck)
+    job = jobs(scenario, folder)[row]
+    runs = folder / "runs"
+    runs.mkdir()
+    places = launch.loopback_places(["h0", "h1", *(["s0"] if job.served else [])])
+    return rounds.run_once(job, places, runs, 0, None)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_is_stopped_and_the_result_says_when(tmp_path: Path) -> None:
+    """Stock DDP, which knows nothing of it; what takes a server is left out of its row."""
+    stop = {"kind": "sigstop", "seconds": 0.5}
+    left_out = [{"kind": "sigkill", "target": "server"}, {"kind": "wrong-token"}, {"kind": "sigkill"}]
+    done = run(tmp_path, 0, stop, *left_out)
+    assert sum(event.startswith("left out: ") for event in done.events) == 3
+    (event,) = (event for event in done.events if event.startswith("fault: "))
+    assert event.startswith("fault: sigstop of worker 1 for 0.5 s at its step 5, ")
+    assert event.endswith(" s after the first measured step began")
+    assert done.events[0].startswith("left out: "), "a result keeps only the first events"
+    slowest = max(range(20), key=done.workers[0].step_s.__getitem__)
+    assert slowest in (2, 3), "three steps were dropped"
+    assert done.workers[0].step_s[slowest] > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_is_killed_is_missed_by_nobody_and_a_server_comes_back(tmp_path: Path) -> None:
+    kills = [{"kind": "sigkill", "target": "coordinator", "worker": 0}, {"kind": "sigkill", "step": 8}]
+    done = run(tmp_path, 1, *kills)
+    assert [worker.rank for worker in done.workers] == [0]
+    assert len([event for event in done.events if event.startswith("fault: sigkill of ")]) == 2
+    assert any("The parameter server was restarted" in event for event in done.events)
+
+
+def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
+    fault = Fault(worker=1, step=5, kind="gil")
+    strikes = Strikes([fault], tmp_path, Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), None)
+    with pytest.raises(ScenarioError, match="Cannot tell what gil of worker 1 for 1 s at its step 5 does: it never"):
+        strikes.events(0.0)
+
+
+def test_faults_are_not_simulated(tmp_path: Path) -> None:
+    text = TEXT.replace("BASELINE", "server").replace('kind = "script"\npath = "work.py"', 'kind = "replay"')
+    text = text.replace('kind = "replay"', 'kind = "replay"\nprofile = "resnet50"\nscale = 0.01')
+    text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"', "", 1)
+    scenario = Scenario.from_toml(f'{text}\n[[fault]]\nworker = 1\nstep = 5\nkind = "sigkill"')
+    with pytest.raises(ScenarioError, match="Cannot simulate sigkill of worker 1 at its step 5: faults are not"):
+        predictions(scenario, tmp_path, known_of(scenario, None))
+
+
+def test_a_slow_link_passes_its_rate_and_loses_what_would_wait_long() -> None:
+    """1000 frames of 100 bytes in a second, where 50 kB/s pass."""
+    direction, passed = Direction("up", law=Law(rate_bytes_per_s=50_000)), []
+    for number in range(1000):
+        direction.take(bytes(100), number * 0.001)
+    while direction.waiting:
+        due_s = direction.waiting[0][0]
+        assert direction.due(due_s) is not None
+        passed.append(due_s)
+    assert len(passed) == pytest.approx(550, abs=5), "500 in the second, 50 in the queue"
+    assert direction.counts.lost == 1000 - len(passed)
+    assert passed[-1] == pytest.approx(1.1, abs=0.01)
+    assert all(late - early > 0.0019 for early, late in itertools.pairwise(passed))
+
+
+NAMESPACES = """
+[scenario]
+name = "cut-off"
+[hosts]
+count = 2
+servers = 1
+rate_mbps = 50
+[workload]
+kind = "script"
+path = "work.py"
+[run]
+repeats = 1
+steps = 20
+warmup_steps = 3
+baseline = "server"
+[[fault]]
+worker = 1
+step = 6
+kind = "deaf"
+seconds = 1.5
+[[row]]
+name = "server"
+system = "offbeat"
+plan = { sync = { kind = "BSP" }, fabric = { kind = "ParameterServer" } }
+"""
+
+
+class TestALinkOfTheNetwork:
+    pytestmark = needs_root
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(120)
+    def test_it_is_struck_and_mended(self, tmp_path: Path) -> None:
+        (tmp_path / "work.py").write_text(SCRIPT)
+        report = rounds.run(
+            Scenario.from_toml(NAMESPACES), NAMESPACES, tmp_path, command="test", tell=lambda row, repeat: None
+        )
+        assert any(
+            event.startswith("fault: deaf of worker 1 for 1.5 s at its step 6, ") for event in report.rows[0].events
+        )
+        assert max(report.raw[0].step_s) > 1.2
+        assert report.simulated == []
+
+
+def test_steps_are_counted_in_the_half_second_in_which_they_end() -> None:
+    raw = msgspec.convert(RAW, Raw)
+    assert steps_per_s([raw, raw], [0.0, 0.5, 1.0, 1.5, 2.0]) == [4.0, 4.0, 0.0, 4.0]
+
+
+def test_the_picture_shows_when_something_went_wrong(tmp_path: Path) -> None:
+    """A dotted line in each strip, and no row without one."""
+    figure = Figure()
+    report = results.read(RESULTS / "ps_uniform.json")
+    draw_courses(figure, report, {report.rows[0].row: [(1.5, "sigkill of worker 1 at its step 5")]})
+    dotted = [
+        [np.asarray(line.get_xdata())[0] for line in axes.lines if line.get_linestyle() == ":"] for axes in figure.axes
+    ]
+    assert dotted[:3] == [[1.5]] * 3
+    assert dotted[3:] == [[]] * (3 * len(report.rows) - 3)
+    row = msgspec.structs.replace(report.rows[0], events=[f"fault: x, 2.25 {AFTER}", "fault: y"])
+    assert plots._struck(row) == [(2.25, "x")]
+
+
+AFTER = "s after the first measured step began"
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks/results"
+RAW = {
+    "row": "a", "repeat": 0, "rank": 0, "host": "h", "step_s": [0.4, 0.5, 0.7], "wait_s": [0.0] * 3, "bytes_sent": 0,
+    "samples": 3, "gradient_bytes": 1, "compute_s": 0.1, "digest": "", "gradient_error": None, "metrics": [],
+    "notes": [],
+}  # fmt: skip
