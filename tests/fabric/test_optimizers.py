@@ -10,7 +10,7 @@ import torch
 
 from offbeat.fabric.server import cut, describe, optimizers
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
-from offbeat.fabric.server.messages import About, Admit, Applied, BlockOf, Details, PieceOf, Released
+from offbeat.fabric.server.messages import About, Admit, Applied, BlockOf, Committed, Details, PieceOf, Released
 from offbeat.fabric.server.shard.table import Table
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 from offbeat.layout import arrange
@@ -78,6 +78,7 @@ class Alone:
         self.table.decide(Applied(0, (push,), (About(1.0, ()),), hyper, 1.0, in_order=True))
         for block in self.blocks:
             self.table.arrive(push, block.index, gradient[block.offset : block.offset + block.numel].clone())
+        self.table.decide(Committed(0, *push))
         self._clock += 1
         self.table.decide(Released(0, 0, self._clock))
 
