@@ -153,6 +153,23 @@ def test_later_updates_of_a_block_are_made_anew_with_it() -> None:
     assert made(one) == [(0, 1, [(0, 0)]), (0, 2, [(0, 1)]), (1, 1, [(0, 0)])]
 
 
+def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
+    """At every shard alike, also where that was made, and is committed, before the worker was released."""
+    one = ledger(blocks=1)
+    one.apply(Apply(((1, 0),)), ABOUT)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    one.arrive((1, 0), 0, "it is missing at another shard")
+    one.arrive((0, 0), 0, "a")
+    assert len(list(one.due())) == 2
+    one.commit((0, 0))
+    one.release(0, 1)
+    assert list(one.due()) == [Give(0, 0, 1)]
+    one.lose(1)
+    one.withdraw((1, 0))
+    *_, make, give = one.due()
+    assert (make, give) == (Make(0, 2, (((0, 0), "a"),), 1.0), Give(0, 0, 1, number=1))
+
+
 def test_an_update_of_what_is_withdrawn_alone_is_empty_and_counts() -> None:
     one = ledger()
     one.apply(Apply(((1, 0),)), ABOUT)
