@@ -1,4 +1,4 @@
-"""A shard and its workers in one process: links that hand frames over at once, on one event loop."""
+"""Shards and their workers in one process: links that hand frames over at once, on one event loop."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ class Together:
     Args:
         read_plan: what the shard makes of the workers' plans; `Parts` of the other arguments if None.
         record: writes the shard's history.
+        shards: how many there are; `shard` is the one that coordinates.
     """
 
     def __init__(
@@ -137,25 +138,42 @@ class Together:
         tuning: BatchTuning | None = None,
         read_plan: Callable[[str], Any] | None = None,
         record: Callable[[Record], None] = lambda record: None,
+        shards: int = 1,
     ) -> None:
         self.loop = Loop()
         self.ended = threading.Event()
         self.shard = Shard(read_plan or (lambda plan: Parts(policy, tuning)), self.ended.set, record=record)
+        self.others = [Shard(None) for _ in range(shards - 1)]
+        for other in self.others:
+            self.loop.run(self._follow(other))
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
         self.ends = [self._link(client) for client in self.clients]
+        self.other_ends = [self._link(client, other) for client in self.clients for other in self.others]
 
-    def _link(self, client: Client) -> End:
+    def _link(self, client: Client, shard: Shard | None = None) -> End:
         theirs, ours = End(self.loop, client.rank), End(self.loop, client.rank)
         theirs.other, ours.other = ours, theirs
         ours.receiver = client.accept(ours)  # type: ignore[arg-type]
-        self.loop.run(self._accept(theirs))
+        self.loop.run(self._accept(theirs, shard or self.shard))
         return theirs
 
-    async def _accept(self, end: End) -> None:
-        end.receiver = self.shard.accept(end)  # type: ignore[arg-type]
+    async def _accept(self, end: End, shard: Shard) -> None:
+        end.receiver = shard.accept(end)  # type: ignore[arg-type]
+
+    async def _follow(self, other: Shard) -> None:
+        theirs, ours = End(self.loop, 0), End(self.loop, 0)
+        theirs.other, ours.other = ours, theirs
+        theirs.role = "shard"
+        theirs.receiver, ours.receiver = self.shard.accept(theirs), other.follow(ours)  # type: ignore[arg-type]
+
+    def kill(self, rank: int) -> None:
+        """The worker is gone without a word."""
+        for end in (*self.ends, *self.other_ends):
+            if end.rank == rank:
+                self.loop.call(end.cut, NetworkError("It was killed."))
 
     def close(self) -> None:
-        for end in self.ends:
+        for end in (*self.ends, *self.other_ends):
             self.loop.loop.call_soon_threadsafe(end.cut, None)
         self.ended.wait(5)
         self.loop.close()

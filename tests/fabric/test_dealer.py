@@ -183,6 +183,24 @@ def test_what_was_computed_from_a_lease_that_is_not_ones_own_does_not_count() ->
     assert {*mine.pieces, *theirs.pieces} & pieces, "both are dealt again"
 
 
+@pytest.mark.parametrize("arrived", [False, True])
+def test_what_a_lost_worker_may_have_brought_waits_until_that_is_clear(arrived: bool) -> None:
+    one = Class(2)
+    for worker in range(2):
+        one.enrol(worker)
+    lease = one.draw(1)
+    push, _ = one.announce(1, lease)
+    one.dealer.applied(0, push)
+    one.dealer.lose(1, {(0, push)})
+    assert {*one.draw(0).pieces, *one.draw(0).pieces}.isdisjoint(lease.pieces), "it may be in the parameters"
+    if arrived:
+        one.dealer.whole(0, push)
+    else:
+        one.dealer.withdrawn(0, push)
+    assert (one.draw(0).pieces == lease.pieces) is not arrived
+    assert one.dealer.epochs()[0].open[0].used == (lease.count if arrived else 0)
+
+
 def test_dropped_samples_are_counted() -> None:
     one = Class(1)
     one.enrol(0)

@@ -22,9 +22,11 @@ from offbeat.fabric.server.messages import (
     Open,
     Opened,
     Part,
+    Parted,
     Released,
     Values,
     Whole,
+    Withdrawn,
     from_guest,
     pack,
 )
@@ -143,6 +145,25 @@ def test_the_coordinator_is_told_how_far_contributions_are() -> None:
 
     told = asyncio.run(run())
     assert [message for message in told if isinstance(message, Nearly | Whole)] == [Nearly(0, 1, 0), Whole(0, 1, 0)]
+
+
+def test_what_is_half_here_waits_for_the_coordinators_word() -> None:
+    """It says that nothing more is taken of the worker; only who knows of all shards can say what becomes of it."""
+
+    async def run() -> tuple[list[object], list[float]]:
+        job = Job()
+        job.decide(Admit(0, 1, 0, 0))
+        job.apply(0)
+        job.worker.say(pack(Part(0, 0, 0, "float32")), torch.ones(SIZES[0]).numpy().tobytes())
+        job.decide(Gone(0, 1, number=3))
+        told = [message for message, _ in job.chief.sent]
+        job.worker.say(pack(Part(0, 0, 1, "float32")), torch.ones(SIZES[1]).numpy().tobytes())
+        values = [job.shard.table(0).values(block)[0].item() for block in range(2)]
+        job.decide(Withdrawn(0, 1, 0))
+        values += [job.shard.table(0).values(block)[0].item() for block in range(2)]
+        return told[-1:], values
+
+    assert asyncio.run(run()) == ([Parted(0, 3)], [-LR, 0.0, 0.0, 0.0])
 
 
 def test_the_first_worker_fills_it() -> None:

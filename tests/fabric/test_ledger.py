@@ -1,14 +1,12 @@
-"""The ledger against a plain model of its rules, in thousands of random orders."""
+"""The rules of the ledger, one by one; `test_two_phases` has them in random orders, at several shards."""
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.fabric.server.shard.ledger import Give, Keep, Ledger, Loss, Make
+from offbeat.fabric.server.shard.ledger import Give, Keep, Ledger, Make, Undo
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -99,18 +97,140 @@ def test_what_comes_of_a_dropped_contribution_is_discarded() -> None:
     assert one.expects((0, 1), 0)
 
 
-def test_an_update_goes_on_without_what_was_lost() -> None:
+def half_received(*, in_order: bool = True) -> Ledger:
+    """Of worker 1's contribution block 0 has arrived, and is in an update with worker 0's."""
     one = ledger()
-    one.apply(Apply(((0, 0), (1, 0))), ABOUT)
+    one.apply(Apply(((0, 0), (1, 0)), in_order=in_order), ABOUT)
+    one.release(0, 1)
     one.arrive((0, 0), 0, "a0")
     one.arrive((0, 0), 1, "a1")
     one.arrive((1, 0), 0, "b0")
-    assert made(one) == [(0, 1, [(0, 0), (1, 0)])]
-    assert one.lose(1) == Loss((1, 0), 1)
-    assert made(one) == [(1, 1, [(0, 0)])]
+    make, give = one.due()
+    assert isinstance(make, Make)
+    assert (make.block, [part for _, part in make.parts]) == (0, ["a0", "b0"])
+    assert give == Give(0, 0, 1), "at once, while the rest still comes"
+    assert make.line is not None
+    make.line.before = "what block 0 was"
+    return one
+
+
+def test_what_is_half_there_when_its_worker_is_lost_is_taken_out_again() -> None:
+    one = half_received()
+    assert one.lose(1) is None
     assert not one.expects((1, 0), 1)
+    assert list(one.due()) == [], "it may be whole elsewhere"
+    assert one.withdraw((1, 0)) is False
+    assert list(one.due()) == [
+        Undo(0, "what block 0 was"),
+        Make(0, 1, (((0, 0), "a0"),), 1.0),
+        Give(0, 0, 1, number=1),
+        Make(1, 1, (((0, 0), "a1"),), 1.0),
+        Give(1, 0, 1, number=1),
+    ]
     one.admit(1, 5)
     assert one.expects((1, 5), 0)
+
+
+def test_what_is_whole_everywhere_stays_though_its_worker_is_lost() -> None:
+    one = half_received()
+    one.arrive((1, 0), 1, "b1")
+    assert made(one) == [(1, 1, [(0, 0), (1, 0)])]
+    one.lose(1)
+    one.commit((1, 0))
+    assert list(one.due()) == []
+
+
+def test_later_updates_of_a_block_are_made_anew_with_it() -> None:
+    one = half_received(in_order=False)
+    one.commit((0, 0))
+    one.apply(Apply(((0, 1),), in_order=False), ABOUT)
+    one.arrive((0, 1), 0, "c0")
+    one.arrive((0, 1), 1, "c1")
+    assert made(one) == [(0, 2, [(0, 1)]), (1, 2, [(0, 1)])]
+    one.commit((0, 1))
+    one.lose(1)
+    one.withdraw((1, 0))
+    assert made(one) == [(0, 1, [(0, 0)]), (0, 2, [(0, 1)]), (1, 1, [(0, 0)])]
+
+
+def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
+    """At every shard alike, also where that was made, and is committed, before the worker was released."""
+    one = ledger(blocks=1)
+    one.apply(Apply(((1, 0),)), ABOUT)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    one.arrive((1, 0), 0, "it is missing at another shard")
+    one.arrive((0, 0), 0, "a")
+    assert len(list(one.due())) == 2
+    one.commit((0, 0))
+    one.release(0, 1)
+    assert list(one.due()) == [Give(0, 0, 1)]
+    one.lose(1)
+    one.withdraw((1, 0))
+    *_, make, give = one.due()
+    assert (make, give) == (Make(0, 2, (((0, 0), "a"),), 1.0), Give(0, 0, 1, number=1))
+
+
+def test_an_update_of_what_is_withdrawn_alone_is_empty_and_counts() -> None:
+    one = ledger()
+    one.apply(Apply(((1, 0),)), ABOUT)
+    one.arrive((1, 0), 0, "b0")
+    assert made(one) == [(0, 1, [(1, 0)])]
+    one.lose(1)
+    one.withdraw((1, 0))
+    assert made(one) == [(0, 1, []), (1, 1, [])]
+
+
+def test_nothing_is_written_down_of_what_is_whole_before_it_is_used() -> None:
+    one = ledger(blocks=1)
+    one.arrive((0, 0), 0, "a")
+    one.commit((0, 0))
+    one.apply(Apply(((0, 0),)), ABOUT)
+    (make,) = one.due()
+    assert isinstance(make, Make)
+    assert make.line is None
+
+
+def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
+    """After four updates for each worker its own is taken out, and made once it is whole."""
+    one = ledger()
+    one.apply(Apply(((1, 0),), in_order=False), ABOUT)
+    one.release(1, 1)
+    one.arrive((1, 0), 0, "slow")
+    assert [type(action) for action in one.due()] == [Make, Give]
+    for clock in range(8):
+        one.apply(Apply(((0, clock),), in_order=False), ABOUT)
+        for block in (0, 1):
+            one.arrive((0, clock), block, clock)
+        redone = made(one)
+        one.commit((0, clock))
+    assert [push for block, _, pushes in redone if block == 0 for push in pushes] == [
+        *[(0, 7)],
+        *[(0, clock) for clock in range(8)],
+    ], "the others' are made anew, without it"
+    assert len(one._journal.of(0)) == 0
+    one.arrive((1, 0), 1, "slow")
+    assert made(one) == [], "it may still be withdrawn"
+    assert one.commit((1, 0)) is True
+    assert list(one.due()) == [
+        Make(0, 1, (((1, 0), "slow"),), 1.0),
+        Make(1, 1, (((1, 0), "slow"),), 1.0),
+        Give(1, 1, 1),
+    ]
+
+
+def test_what_waits_too_long_does_not_wait_behind_a_lost_worker() -> None:
+    one = ledger()
+    one.apply(Apply(((1, 0),), in_order=False), ABOUT)
+    one.arrive((1, 0), 0, "slow")
+    for clock in range(9):
+        one.apply(Apply(((0, clock),), in_order=False), ABOUT)
+        one.arrive((0, clock), 0, clock)
+        one.arrive((0, clock), 1, clock)
+        list(one.due())
+        one.commit((0, clock))
+    one.lose(1)
+    one.withdraw((1, 0))
+    assert made(one) == [(0, 1, []), (1, 1, [])]
 
 
 def test_a_contribution_that_is_whole_outlives_its_worker() -> None:
@@ -126,6 +246,7 @@ def test_a_lost_worker_is_given_nothing() -> None:
     one.apply(Apply(((0, 0),)), ABOUT)
     one.release(0, 1)
     one.lose(0)
+    one.withdraw((0, 0))
     assert [type(action) for action in one.due()] == [Make]
 
 
@@ -137,100 +258,39 @@ def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
     one.arrive((1, 0), 0, "b")
     assert list(one.due()) == []
     one.arrive((0, 0), 0, "a")
+    one.commit((0, 0))
     assert [type(action) for action in one.due()] == [Make, Keep, Make]
 
 
-def test_any_order() -> None:
-    """Every block of every contribution is used exactly once, in every interleaving; with losses, at most once."""
-    for seed in range(1000):
-        play(random.Random(seed))
+def test_a_block_is_kept_when_nothing_in_it_can_be_withdrawn() -> None:
+    """It goes on meanwhile; what is kept is what it was at the mark."""
+    one = ledger(blocks=2)
+    one.apply(Apply(((0, 0),)), ABOUT)
+    one.mark()
+    one.arrive((0, 0), 0, "a0")
+    one.apply(Apply(((1, 0),), in_order=False), ABOUT)
+    one.arrive((1, 0), 0, "b0")
+    first, second = one.due()
+    assert isinstance(first, Make)
+    assert isinstance(second, Make)
+    assert second.line is not None
+    second.line.before = "at the mark"
+    one.commit((1, 0))
+    assert list(one.due()) == []
+    one.arrive((0, 0), 1, "a1")
+    assert one.commit((0, 0)) is True
+    assert [action for action in one.due() if isinstance(action, Keep)] == [Keep(0, "at the mark"), Keep(1)]
 
 
-def play(chance: random.Random) -> None:
-    """One random order of events, compared with plain books."""
-    blocks, workers = chance.randint(1, 4), list(range(chance.randint(1, 4)))
-    one = ledger(blocks, workers)
-    losing = chance.random() < 0.4
-    clock = dict.fromkeys(workers, 0)
-    left: dict[Push, list[int]] = {}
-    announced: list[Push] = []
-    used: dict[tuple[Push, int], int] = defaultdict(int)
-    given: dict[tuple[int, int], set[int]] = defaultdict(set)
-    released: list[tuple[int, int]] = []
-    versions: dict[int, list[int]] = defaultdict(list)
-    gone: set[int] = set()
-    in_order = chance.random() < 0.5
-    applied: set[Push] = set()
-    unkept: set[int] = set()
-    mark = 0
-
-    def carry_out() -> None:
-        for action in one.due():
-            if isinstance(action, Make):
-                versions[action.block].append(action.version)
-                for push, part in action.parts:
-                    assert part == (push, action.block)
-                    used[(push, action.block)] += 1
-            elif isinstance(action, Keep):
-                assert sorted(versions[action.block]) == list(range(1, mark + 1)), "one version of all blocks"
-                unkept.remove(action.block)
-            else:
-                assert action.block not in given[(action.worker, action.step)]
-                given[(action.worker, action.step)].add(action.block)
-
-    for _ in range(80):
-        deed = chance.random()
-        if not unkept and chance.random() < 0.1:
-            unkept, mark = set(range(blocks)), one.version
-            one.mark()
-        computing = [w for w in workers if w not in gone and (not clock[w] or len(given[(w, clock[w])]) == blocks)]
-        free = [w for w in computing if (w, clock[w]) not in left]
-        if deed < 0.3 and free:
-            worker = chance.choice(free)
-            left[(worker, clock[worker])] = chance.sample(range(blocks), blocks)
-            announced.append((worker, clock[worker]))
-        elif deed < 0.75 and any(left.values()):
-            push = chance.choice([push for push, rest in left.items() if rest])
-            block = left[push].pop()
-            assert one.expects(push, block)
-            assert one.arrive(push, block, (push, block)) == len(left[push])
-            assert not one.expects(push, block)
-        elif deed < 0.9 and announced:
-            pushes = tuple(chance.sample(announced, chance.randint(1, len(announced))))
-            announced = [push for push in announced if push not in pushes]
-            one.apply(Apply(pushes, in_order=in_order), ABOUT)
-            applied.update(pushes)
-        elif losing and len(gone) < len(workers) - 1:
-            worker = chance.choice([w for w in workers if w not in gone])
-            gone.add(worker)
-            loss = one.lose(worker)
-            rest = left.pop((worker, clock[worker]), [])
-            if loss is not None:
-                assert loss.blocks == len(rest) > 0
-            if rest:
-                announced = [push for push in announced if push != (worker, clock[worker])]
-        for push, rest in list(left.items()):
-            if not rest and push in applied:
-                del left[push]
-                clock[push[0]] += 1
-                one.release(push[0], push[1] + 1)
-                released.append((push[0], push[1] + 1))
-        carry_out()
-    for push, rest in left.items():
-        for block in list(rest):
-            one.arrive(push, block, (push, block))
-            rest.remove(block)
-    if announced:
-        one.apply(Apply(tuple(announced), in_order=in_order), ABOUT)
-        applied.update(announced)
-    carry_out()
-    assert not unkept, "every mark is reached"
-    assert all(count == 1 for count in used.values())
-    assert all(used[(push, block)] == 1 for push in applied if push[0] not in gone for block in range(blocks))
-    assert all(given[(worker, step)] == set(range(blocks)) for worker, step in released if worker not in gone)
-    if in_order:
-        assert all(order == sorted(order) for order in versions.values())
-    assert all(sorted(order) == list(range(1, one.version + 1)) for order in versions.values())
+def test_a_mark_with_what_is_withdrawn_is_given_up() -> None:
+    one = half_received()
+    one.mark()
+    one.lose(1)
+    assert one.withdraw((1, 0)) is True
+    assert not any(isinstance(action, Keep) for action in one.due())
+    one.mark()
+    one.commit((0, 0))
+    assert [action.block for action in one.due() if isinstance(action, Keep)] == [0, 1]
 
 
 @pytest.mark.parametrize("come", [1, 2], ids=["in part", "whole"])

@@ -10,7 +10,18 @@ import torch
 
 from offbeat.fabric.server import cut, describe, optimizers
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
-from offbeat.fabric.server.messages import About, Admit, Applied, BlockOf, Details, PieceOf, Released
+from offbeat.fabric.server.messages import (
+    About,
+    Admit,
+    Applied,
+    BlockOf,
+    Committed,
+    Details,
+    Gone,
+    PieceOf,
+    Released,
+    Withdrawn,
+)
 from offbeat.fabric.server.shard.table import Table
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 from offbeat.layout import arrange
@@ -73,11 +84,23 @@ class Alone:
         self._clock = 0
         self.table.decide(Admit(0, 0, 0))
 
-    def step(self, gradient: torch.Tensor, hyper: tuple[optimizers.Hyper, ...]) -> None:
+    def step(
+        self, gradient: torch.Tensor, hyper: tuple[optimizers.Hyper, ...], half: torch.Tensor | None = None
+    ) -> None:
+        """One update.
+
+        Args:
+            half: of what another worker brings to it, only the first half of the blocks comes.
+        """
         push = (0, self._clock)
-        self.table.decide(Applied(0, (push,), (About(1.0, ()),), hyper, 1.0, in_order=True))
+        pushes = (push,) if half is None else (push, (1, 0))
+        self.table.decide(Applied(0, pushes, (About(1.0, ()),) * len(pushes), hyper, 1.0, in_order=half is None))
+        for block in self.blocks[: 0 if half is None else len(self.blocks) // 2]:
+            assert half is not None
+            self.table.arrive((1, 0), block.index, half[block.offset : block.offset + block.numel].clone())
         for block in self.blocks:
             self.table.arrive(push, block.index, gradient[block.offset : block.offset + block.numel].clone())
+        self.table.decide(Committed(0, *push))
         self._clock += 1
         self.table.decide(Released(0, 0, self._clock))
 
@@ -125,6 +148,32 @@ def test_a_server_that_was_killed_goes_on_from_its_snapshot(kind: str, options: 
         rest.step(gradient, spec.groups)
     assert whole.values.any()
     assert torch.equal(rest.values, whole.values)
+
+
+@ALL
+def test_what_is_withdrawn_leaves_no_trace(kind: str, options: dict[str, Any]) -> None:
+    """Neither in the parameters nor in what the optimizer keeps, whatever was made in these blocks since."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(numel)) for name, numel in NUMEL.items()}
+    spec = describe(made(kind, options, parameters.values()), {id(p): name for name, p in parameters.items()})
+    one, other = Alone(spec), Alone(spec)
+    for gradient in gradients(0, 2):
+        one.step(gradient, spec.groups)
+        other.step(gradient, spec.groups)
+    one.table.decide(Admit(0, 1, 0))
+    one.step(gradients(2, 3)[0], spec.groups, half=gradients(9, 10)[0])
+    other.step(gradients(2, 3)[0], spec.groups)
+    one.step(gradients(3, 4)[0], spec.groups, half=None)
+    other.step(gradients(3, 4)[0], spec.groups)
+    assert not torch.equal(one.values, other.values)
+    one.table.decide(Gone(0, 1))
+    one.table.decide(Withdrawn(0, 1, 0))
+    assert as_bytes(one) == as_bytes(other)
+
+
+def as_bytes(one: Alone) -> bytes:
+    file = io.BytesIO()
+    write(file, one.snapshot())
+    return file.getvalue()
 
 
 def test_momentum_that_began_later_is_in_a_snapshot_too() -> None:

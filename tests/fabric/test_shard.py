@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,8 @@ from offbeat.errors import ModelError, NetworkError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.fabric.server.memory import bytes_of
+from offbeat.fabric.server.messages import Part, pack
 from offbeat.fabric.server.shard.store import Store
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from offbeat.fabric.server import Client
+    from offbeat.fabric.server.client.place import Place
 
 SOON = timedelta(seconds=10)
 
@@ -34,6 +38,7 @@ class Worker:
     Args:
         plan: as TOML; the shard of `Together` reads none.
         make: its optimizer, of its parameters; SGD with momentum if None.
+        shards: over how many its blocks are dealt.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Worker:
         lr: float = 0.5,
         plan: str = "p",
         make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] | None = None,
+        shards: int = 1,
     ) -> None:
         torch.manual_seed(client.rank)
         self.client = client
@@ -57,7 +63,7 @@ class Worker:
             plan=plan,
             layout=layout.digest,
             blocks=self.blocks,
-            shards=deal(self.blocks, 1),
+            shards=deal(self.blocks, shards),
             values=[self.values[b.offset : b.offset + b.numel] for b in self.blocks],
             optimizer=describe(self.optimizer, names),
         )
@@ -69,13 +75,31 @@ class Worker:
         assert exchange.wait(SOON)
         return exchange.staleness
 
+    def push_but_last(self, gradient: torch.Tensor) -> None:
+        """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
+        push, self.client._push = self.client._push, self._push_but_last  # type: ignore[method-assign]
+        parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
+        self.client.exchange(0, parts, about=About(1.0, hyper(self.optimizer)))
+        place, deadline_s = self.client.place(0), time.monotonic() + SOON.total_seconds()
+        while place.missing != {len(self.blocks) - 1}:
+            assert time.monotonic() < deadline_s, "they have not come back"
+            time.sleep(0.001)
+        self.client._push = push  # type: ignore[method-assign]
+
+    def _push_but_last(self, place: Place, clock: int) -> None:
+        assert place.parts is not None
+        place.await_all()
+        for block, part in list(place.parts.items())[:-1]:
+            link = self.client._links[place.shards[block]]
+            link.send(pack(Part(0, clock, block, "float32")), bytes_of(part))
+
 
 @pytest.fixture
-def together() -> Iterator[Callable[[Policy, int], Together]]:
+def together() -> Iterator[Callable[..., Together]]:
     made: list[Together] = []
 
-    def make(policy: Policy, world: int) -> Together:
-        made.append(Together(policy, world))
+    def make(policy: Policy, world: int, shards: int = 1) -> Together:
+        made.append(Together(policy, world, shards=shards))
         return made[-1]
 
     yield make
@@ -85,7 +109,7 @@ def together() -> Iterator[Callable[[Policy, int], Together]]:
 
 def workers(job: Together) -> list[Worker]:
     with ThreadPoolExecutor(len(job.clients)) as pool:
-        return list(pool.map(Worker, job.clients))
+        return list(pool.map(functools.partial(Worker, shards=len(job.others) + 1), job.clients))
 
 
 @pytest.mark.parametrize("kind", optimizers._CLASSES.values(), ids=lambda kind: kind.__name__)
@@ -190,6 +214,84 @@ def test_who_has_asked_goes_on(together: Callable[[Policy, int], Together], refr
             assert all(pool.map(lambda client: client.ask("how many", [1.0], refresh=refresh).wait(SOON), job.clients))
         assert list(pool.map(Worker.step, team, [torch.ones(100)] * 2)) == [0, 0]
     assert [end.other.took["Granted"] for end in job.ends] == [0, 0] if refresh else [2, 2]
+
+
+# -- a worker is lost in the middle of a push --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_half_a_contribution_is_taken_out_of_every_block(together: Callable[..., Together], shards: int) -> None:
+    """And those who had been given it are given the blocks again: they end as if it had never been announced."""
+    job = together(BSP(), 3, shards)
+    team = workers(job)
+    victim = team[2]
+    reference = torch.nn.Parameter(team[0].values.clone())
+    optimizer = torch.optim.SGD([reference], lr=0.5, momentum=0.5)
+    generator = torch.Generator().manual_seed(1)
+    with ThreadPoolExecutor(3) as pool:
+        for step in range(4):
+            gradients = [torch.randn(100, generator=generator) for _ in team]
+            if step == 2:
+                steps = [pool.submit(Worker.step, worker, g) for worker, g in zip(team[:2], gradients, strict=False)]
+                victim.push_but_last(torch.full((100,), 1000.0))
+                assert not any(one.done() for one in steps), "they wait for the last block"
+                team = team[:2]
+                job.kill(2)
+                assert [one.result() for one in steps] == [0, 0]
+            else:
+                assert set(pool.map(Worker.step, team, gradients)) == {0}
+            brought = gradients[: len(team)]
+            reference.grad = sum((g * (1 / len(team)) for g in brought[1:]), brought[0] * (1 / len(team)))
+            optimizer.step()
+            for worker in team:
+                assert torch.equal(worker.values, reference.detach())
+    (seen,) = [seen for scene in job.shard._lead.look() for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
+    assert (seen.applied, seen.lost) == (2, 1)
+    for shard in (job.shard, *job.others):
+        assert not shard.table(0)._ledger._updates, "nothing is remembered any more"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_without_order_the_others_have_gone_on_and_the_server_ends_without_it(
+    together: Callable[..., Together], shards: int
+) -> None:
+    job = together(ASP(), 2, shards)
+    goes_on, victim = workers(job)
+    before = goes_on.values.clone()
+    victim.push_but_last(torch.full((100,), 1000.0))
+    goes_on.step(torch.ones(100))
+    touched = (goes_on.values - before).abs() > 100
+    assert 0 < touched.sum() < 100, "it has computed on half of it"
+    job.kill(1)
+    while job.shard._lead.look()[0].workers[1].phase != "gone":  # type: ignore[union-attr]
+        time.sleep(0.001)
+    for _ in range(20):  # longer than anything is kept
+        goes_on.step(torch.zeros(100))
+    # Half a round; then its momentum, in whole rounds, because it is alone.
+    torch.testing.assert_close(before - goes_on.values, torch.full((100,), 0.25 + 0.5), rtol=1e-4, atol=1e-4)
+
+
+def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: Callable[..., Together]) -> None:
+    """Meanwhile the server does not remember all that others bring."""
+    job = together(ASP(), 2, 2)
+    fast, slow = workers(job)
+    before = fast.values.clone()
+    slow.push_but_last(torch.full((100,), 8.0))
+    for _ in range(30):
+        fast.step(torch.zeros(100))
+    ledgers = [shard.table(0)._ledger for shard in (job.shard, *job.others)]
+    assert any(update.is_held for one in ledgers for update in one._updates), "it was taken out"
+    assert all(len(one._journal.of(block)) <= 8 for one in ledgers for block in one._blocks)
+    torch.testing.assert_close(fast.values, before, msg="as if it had not come")
+    place = slow.client.place(0)
+    last = len(slow.blocks) - 1
+    assert place.parts is not None
+    body = bytes_of(place.parts[last])
+    job.loop.call(slow.client._links[place.shards[last]].send, pack(Part(0, 0, last, "float32")), body)
+    assert place.exchange.wait(SOON)
+    fast.step(torch.zeros(100))
+    # Once as half a round, and once as its momentum.
+    torch.testing.assert_close(before - fast.values, torch.full((100,), 0.25 * (8 + 4)))
 
 
 @dataclass(frozen=True)

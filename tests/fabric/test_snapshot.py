@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import logging
@@ -13,7 +14,7 @@ import torch
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server.shard.archive import Archive
-from offbeat.fabric.server.shard.keeping import Rhythm
+from offbeat.fabric.server.shard.keeping import Keeping, Rhythm
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 
 if TYPE_CHECKING:
@@ -152,3 +153,24 @@ def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
     rhythm.saved(6, False, 0.1, 200.0)
     assert not rhythm.saved(6, True, 0.1, 200.0), "one shard does not have it"
     assert rhythm.last == Identity(5, 7)
+
+
+def test_one_that_is_given_up_is_not_written_and_the_next_one_is(tmp_path: Path) -> None:
+    """A contribution that was to be in it is withdrawn, while some blocks are kept and others are not."""
+    told: list[tuple[int, bool]] = []
+
+    async def story() -> set[int]:
+        archive = Archive(tmp_path, "j")
+        keeping = Keeping(archive, "j", lambda number, well, cost_s: told.append((number, well)))
+        for number in (1, 2):
+            keeping.begin(Identity(number, 7), None, shards=1, models=[], blocks={0: (0, 1)})
+            keeping.take(0, 0, torch.zeros(2), [])
+            if number == 1:
+                keeping.give_up()
+            keeping.take(0, 1, torch.zeros(2), [])
+        assert keeping.writing is not None
+        await keeping.writing
+        return {identity.number for identity in archive.held}
+
+    assert asyncio.run(story()) == {2}
+    assert told == [(1, False), (2, True)]

@@ -15,11 +15,14 @@ from torch import nn
 
 import offbeat
 from offbeat.fabric import ParameterServer
+from offbeat.fabric.server.memory import bytes_of
+from offbeat.fabric.server.messages import Part, pack
 from tests.cli.commands import descendants
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from offbeat.fabric.server.client.place import Place
     from offbeat.fabric.server.messages import Seen
     from offbeat.sync import Policy
 
@@ -76,8 +79,8 @@ class Counter:
         nn.init.zeros_(self.model.weight)
         _, self.optimizer = run.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0))
 
-    def step(self) -> None:
-        self.model.weight.sum().backward()
+    def step(self, times: float = 1.0) -> None:
+        (times * self.model.weight.sum()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -87,6 +90,27 @@ class Counter:
         values = self.model.weight.detach().unique()
         assert len(values) == 1, values
         return -float(values[0])
+
+
+def die_half_way(run: offbeat.Run) -> None:
+    """The next contribution comes without its last block, and with what came back for the others this worker dies."""
+    server = run._server
+    assert server is not None
+    client, hear = server.client, server.client.hear
+
+    def push(place: Place, clock: int) -> None:
+        assert place.parts is not None
+        place.await_all()
+        for block, part in list(place.parts.items())[:-1]:
+            link = client._links[place.shards[block]]
+            link.send(pack(Part(place.model, clock, block, "float32")), bytes_of(part))
+
+    def hear_and_die(shard: int, message: Any) -> None:
+        hear(shard, message)
+        if client.place(0).missing == {len(client.place(0).blocks) - 1}:
+            kill(os.getpid())
+
+    client._push, client.hear = push, hear_and_die  # type: ignore[method-assign]
 
 
 def told(folder: Path, rank: int) -> list[str]:

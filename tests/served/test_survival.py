@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.sync import ASP, BSP, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, KSync, Policy, RoundRobin
 from tests.cli.commands import alive
-from tests.served.survival import Counter, join, kept, kill, look, serve, told, wait_for_end, wait_for_snapshot
+from tests.served.survival import (
+    Counter,
+    die_half_way,
+    join,
+    kept,
+    kill,
+    look,
+    serve,
+    told,
+    wait_for_end,
+    wait_for_snapshot,
+)
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -177,6 +188,47 @@ def test_who_was_left_behind_comes_back(tmp_path: Path, policy: Policy, stops: b
 
 def left_behind_job(folder: Path, policy: Policy, stops: bool) -> tuple[int, float, list[Seen]]:
     return left_behind(folder, policy, stops=stops)
+
+
+# -- a worker dies while it pushes -------------------------------------------------------------------------------------
+
+
+def half_way(folder: Path, policy: Policy, shards: int, at: int) -> tuple[int, float, list[Seen]]:
+    """Rank 1 dies in the middle of a push that would move the parameters by ten times as much as others."""
+    serve(folder, shards)
+    with join(policy) as run:
+        counter = Counter(run)
+        for step in range(STEPS):
+            if int(os.environ["RANK"]) == 1 and step == at:
+                die_half_way(run)
+                counter.step(10.0)
+            counter.step()
+        run.settle()
+        return run.step, counter.count, look(run)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("policy", "shards"),
+    [
+        (BSP(), 2),
+        (ASP(), 1),
+        pytest.param(BSP(), 1, marks=pytest.mark.slow),
+        pytest.param(ASP(), 2, marks=pytest.mark.slow),
+        pytest.param(RoundRobin(), 2, marks=pytest.mark.slow),
+        pytest.param(KSync(2, late="carry"), 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_half_of_a_contribution_is_in_no_element(tmp_path: Path, policy: Policy, shards: int) -> None:
+    """All elements agree about how many contributions there were; the one that came in part is reported as lost."""
+    results = run_workers(3, half_way, tmp_path, policy, shards, 12, faulty=1, timeout_s=110)
+    (steps, count, seen), _, (others, other, _) = results
+    assert steps == others == STEPS
+    assert count == other, "all have the same parameters after settle"
+    assert (seen[1].phase, seen[1].applied, seen[1].lost) == ("gone", 12, 1)
+    if policy == BSP():
+        assert count == STEPS
 
 
 def stopped_for_too_long(folder: Path) -> str:

@@ -148,11 +148,6 @@ def test_what_cannot_be_is_refused_and_the_old_plan_goes_on() -> None:
             assert says in refusal
 
 
-def test_without_a_server_there_is_nobody_to_tell_all() -> None:
-    with offbeat.init(offbeat.Plan()) as run, pytest.raises(PlanError, match="there is no server"):
-        run.swap(sync=LocalSGD(4))
-
-
 # -- a server that is set back to before a swap ------------------------------------------------------------------------
 
 

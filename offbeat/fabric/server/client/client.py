@@ -297,7 +297,7 @@ class Client:
         """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
         place.is_in = place.is_entering = place.is_outdated = False
         place.going = None
-        place.missing = set(range(len(place.blocks)))
+        place.await_all()
         place.unopened = set(range(1, len(self._links)))
         for shard in place.unopened or {0}:
             self._open_at(place, shard)
@@ -516,10 +516,10 @@ class Client:
                 self._tell(text)
             case Dealt():
                 self._hands.deal(message)
-            case Values(model=model, block=block, version=version):
+            case Values(model=model, block=block, version=version, number=number):
                 place = self.place(model)
                 place.versions[block] = version
-                place.missing.discard(block)
+                place.take(block, number)
                 self._finish(place)
             case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused):
                 _, asked = self._questions.pop(number, (None, None))
@@ -618,7 +618,7 @@ class Client:
         parts = place.parts
         if parts is None or clock != place.clock:
             raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
-        place.missing = set(range(len(place.blocks)))
+        place.await_all()
         for block, part in parts.items():
             dtype = str(part.dtype).removeprefix("torch.")
             link = self._links[place.shards[block]]
@@ -635,7 +635,7 @@ class Client:
             if place.about is not None:
                 self._hands.brought(place.about.used)
             place.parts, place.version = None, go.version
-            place.missing = set(range(len(place.blocks)))
+            place.await_all()
             self._route.progressed()
             self._say(Pulled(place.model, place.clock))
             place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)

@@ -38,7 +38,8 @@ class Place:
     clock: int = 0
     exchange: Exchange = field(default_factory=Exchange)
     parts: Mapping[int, torch.Tensor] | None = None
-    missing: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
+    number: int = 0  # the highest that came with `Values` for the step that it waits for
     going: Go | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     names: dict[str, int] = field(default_factory=dict)
@@ -61,6 +62,21 @@ class Place:
     def waits(self) -> bool:
         """Whether the training thread waits for the parameters, so that they may be overwritten."""
         return not self.exchange.is_over
+
+    def expects(self, block: int, number: int) -> bool:
+        """Whether this block may come; also once more, with a greater number."""
+        return block in self.missing or (number > self.number and block < len(self.blocks))
+
+    def await_all(self) -> None:
+        """All blocks are to come."""
+        self.missing, self.number = set(range(len(self.blocks))), 0
+
+    def take(self, block: int, number: int) -> None:
+        """A block is here; if it came with a greater number than others, these are to come once more."""
+        if number > self.number:
+            self.missing, self.number = set(range(len(self.blocks))), number
+        if number == self.number:
+            self.missing.discard(block)
 
     def name_all(self) -> None:
         """Number all parameters."""

@@ -39,7 +39,7 @@ class ShardSide:
         if not isinstance(message, Values):
             raise PeerError(f"{type(message).__name__} has no body.")
         place = self._client.place(message.model)
-        if message.block not in place.missing:
+        if not place.expects(message.block, message.number):
             raise PeerError(f"The server sends block {message.block} of model {message.model}, which was not expected.")
         view = bytes_of(place.values[message.block])
         if view.nbytes != size_bytes:

@@ -116,6 +116,13 @@ class Coordinator:
         self._explained = self.explain()
         return self.tell(Left(worker, self.now_s(), returns))
 
+    def lose(self, worker: int, samples: float) -> None:
+        """Count that a contribution which was applied is withdrawn."""
+        record = self.records.setdefault(worker, Record())
+        record.applied -= 1
+        record.samples -= samples
+        record.lost += 1
+
     def start_if_all_are_here(self) -> tuple[Action, ...]:
         """Begin to decide, if everyone who was to come is here."""
         if self.started or len(self.state.members) < max(1, self.world):

@@ -27,7 +27,7 @@ from offbeat.fabric.server.deals import Enrol
 from offbeat.pacing import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait, even_batches, what_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from offbeat.pacing import Keeps
     from offbeat.sync import Push
@@ -157,14 +157,15 @@ class Dealer:
         new = (worker,) if begun else sorted(deck.ahead)
         return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
 
-    def lose(self, worker: int) -> dict[int, dict[int, list[Lease | Over]]]:
-        """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker."""
+    def lose(self, worker: int, unclear: Collection[tuple[int, Push]] = ()) -> dict[int, dict[int, list[Lease | Over]]]:
+        """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker.
+
+        Args:
+            unclear: contributions, by model, that may have arrived; `whole` or `withdrawn` follows.
+        """
         for (model, push), brought in list(self._brought.items()):
-            if push[0] == worker and not brought.whole:
-                del self._brought[(model, push)]
-                for loader, numbers in brought.numbers.items():
-                    deck = self._decks[loader]
-                    deck.pool = deck.leases.retract(deck.pool, worker, numbers)
+            if push[0] == worker and not brought.whole and (model, push) not in unclear:
+                self._retract(model, push)
         self._last.pop(worker, None)
         for deck in self._decks.values():
             deck.pool = deck.leases.lose(deck.pool, worker)
@@ -217,6 +218,13 @@ class Dealer:
         if brought is not None:
             brought.whole = True
             self._close_if_done(model, push, brought)
+
+    def withdrawn(self, model: int, push: Push) -> None:
+        """The contribution was in an update, and has not arrived; its worker is gone."""
+        if (model, push) in self._brought:
+            for loader, numbers in self._retract(model, push).items():
+                deck = self._decks[loader]
+                deck.pool = deck.leases.give_back(deck.pool, push[0], numbers)
 
     def dropped(self, model: int, push: Push) -> None:
         """The contribution is not used."""
@@ -441,6 +449,14 @@ class Dealer:
     def _draw(self, deck: Deck, worker: int, count: int) -> list[Lease | Over]:
         now_s = self._now_s()
         return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
+
+    def _retract(self, model: int, push: Push) -> dict[int, tuple[int, ...]]:
+        """What was announced did not arrive; the leases that it was computed from, by loader."""
+        numbers_of = self._brought.pop((model, push)).numbers
+        for loader, numbers in numbers_of.items():
+            deck = self._decks[loader]
+            deck.pool = deck.leases.retract(deck.pool, push[0], numbers)
+        return numbers_of
 
     def _close_if_done(self, model: int, push: Push, brought: Brought) -> None:
         if brought.applied and brought.whole:

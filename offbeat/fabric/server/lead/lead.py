@@ -12,7 +12,7 @@ from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
-from offbeat.fabric.server.lead.model import Model, revived
+from offbeat.fabric.server.lead.model import Model, Parting, revived
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.lead.steering import Steering
@@ -20,6 +20,7 @@ from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
     Admit,
     Applied,
+    Committed,
     Dropped,
     Evicted,
     Go,
@@ -29,6 +30,7 @@ from offbeat.fabric.server.messages import (
     Refused,
     Released,
     Told,
+    Withdrawn,
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.history import Adopts, Began
@@ -219,18 +221,36 @@ class Lead:
         if one.everywhere(one.nearly, push) and not one.is_too_early(push):
             self._carry_out(model, one.coordinator.tell(Ending(*push, one.coordinator.now_s())))
 
-    def whole(self, model: int, push: Push) -> None:
-        """All of a shard's blocks of a contribution have arrived."""
+    def whole(self, model: int, push: Push, entry: int) -> None:
+        """All of a shard's blocks of a contribution have arrived.
+
+        Args:
+            entry: of the worker, when it pushed it.
+        """
         one = self._model(model)
-        if push[0] not in one.coordinator.state.members:
+        is_here = push[0] in one.coordinator.state.members and entry == self._entries.get(push[0])
+        if not is_here and push not in one.open:
             return
         if one.everywhere(one.whole, push):
+            self._commit(model, push)
+            if not is_here:
+                return
             one.arrived_s[push[0]] = one.coordinator.now_s()
-            self._dealer.whole(model, push)
             if one.is_too_early(push):
                 one.too_early.add(push)
             else:
                 self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
+
+    def parted(self, model: int, number: int) -> None:
+        """A shard takes nothing more of a worker that is gone."""
+        one = self._model(model)
+        parting = one.partings.get(number)
+        if parting is None:
+            raise PeerError(f"A shard speaks of parting {number}, which was not asked for.")
+        parting.missing -= 1
+        if not parting.missing:
+            del one.partings[number]
+            self._withdraw(model, parting.pushes)
 
     def pulled(self, model: int, worker: int, step: int) -> None:
         """A worker has all blocks, and computes.
@@ -247,7 +267,7 @@ class Lead:
         if member.released_s is None or step != member.step:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
         if one.applied.get(worker) == step - 1:  # what it pulled has it in it; word of the last block may come later
-            self._dealer.whole(model, (worker, step - 1))
+            self._commit(model, (worker, step - 1))
         self._dealer.stepped(worker, *times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
         self._pace()
@@ -479,6 +499,8 @@ class Lead:
                     about = tuple(msgspec.structs.replace(about, hyper=()) for about in brought)
                     one.granted.difference_update(pushes)
                     one.applied.update(pushes)
+                    one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
+                    one.here.difference_update(pushes)
                     self._decide(Applied(model, pushes, about, hyper, rate, in_order))
                     for push in pushes:
                         self._dealer.applied(model, push)
@@ -487,6 +509,7 @@ class Lead:
                         del one.announced[(worker, clock)]
                         coming = (worker, clock) in one.granted
                         one.granted.discard((worker, clock))
+                        one.here.discard((worker, clock))
                         self._dealer.dropped(model, (worker, clock))
                         self._decide(Dropped(model, worker, clock, coming))
                 case Release(worker=worker):
@@ -507,13 +530,14 @@ class Lead:
             self._carry_out(model, one.coordinator.tell(Pushed(*push, one.coordinator.now_s())))
         for worker, clock in [push for push in one.announced if push not in one.coordinator.state.pending]:
             del one.announced[(worker, clock)]  # it went with its worker
+            one.here.discard((worker, clock))
             self._decide(Dropped(model, worker, clock, coming=False))
         if any(isinstance(action, Apply) for action in actions):
             self._steering.ask()
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]
-        loss = self._decide(Gone(model, worker))
+        loss = self._part(model, worker)
         if loss is not None:
             one.lost[worker] = loss.push[1]
             one.record(worker).lost += 1
@@ -522,7 +546,46 @@ class Lead:
         one.joining.discard(worker)
         one.left_at.pop(worker, None)
         one.nearly = {push: count for push, count in one.nearly.items() if push[0] != worker}
-        one.whole = {push: count for push, count in one.whole.items() if push[0] != worker}
+        one.whole = {push: n for push, n in one.whole.items() if push[0] != worker or push in one.open}
+
+    def _part(self, model: int, worker: int) -> Loss | None:
+        """Tell all shards that a worker is gone; what is on its way is whole at all of them, or is withdrawn."""
+        one = self.models[model]
+        pushes = one.open_of(worker)
+        asks = bool(pushes) and one.shards > 1
+        one.parted += asks
+        loss = self._decide(Gone(model, worker, one.parted if asks else 0))
+        if asks:  # one may be whole there, and all have it, while word of that is on its way
+            one.partings[one.parted] = Parting(pushes, one.shards - 1)
+        else:
+            self._withdraw(model, pushes)
+        return loss
+
+    def _commit(self, model: int, push: Push) -> None:
+        """A contribution is whole at all shards."""
+        one = self.models[model]
+        if push in one.announced:
+            one.here.add(push)
+        elif one.open.pop(push, None) is None:
+            return
+        self._decide(Committed(model, *push))
+        self._dealer.whole(model, push)
+
+    def _withdraw(self, model: int, pushes: Iterable[Push]) -> None:
+        """What of these is not whole at all shards goes with its worker."""
+        one = self.models[model]
+        for worker, clock in pushes:
+            samples = one.open.pop((worker, clock), None)
+            if samples is None:
+                continue
+            one.whole.pop((worker, clock), None)
+            if one.applied.get(worker) == clock:
+                del one.applied[worker]
+            one.lost[worker] = clock
+            one.coordinator.lose(worker, samples)
+            self._decide(Withdrawn(model, worker, clock))
+            _log.warning("Contribution %d of rank %d (%g samples) is lost: it came in part.", clock, worker, samples)
+            self._dealer.withdrawn(model, (worker, clock))
 
     def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | Over]]) -> None:
         for worker, of_worker in deals.items():
@@ -530,7 +593,8 @@ class Lead:
                 self._say(worker, dealt(loader, deal))
 
     def _lose_data(self, worker: int) -> None:
-        for loader, deals in self._dealer.lose(worker).items():
+        unclear = {(m, push) for m, one in self.models.items() if one.shards > 1 for push in one.open_of(worker)}
+        for loader, deals in self._dealer.lose(worker, unclear).items():
             self._deal_out(loader, deals)
 
     def _wake(self, model: int, at_s: float) -> None:
@@ -567,7 +631,7 @@ class Lead:
     def _step_out(self, model: int, worker: int) -> None:
         one = self.models[model]
         one.left_at[worker] = one.coordinator.state.version
-        self._decide(Gone(model, worker))
+        self._part(model, worker)
         self._carry_out(model, one.coordinator.leave(worker, returns=True))
 
     def _step_out_who_asked(self, model: int) -> None:

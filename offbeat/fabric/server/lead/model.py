@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Parting:
+    """Contributions of a worker that is gone, which may have arrived whole or not.
+
+    Args:
+        pushes: those that are in an update.
+        missing: shards that have not said that they take nothing more of it.
+    """
+
+    pushes: tuple[Push, ...]
+    missing: int
+
+
+@dataclass
 class Model:
     """A model that is trained; contributions are known by worker and number."""
 
@@ -34,6 +47,10 @@ class Model:
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
     nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
+    open: dict[Push, float] = field(default_factory=dict)  # in an update, not known to be whole: their samples
+    here: set[Push] = field(default_factory=set)  # contributions that are whole, and not decided
+    partings: dict[int, Parting] = field(default_factory=dict)  # by number
+    parted: int = 0  # the number of the last one
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
     too_early: set[Push] = field(default_factory=set)  # contributions that are whole, and not granted: see below
     at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
@@ -76,6 +93,10 @@ class Model:
             return False
         del at[push]
         return True
+
+    def open_of(self, worker: int) -> tuple[Push, ...]:
+        """The worker's contributions that are in an update, and are not known to be whole."""
+        return tuple(push for push in self.open if push[0] == worker)
 
     def progress(self, data: dict[str, Any]) -> Progress:
         """How far the workers are, for a snapshot of what was decided so far.

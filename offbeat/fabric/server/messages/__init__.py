@@ -19,9 +19,9 @@ worker                                       shard (the coordinator is the first
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
 
-The other shards say Enlist, Filled, Nearly, Whole, Save and Saved to the coordinator, and it tells them what it
-decides: Begin, Admit, Applied, Dropped, Released, Gone, Mark, Adopt. How another plan comes to hold is said in
-`swapping`. Who comes back says so in its details (see `offbeat.fabric.server.lead.resume`).
+The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
+decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Mark, Adopt. How another plan comes to
+hold is said in `swapping`. Who comes back says so in its details (see `offbeat.fabric.server.lead.resume`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ from offbeat.fabric.server.messages.shards import (
     Admit,
     Applied,
     Begin,
+    Committed,
     Dropped,
     Enlist,
     Filled,
     Gone,
     Mark,
     Nearly,
+    Parted,
     Released,
     Save,
     Saved,
     Whole,
+    Withdrawn,
 )
 from offbeat.fabric.server.messages.swapping import Adopt, Agreed, Proposed, Swap, Swapped
 from offbeat.fabric.server.messages.training import (
@@ -79,8 +82,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
-FromShard = Enlist | Filled | Nearly | Whole | Save | Saved
-Decision = Admit | Applied | Dropped | Released | Gone  # of the coordinator, to all shards
+FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
+Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark | Refused | Adopt
 ToWorker = (
     Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData
@@ -107,6 +110,7 @@ __all__ = [
     "Back",
     "Begin",
     "BlockOf",
+    "Committed",
     "Decision",
     "Details",
     "Done",
@@ -128,6 +132,7 @@ __all__ = [
     "Open",
     "Opened",
     "Part",
+    "Parted",
     "Piece",
     "PieceOf",
     "Proposed",
@@ -148,6 +153,7 @@ __all__ = [
     "Told",
     "Values",
     "Whole",
+    "Withdrawn",
     "details_of",
     "from_chief",
     "from_guest",

@@ -80,11 +80,23 @@ class Nearly(msgspec.Struct, tag=True, frozen=True):
 
 
 class Whole(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: all its blocks of a contribution have arrived."""
+    """From a shard to the coordinator: all its blocks of a contribution have arrived.
+
+    Args:
+        entry: of the worker's `Open`; one that comes to the job again may push the same number anew.
+    """
 
     model: Model
     worker: Count
     clock: Count
+    entry: Count = 0
+
+
+class Parted(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: after a `Gone` of this number it takes nothing more of that worker."""
+
+    model: Model
+    number: Count
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
@@ -132,7 +144,28 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """The worker does not take part any more."""
+    """The worker does not take part any more.
+
+    Args:
+        number: to be answered with in `Parted`; 0 if nothing is to be answered.
+    """
 
     model: Model
     worker: Count
+    number: Count = 0
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    """The contribution is whole at all shards."""
+
+    model: Model
+    worker: Count
+    clock: Count
+
+
+class Withdrawn(msgspec.Struct, tag=True, frozen=True):
+    """The contribution is in an update, and will never be whole: its worker is gone, and so is what came of it."""
+
+    model: Model
+    worker: Count
+    clock: Count

@@ -192,12 +192,18 @@ class Go(msgspec.Struct, tag=True, frozen=True):
 
 
 class Values(msgspec.Struct, tag=True, frozen=True):
-    """One block of the parameters for `step`."""
+    """One block of the parameters for `step`.
+
+    Args:
+        number: how many contributions to what the worker waits for were withdrawn; see
+            `offbeat.fabric.server.shard.ledger`.
+    """
 
     model: Model
     step: Count
     block: Count
     version: Count
+    number: Count = 0
 
 
 class Pulled(msgspec.Struct, tag=True, frozen=True):

@@ -69,15 +69,23 @@ class Keeping:
 
         Args:
             values: [D], which do not change any more.
-            state: the optimizer's, which will.
+            state: the optimizer's, which does not either.
         """
+        if self._header is None:  # it was given up
+            return
         began_s = time.perf_counter()
         self._tensors.append((about(model, block, "", "", values), values))
         for name, key, tensor in state:
-            self._tensors.append((about(model, block, name, key, tensor), tensor.clone()))
+            self._tensors.append((about(model, block, name, key, tensor), tensor))
         self._missing.discard((model, block))
         self._copying_s += time.perf_counter() - began_s
         self._write_if_all_are_here()
+
+    def give_up(self) -> None:
+        """A contribution that was to be in it is withdrawn: the snapshot under way is none, as `written` says."""
+        if self._header is not None and self._missing:
+            number, self._header, self._tensors = self._header.identity.number, None, []
+            self._written(number, False, self._copying_s)
 
     def _write_if_all_are_here(self) -> None:
         if self._missing or self._header is None:

@@ -1,7 +1,8 @@
 """Which contribution has arrived, which update waits for it, and who waits for the update; per block, without I/O.
 
 A policy decides about whole contributions, often before they have arrived. The ledger carries that out block by block,
-so that one block travels back to a worker while the next one of its contribution is still on its way.
+so that one block travels back to a worker while the next one of its contribution is still on its way. What is half here
+when its worker is lost is taken out again.
 
 Rules:
 
@@ -10,9 +11,30 @@ Rules:
 * A released worker is given a block once the update with its own contribution has been made there; if that was dropped
   or there was none, once all updates so far have.
 * Each block of a contribution is taken once, and contributions of a worker come in order, one at a time.
-* A worker that is lost takes along the blocks that have not arrived; updates go on without them.
+* A contribution is *open* until the coordinator says that it is whole at all shards (`commit`), or that it never will
+  be (`withdraw`), because its worker is lost. Of a lost worker a shard takes nothing more, and no update goes on
+  without it before that word. One that is withdrawn is in no block: updates that have it are undone, and made anew from
+  what the others brought; if that is nothing they change nothing, but they count.
+* No more than a few updates for each worker are kept to be undone. If that is not enough, because a contribution takes
+  very long to arrive, its update is taken out again, together with those that have to come after it, and is made once
+  it is whole.
 * A mark is put behind the updates so far. No block is updated beyond it before it has been updated up to it, whatever
-  the order of updates, and has then been kept: what is kept of all blocks together is one version of the parameters.
+  the order of updates; once nothing in those is open, it is kept as it was there. So what is kept of all blocks is one
+  version of the parameters, without half of anything. A mark with a contribution that is withdrawn is given up.
+
+Who was given blocks with a contribution that is withdrawn is given them again, all with a greater `number`: how many
+contributions were withdrawn, since the worker was released, from updates that it waits for, or that come before those
+in order. A worker goes on when it has all blocks with one number. Why that is right, with one shard or several:
+
+* All shards hear the same decisions in the same order, and an update with something open is known to all of them. So
+  they count alike, and each worker's number ends at the same N everywhere: each block is given with N at last, and
+  whoever sees an N waits for the others. Nobody waits for ever.
+* Nobody goes on too early. What is withdrawn was incomplete at some shard when that one heard that the worker is gone;
+  there is a block there which was not updated before the withdrawal was heard, and was given with the number that
+  counts it. So no smaller number is ever there in all blocks.
+
+Without order (`ASP`) a worker waits for its own update only, and may have computed on others' contributions that are
+withdrawn later, as it may have computed on none of them: the server's parameters end without them.
 """
 
 from __future__ import annotations
@@ -20,10 +42,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from offbeat.fabric.server.shard.journal import Journal, Update
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from offbeat.fabric.server.shard.journal import Line
     from offbeat.sync import Apply, Push
+
+_MOST_LINES = 4  # that are kept to be undone in a block, for each worker
 
 
 @dataclass(frozen=True)
@@ -32,35 +59,56 @@ class Make:
 
     Args:
         version: of the parameters, counting updates from 1.
-        parts: of each contribution what was said about it and what arrived, by worker; empty if all were lost.
+        parts: of each contribution what was said about it and what arrived, by worker; empty if all were withdrawn.
+            What arrived is not to be changed.
         rate: of the `Apply`.
+        line: where what the block was before is to be put; None if nobody will want it.
     """
 
     block: int
     version: int
     parts: tuple[tuple[Any, Any], ...]
     rate: float
+    line: Line | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Have `block` be what it was `before` an update; what is to be made anew follows."""
+
+    block: int
+    before: Any
 
 
 @dataclass(frozen=True)
 class Give:
-    """Send `block` to `worker`, which was released for `step`."""
+    """Send `block` to `worker`, which was released for `step`.
+
+    Args:
+        number: see above.
+    """
 
     block: int
     worker: int
     step: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Keep what `block` is now: it has been updated up to the mark, and no further."""
+    """Keep `block` as it is after the updates up to the mark.
+
+    Args:
+        before: what it was before the next one; None if that has not been made.
+    """
 
     block: int
+    before: Any = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A contribution that did not arrive whole.
+    """A contribution that did not arrive whole, and is in no update.
 
     Args:
         blocks: how many of its blocks did not.
@@ -72,20 +120,15 @@ class Loss:
 
 @dataclass(eq=False)
 class Arrival:
-    """A contribution on its way: what is there, by block; None where it has been used or is not wanted."""
+    """A contribution on its way: what is there, by block; None where it has been used or is not wanted.
+
+    Args:
+        is_whole: it has arrived at all shards.
+    """
 
     blocks: dict[int, Any] = field(default_factory=dict)
     wanted: bool = True
-
-
-@dataclass(eq=False)
-class Update:
-    """An `Apply`, and the blocks in which it has not been made."""
-
-    version: int
-    apply: Apply
-    about: Mapping[Push, Any]
-    left: set[int]
+    is_whole: bool = False
 
 
 @dataclass(eq=False)
@@ -95,6 +138,11 @@ class Taker:
     step: int
     after: tuple[Update, ...]
     left: set[int]
+    number: int = 0
+
+    def needs(self, update: Update) -> bool:
+        """Whether it waits for this one, or for one that comes after it in order."""
+        return update in self.after or any(a.apply.in_order and update.version < a.version for a in self.after)
 
 
 class Ledger:
@@ -109,7 +157,8 @@ class Ledger:
         self._blocks = dict.fromkeys(blocks)  # in order, and found at once
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
         self._arrivals: dict[Push, Arrival] = {}
-        self._updates: list[Update] = []  # under way, by version
+        self._updates: list[Update] = []  # not made everywhere, or open, by version
+        self._journal = Journal(self._blocks)
         self._takers: dict[int, Taker] = {}
         self._applied: dict[int, int] = {}  # worker: its last contribution that is in an update
         self.version = self._mark = version
@@ -162,14 +211,50 @@ class Ledger:
             about: what is to be handed on about each.
         """
         self.version += 1
+        is_open = set()
         for push in apply.pushes:
-            self._arrivals.setdefault(push, Arrival())
+            if not self._arrivals.setdefault(push, Arrival()).is_whole:
+                is_open.add(push)
             self._applied[push[0]] = push[1]
-        self._updates.append(Update(self.version, apply, about, set(self._blocks)))
+        self._updates.append(Update(self.version, apply, about, set(self._blocks), is_open))
+
+    def commit(self, push: Push) -> bool:
+        """The contribution is whole at all shards; whether anything may be due now."""
+        update = self._update_of(push)
+        if update is None:
+            self._arrivals.setdefault(push, Arrival()).is_whole = True
+            return False
+        update.open.discard(push)
+        for block in self._blocks:
+            self._trim(block)
+        self._close()
+        return bool(self._unkept) or (update.is_held and not update.open)
+
+    def withdraw(self, push: Push) -> bool:
+        """The contribution will never be whole, and is to be in no update; whether a mark is given up for that."""
+        update = self._update_of(push)
+        if update is None:
+            return False
+        update.open.discard(push)
+        update.withdrawn.add(push)
+        self._arrivals.pop(push, None)
+        for block in self._blocks:
+            self._journal.undo(block, update)
+        for taker in self._takers.values():
+            if taker.needs(update):
+                taker.number += 1
+                taker.left = set(self._blocks)
+        if update.version > self._mark or not self._unkept:
+            return False
+        self._unkept.clear()
+        return True
+
+    def forget(self, block: int) -> None:
+        """The block has been given other values, and what it was before is of no use any more."""
+        self._journal.forget(block)
 
     def mark(self) -> None:
-        """Have each block kept as it is after the updates so far; the last mark must have been reached everywhere."""
-        assert not self._unkept, self._unkept
+        """Have each block kept as it is after the updates so far; the last mark has been reached, or is given up."""
         self._mark, self._unkept = self.version, set(self._blocks)
 
     def drop(self, push: Push, *, coming: bool) -> None:
@@ -196,7 +281,7 @@ class Ledger:
         self._takers[worker] = Taker(step, after, set(self._blocks))
 
     def lose(self, worker: int, *, stays: bool = False) -> Loss | None:
-        """The worker is gone, until it is admitted again.
+        """The worker is gone, until it is admitted again; what of it is in an update is committed or withdrawn then.
 
         Args:
             stays: it only steps out; what has come of a contribution that nobody has decided about is kept.
@@ -206,61 +291,127 @@ class Ledger:
         self._applied.pop(worker, None)
         if clock is None or (arrival := self._arrivals.get((worker, clock))) is None:
             return None
-        push, missing = (worker, clock), len(self._blocks) - len(arrival.blocks)
-        is_decided = any(push in update.apply.pushes for update in self._updates)
-        if stays and not is_decided:
+        push = (worker, clock)
+        if stays or arrival.is_whole or self._update_of(push) is not None:
             return None
-        for block in self._blocks:
-            arrival.blocks.setdefault(block, None)
-        if not is_decided:
-            del self._arrivals[push]
-        return Loss(push, missing) if arrival.wanted else None
+        del self._arrivals[push]
+        return Loss(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
 
-    def due(self, block: int | None = None) -> Iterator[Make | Keep | Give]:
+    def due(self, block: int | None = None) -> Iterator[Undo | Make | Keep | Give]:
         """What can be done now, in order; it counts as done when it is yielded.
 
         Args:
             block: the only one that changed since the last call; any may have if None.
         """
         for one in self._blocks if block is None else (block,):
-            yield from self._makes(one)
-            if self._is_at_mark(one):
-                self._unkept.discard(one)
-                yield Keep(one)
-                yield from self._makes(one)
-            yield from self._gives(one)
-        for update in [update for update in self._updates if not update.left]:
-            self._updates.remove(update)
-            for push in update.apply.pushes:
-                self._arrivals.pop(push, None)
+            yield from self._due(one)
+        while (update := self._stuck(self._blocks if block is None else (block,))) is not None:
+            self._take_out(update)
+            for one in self._blocks:
+                yield from self._due(one)
+        self._close()
 
-    def _is_at_mark(self, block: int) -> bool:
-        return block in self._unkept and not any(block in u.left for u in self._updates if u.version <= self._mark)
+    def _due(self, block: int) -> Iterator[Undo | Make | Keep | Give]:
+        yield from self._redo(block)
+        yield from self._makes(block)
+        yield from self._keep(block)
+        yield from self._gives(block)
 
-    def _makes(self, block: int) -> Iterator[Make]:
+    def _redo(self, block: int) -> Iterator[Undo | Make]:
+        lines = self._journal.take_undone(block)
+        if lines:
+            yield Undo(block, lines[0].before)
+        for line in lines:
+            if block not in line.update.left:
+                yield self._make(block, line.update, {p: line.parts[p] for p in line.update.pushes})
+
+    def _makes(self, block: int) -> Iterator[Make | Keep]:
         first = True  # all earlier updates have been made here
         for update in self._updates:
             if block not in update.left:
                 continue
             if block in self._unkept and update.version > self._mark:
-                return
-            pushes = sorted(update.apply.pushes)
-            if (first or not update.apply.in_order) and all(block in self._arrivals[push].blocks for push in pushes):
+                yield from self._keep(block)
+                if block in self._unkept and (self._is_behind(block) or len(self._journal.of(block)) >= self._most):
+                    return
+            pushes, is_held = update.pushes, update.is_held and bool(update.open)
+            if (
+                (first or not update.apply.in_order)
+                and not is_held
+                and all(block in self._arrivals[push].blocks for push in pushes)
+            ):
                 update.left.discard(block)
-                parts = []
+                parts = {push: self._arrivals[push].blocks[block] for push in pushes}
                 for push in pushes:
-                    blocks = self._arrivals[push].blocks
-                    if blocks[block] is not None:
-                        parts.append((update.about[push], blocks[block]))
-                    blocks[block] = None
-                yield Make(block, update.version, tuple(parts), update.apply.rate)
+                    self._arrivals[push].blocks[block] = None
+                yield self._make(block, update, parts)
             else:
                 first = False
 
+    def _make(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Make:
+        line = self._journal.write(block, update, parts)
+        brought = tuple((update.about[push], part) for push, part in parts.items())
+        return Make(block, update.version, brought, update.apply.rate, line)
+
+    def _keep(self, block: int) -> Iterator[Keep]:
+        """If the block has been updated up to the mark, and nothing in that is open."""
+        if block not in self._unkept or self._is_behind(block):
+            return
+        lines = self._journal.of(block)
+        if not lines or lines[0].update.version > self._mark:
+            self._unkept.discard(block)
+            yield Keep(block, lines[0].before if lines else None)
+            self._trim(block)
+
     def _gives(self, block: int) -> Iterator[Give]:
-        for worker, taker in list(self._takers.items()):
+        for worker, taker in tuple(self._takers.items()):
             if block in taker.left and all(block not in update.left for update in taker.after):
                 taker.left.discard(block)
-                if not taker.left:
-                    del self._takers[worker]
-                yield Give(block, worker, taker.step)
+                yield Give(block, worker, taker.step, taker.number)
+
+    def _is_behind(self, block: int) -> bool:
+        return any(block in u.left for u in self._updates if u.version <= self._mark)
+
+    @property
+    def _most(self) -> int:
+        return _MOST_LINES * max(1, len(self._next))
+
+    def _stuck(self, blocks: Iterable[int]) -> Update | None:
+        """One for which too much is kept; what is before a mark stays, and nothing goes far beyond it meanwhile."""
+        for block in blocks:
+            lines = self._journal.of(block)
+            if len(lines) > self._most and (lines[0].update.version > self._mark or not self._unkept):
+                return lines[0].update
+        return None
+
+    def _take_out(self, update: Update) -> None:
+        """Undo an update, as if some of it had not arrived."""
+        update.is_held = True
+        for block in self._blocks:
+            for line in self._journal.undo(block, update):
+                if line.update is update or (line.update.apply.in_order and line.update.version > update.version):
+                    line.update.left.add(block)
+                    for push in line.update.pushes:
+                        self._arrivals[push].blocks[block] = line.parts[push]
+
+    def _trim(self, block: int) -> None:
+        """Erase what need not be undone; what is beyond a mark tells what was there."""
+        self._journal.trim(block, self._mark if block in self._unkept else None)
+
+    def _close(self) -> None:
+        """Forget the updates that are done with; one in order tells what comes before it, while that is open."""
+        is_open = False
+        for update in tuple(self._updates):
+            if not update.left and not update.open and not (is_open and update.apply.in_order):
+                self._updates.remove(update)
+                for push in update.apply.pushes:
+                    self._arrivals.pop(push, None)
+            is_open |= bool(update.open)
+
+    def is_final(self, version: int) -> bool:
+        """Whether an update has been made in all blocks, and none will be undone."""
+        return all(update.version != version for update in self._updates)
+
+    def _update_of(self, push: Push) -> Update | None:
+        """The one that it is in."""
+        return next((update for update in self._updates if push in update.apply.pushes), None)

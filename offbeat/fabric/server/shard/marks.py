@@ -1,5 +1,9 @@
 """Snapshots that are one version of all models on all shards: the coordinator sets a mark, and each shard keeps what it
-has there."""
+has there, once all contributions before the mark have arrived whole at all shards.
+
+If one never does, because its worker is lost, all shards give up this snapshot: what was noted of workers and data
+counts it. The next one is made when it is due; if it was the last one, who comes back goes on from the one before.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from offbeat.fabric.server.messages import (
     Mark,
     Nearly,
     Opened,
+    Parted,
     Piece,
     Pulled,
     Refused,
@@ -329,7 +330,7 @@ class Shard:
         if missing == min(max(1, count // _NEARLY), count - 1):
             self._tell_lead(Nearly(model, *push))
         if missing == 0:
-            self._tell_lead(Whole(model, *push))
+            self._tell_lead(Whole(model, *push, guest.models[model]))
 
     def fetch(self, guest: Guest, message: Fetch) -> None:
         """A worker wants the optimizer's state, as it is now."""
@@ -386,6 +387,8 @@ class Shard:
                 lead.filled(model)
             case Nearly() | Whole():
                 self._tell_lead(message)
+            case Parted(model=model, number=number):
+                lead.parted(model, number)
 
     def _check_place(self, guest: Guest, message: object) -> None:
         """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
@@ -436,6 +439,12 @@ class Shard:
 
     def decide(self, decision: Decision) -> Loss | None:
         """Carry out what the coordinator decided."""
+        loss = self._carry_out(decision)
+        if isinstance(decision, Gone) and decision.number:
+            self._tell_chief(Parted(decision.model, decision.number))
+        return loss
+
+    def _carry_out(self, decision: Decision) -> Loss | None:
         stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
         if isinstance(decision, Admit):
             self._admitted[(decision.model, decision.worker)] = decision.entry
@@ -575,7 +584,7 @@ class Shard:
         if self._lead is None:
             self._tell_chief(message)
         elif isinstance(message, Whole):
-            self._lead.whole(message.model, push)
+            self._lead.whole(message.model, push, message.entry)
         else:
             self._lead.nearly(message.model, push)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a block was.
+
+    Args:
+        version: updates it had.
+        values: [D], which do not change any more.
+        state: the optimizer's, as of `Store.state_of`; it does not change either.
+    """
+
+    version: int
+    values: torch.Tensor
+    state: list[tuple[str, str, torch.Tensor]]
 
 
 class Store:
@@ -61,7 +77,7 @@ class Store:
         """One step of the optimizer in one block.
 
         Args:
-            parts: gradients [D] with their weights; consumed.
+            parts: gradients [D] with their weights; not changed.
             hyper: the optimizer's hyper-parameters, by group.
             rate: the learning rate is multiplied by it.
             unused: names of parameters that no contribution has a gradient for; they stay as they are.
@@ -85,7 +101,7 @@ class Store:
         """Move one block by the mean change of workers that step by themselves.
 
         Args:
-            parts: changes [D] with their weights; consumed.
+            parts: changes [D] with their weights; not changed.
             outer: how the mean is applied; None for a plain average.
             rate: the step is multiplied by it.
         """
@@ -97,6 +113,24 @@ class Store:
             if momentum is None or (outer is not None and not momentum.numel()):  # or plain averages before
                 momentum = self._outer_momentum[block] = torch.zeros_like(value if outer is not None else value[:0])
             apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
+
+    def image(self, block: int, values: torch.Tensor) -> Image:
+        """What the block is now.
+
+        Args:
+            values: a copy of its values, which does not change any more.
+        """
+        return Image(
+            self.versions[block], values, [(name, key, tensor.clone()) for name, key, tensor in self.state_of(block)]
+        )
+
+    def restore(self, block: int, image: Image) -> None:
+        """Have the block be what it was."""
+        self.versions[block] = image.version
+        self.values[block].copy_(image.values)
+        self.forget_state(block)
+        for name, key, tensor in image.state:
+            self.set_state(block, name, key, tensor.clone())
 
     def state_of(self, block: int) -> list[tuple[str, str, torch.Tensor]]:
         """The optimizer's state in one block: (parameter, key, tensor), each tensor [D] of its piece or a scalar."""
@@ -145,7 +179,7 @@ class Store:
 
 
 def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> torch.Tensor | None:
-    """The weighted mean of `parts`, summed in their order; overwrites the first. None if nothing weighs anything.
+    """The weighted mean of `parts`, summed in their order; of one it is that part. None if nothing weighs anything.
 
     What weighs nothing may hold NaN, and is left out.
     """
@@ -159,7 +193,8 @@ def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> to
         return mean
     equal = all(w == weight for _, w in others)
     # As DistributedDataParallel does: multiplied by 1/N before it is added.
-    mean.mul_(1 / len(parts) if equal else weight / total)
+    mean = mean * (1 / len(parts) if equal else weight / total)
+    share = torch.empty_like(mean)
     for part, w in others:
-        mean.add_(part.to(dtype).mul_(1 / len(parts) if equal else w / total))
+        mean.add_(torch.mul(part.to(dtype), 1 / len(parts) if equal else w / total, out=share))
     return mean

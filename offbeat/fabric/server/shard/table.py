@@ -11,11 +11,11 @@ import msgspec
 from offbeat.errors import PeerError
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.checkpoint import Portion
-from offbeat.fabric.server.messages import Admit, Applied, Dropped, Gone, Released, Values
+from offbeat.fabric.server.messages import Admit, Applied, Committed, Dropped, Gone, Released, Values, Withdrawn
 from offbeat.fabric.server.optimizers import check_spec, outer_of
-from offbeat.fabric.server.shard.ledger import Keep, Ledger, Loss, Make
+from offbeat.fabric.server.shard.ledger import Give, Keep, Ledger, Loss, Make, Undo
 from offbeat.fabric.server.shard.making import Making
-from offbeat.fabric.server.shard.store import DTYPES, Store
+from offbeat.fabric.server.shard.store import DTYPES, Image, Store
 from offbeat.fabric.server.snapshot import about
 from offbeat.sync import Apply
 
@@ -125,6 +125,7 @@ class Table:
         what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
         self.restore(what, portion.tensor)
         self._frozen.pop(portion.block, None)
+        self._ledger.forget(portion.block)
 
     def values(self, block: int) -> torch.Tensor:
         """The block's parameters [D].
@@ -160,7 +161,7 @@ class Table:
         Args:
             stays: the worker that is gone, or admitted, only stepped out: it is the same as before.
         """
-        loss = None
+        loss, is_due = None, True
         match decision:
             case Admit(worker=worker, clock=clock):
                 self._ledger.admit(worker, clock, stayed=stays)
@@ -174,23 +175,40 @@ class Table:
                 self._ledger.release(worker, step)
             case Gone(worker=worker):
                 loss = self._ledger.lose(worker, stays=stays)
-        self._perform(None)
+            case Committed(worker=worker, clock=clock):
+                is_due = self._ledger.commit((worker, clock))
+            case Withdrawn(worker=worker, clock=clock):
+                if self._ledger.withdraw((worker, clock)) and self._keeping is not None:
+                    self._keeping.give_up()
+        if is_due:
+            self._perform(None)
         return loss
 
     def _perform(self, block: int | None) -> None:
         for action in self._ledger.due(block):
-            if isinstance(action, Make):
-                self._update(action)
-            elif isinstance(action, Keep):
-                assert self._keeping is not None
-                _, values = self._freeze(action.block)
-                self._keeping.take(self.model, action.block, values, self._store.state_of(action.block))
-            else:
-                version, values = self._freeze(action.block)
-                self._give(action.worker, Values(self.model, action.step, action.block, version), values)
+            match action:
+                case Make(line=line):
+                    if line is not None:
+                        line.before = self._image(action.block)
+                    self._update(action)
+                case Undo(before=before):
+                    self._store.restore(action.block, before)
+                    self._frozen[action.block] = (before.version, before.values)
+                case Keep(before=before):
+                    assert self._keeping is not None
+                    image = before or self._image(action.block)
+                    self._keeping.take(self.model, action.block, image.values, image.state)
+                case Give(step=step, number=number):
+                    version, values = self._freeze(action.block)
+                    self._give(action.worker, Values(self.model, step, action.block, version, number), values)
+        self._making.close(self._ledger.is_final)
+
+    def _image(self, block: int) -> Image:
+        """What the block is now; its values are those that were given, if they were."""
+        return self._store.image(block, self._freeze(block)[1])
 
     def _update(self, make: Make) -> None:
-        self._making.made(make.version, make.rate, [told for told, _ in make.parts])
+        self._making.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
         about: list[About] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [(part, about.weight) for (_, about), part in make.parts]
         if about and about[0].change:

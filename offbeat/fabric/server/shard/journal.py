@@ -1,0 +1,106 @@
+"""What undoes and redoes the updates of each block that hold contributions which may still be withdrawn, without I/O.
+
+An update is made in a block as soon as that block of all its contributions is there: the *first phase*. A contribution
+may lose its worker before the rest of it comes. So a *line* is written for each update that holds one, and for all that
+are made in the block after it: what the block was before, and what arrived. Once a contribution is there, whole, at all
+shards, it is *committed*: the second phase. Lines at the front in which nothing can be withdrawn any more are erased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from offbeat.sync import Apply, Push
+
+
+@dataclass(eq=False)
+class Update:
+    """An `Apply`, and what has become of it.
+
+    Args:
+        left: blocks in which it has not been made.
+        open: its contributions that may still be withdrawn.
+        withdrawn: those that were.
+        is_held: it was taken out again, and is made once nothing in it is open.
+    """
+
+    version: int
+    apply: Apply
+    about: Mapping[Push, Any]
+    left: set[int]
+    open: set[Push]
+    withdrawn: set[Push] = field(default_factory=set)
+    is_held: bool = False
+
+    @property
+    def pushes(self) -> list[Push]:
+        """The contributions in it, by worker."""
+        return sorted(push for push in self.apply.pushes if push not in self.withdrawn)
+
+
+@dataclass(eq=False)
+class Line:
+    """An update that was made in a block, and may have to be undone.
+
+    Args:
+        parts: what arrived of each contribution.
+        before: what the block was before; put there by whoever makes the update.
+    """
+
+    update: Update
+    parts: Mapping[Push, Any]
+    before: Any = None
+
+
+class Journal:
+    """The lines of all blocks of a shard, in the order in which updates were made."""
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self._lines: dict[int, list[Line]] = {block: [] for block in blocks}
+        self._undone: dict[int, list[Line]] = {}
+
+    def of(self, block: int) -> Sequence[Line]:
+        """The block's lines, the oldest first."""
+        return self._lines[block]
+
+    def write(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Line | None:
+        """An update is made in a block; its line, or None if it need not be undone."""
+        if not update.open and not self._lines[block]:
+            return None
+        line = Line(update, parts)
+        self._lines[block].append(line)
+        return line
+
+    def trim(self, block: int, most: int | None = None) -> None:
+        """Erase what need not be undone any more.
+
+        Args:
+            most: no update of a later version; None for no bound.
+        """
+        lines, count = self._lines[block], 0
+        while count < len(lines) and not (update := lines[count].update).open:
+            if most is not None and update.version > most:
+                break
+            count += 1
+        del lines[:count]
+
+    def undo(self, block: int, update: Update) -> Sequence[Line]:
+        """Take out all lines from that of `update` on, and return them; nothing if it was not made in this block."""
+        lines = self._lines[block]
+        first = next((i for i, line in enumerate(lines) if line.update is update), len(lines))
+        undone, self._lines[block] = lines[first:], lines[:first]
+        if undone:  # what is undone already was made later
+            self._undone[block] = undone + self._undone.get(block, [])
+        return undone
+
+    def take_undone(self, block: int) -> Sequence[Line]:
+        """The lines that are to be made anew, the oldest first, if there are any; nobody is told of them again."""
+        return self._undone.pop(block, ())
+
+    def forget(self, block: int) -> None:
+        """What the block was is of no use any more."""
+        self._lines[block] = []
