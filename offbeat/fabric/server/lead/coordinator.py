@@ -137,14 +137,16 @@ class Coordinator:
         self.state = with_steps(self.state, max(1, own_steps(policy)) / max(1, own_steps(before)))
         return drained + self._decide(policy, self.state)
 
-    def bring(self, event: Ready, *, change: bool) -> tuple[Action, ...]:
+    def bring(self, event: Ready, *, change: bool, ends: bool = False) -> tuple[Action, ...]:
         """A worker has computed a contribution; what is decided.
 
         Args:
             change: it is a change of the worker's own, not a gradient. If the present policy wants the other, it is as
                 one that was swapped out wanted it, and is in an update by itself.
+            ends: it is the last change of the worker's own, since the worker has heard of a swap; so is this.
         """
-        if change == (self.policy.contributes(event.clock) != "gradient") or not self.started:
+        wanted = self.policy.contributes(event.clock) != "gradient"
+        if not self.started or (change == wanted and not ends):
             return self.tell(event)
         # It weighs in a round what its worker does, though it may be of fewer steps than usual.
         push, weight, rate = (event.worker, event.clock), *weight_in(self.state, event.worker)
