@@ -153,7 +153,7 @@ class Decisions:
             self._adopt(event)
             before = self._know(event)
             state = observe(before, event)
-            after = self._ask_again(old, before, event, actions, change=record.change) if record.asked else state
+            after = self._ask_again(old, before, event, record) if record.asked else state
             self._note(event, state)
             self._began |= record.asked
             for place, action in enumerate(actions):
@@ -280,20 +280,19 @@ class Decisions:
 
     # -- the policy, asked again ---------------------------------------------------------------------------------
 
-    def _ask_again(
-        self, old: Policy, before: State, event: Event, actions: tuple[Action, ...], *, change: bool
-    ) -> State | None:
+    def _ask_again(self, old: Policy, before: State, event: Event, record: Told) -> State | None:
         """The state after what the policy decides; None if that is not what is recorded, or it cannot be asked."""
         if not (self._replays and self._knows_policy):
             return None
         if isinstance(event, Adopted) and self._began:
             after, stages = take_over(old, self._policy, before, event)
         elif isinstance(event, Ready):
-            after, stages = bring(self._policy, before, event, change=change)
+            after, stages = bring(self._policy, before, event, change=record.change, ends=record.ends)
         else:
             after, anything = on(self._policy, before, event)
             stages = (Stage(before, anything),)
         decided = tuple(a for stage in stages for a in stage.actions if not isinstance(a, Remember))
+        actions = actions_of(record)
         if decided == actions:
             self._verdict.replayed += 1
             return after

@@ -32,6 +32,7 @@ class AtServer:
 
     def __init__(self, served: Served, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
         self._served, self._policy = served, policy
+        self.ends = False  # whether the next change is the last, since the policy is swapped
         self._anchors = [Anchor(bucket, parameters) for bucket in served.layout.buckets]
 
     def begin(self) -> None:
@@ -59,7 +60,8 @@ class AtServer:
         for anchor, grad in zip(self._anchors, served.grads, strict=True):
             anchor.change(grad)
         weight = served.weight(float(steps))
-        span = served.exchange(About(weight * part, outer_hyper(self._policy.outer), change=True), step=step)
+        about = About(weight * part, outer_hyper(self._policy.outer), change=True, ends=self.ends)
+        span = served.exchange(about, step=step)
         for anchor in self._anchors:
             anchor.here()
         return [span]

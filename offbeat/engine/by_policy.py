@@ -47,6 +47,7 @@ class ByPolicy:
         self._plan = served.plan
         self._served, self._parameters, self._waiter, self._model = served, dict(parameters), waiter, model
         self._local: Local | None = None
+        self._averaging: AtServer | None = None
         if isinstance(policy := served.plan.sync, LocalSGD):
             self._local = self._own_steps(policy, policy.step_of(served.begins_at), 0)
 
@@ -100,8 +101,7 @@ class ByPolicy:
             begun = self._served.step
             self._local = self._own_steps(policy, begun, policy.step_of(self._served.number) - begun)
             self._local.sync = self._served.sync
-        elif self._local is not None:
-            self._local.ends = self._is_to_end
+        self._tell_end()
         self._now.on_step()
 
     def after_step(self) -> None:
@@ -111,6 +111,7 @@ class ByPolicy:
 
     def settle(self) -> None:
         """Bring what has not been brought."""
+        self._tell_end()
         self._now.settle()
         self._end_own_steps()
 
@@ -145,15 +146,21 @@ class ByPolicy:
         return self._local is not None and self._local.plan.sync != self.plan.sync
 
     def _own_steps(self, policy: LocalSGD, step: int, ahead: int) -> Local:
+        self._averaging = AtServer(self._served, self._parameters, policy)
         return Local(
             exchanger=self._served,
-            averaging=AtServer(self._served, self._parameters, policy),
+            averaging=self._averaging,
             parameters=self._parameters,
             waiter=self._waiter,
             step=step,
             ahead=ahead,
             model=self._model,
         )
+
+    def _tell_end(self) -> None:
+        """Have this worker bring the change it has next, if another policy decides."""
+        if self._local is not None and self._averaging is not None:
+            self._local.ends = self._averaging.ends = self._is_to_end
 
     def _end_own_steps(self) -> None:
         """Go over, if it is time; the change has been brought."""

@@ -136,7 +136,7 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Args:
         asked: whether the policy was asked; it is not before all workers of the beginning are there.
-        change: of a contribution: it is a change of the worker's own, not a gradient.
+        change, ends: of a contribution: it is a change of the worker's own, not a gradient; it is the last of those.
         apart: how many of the actions, the first ones, are about what an earlier policy had workers bring (see
             `offbeat.sync.apart`).
     """
@@ -146,6 +146,7 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
     actions: tuple[_WrittenAction, ...] = ()
     asked: bool = True
     change: bool = False
+    ends: bool = False
     apart: _Count = 0
 
 
@@ -257,11 +258,18 @@ Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has
 
 
 def told(
-    model: int, event: Event, actions: tuple[Action, ...], *, asked: bool, change: bool = False, apart: int = 0
+    model: int,
+    event: Event,
+    actions: tuple[Action, ...],
+    *,
+    asked: bool,
+    change: bool = False,
+    ends: bool = False,
+    apart: int = 0,
 ) -> Told:
     """What happened and what was decided, as it is written."""
     kept = tuple(_written(action) for action in actions if not isinstance(action, Remember))
-    return Told(model, _written(event), kept, asked, change, apart)
+    return Told(model, _written(event), kept, asked, change, ends, apart)
 
 
 def event_of(record: Told) -> Event:

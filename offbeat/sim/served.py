@@ -116,6 +116,7 @@ class _Worker:
     push: Push = (-1, -1)
     is_announced: bool = False
     is_change: bool = False
+    ends: bool = False
     may_push: bool = False
     samples: int = 0
     leases: list[Lease] = field(default_factory=list)
@@ -218,6 +219,7 @@ class Served:
             self._stepped(worker)
             return
         worker.is_change = what == "change"
+        worker.ends = worker.is_change and before != policy
         worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
         self._timeline.after(_STEP_S / 2, lambda: self._bring(worker))
 
@@ -256,7 +258,9 @@ class Served:
             worker.leases = []
         weight, worker.alone = float(worker.samples * worker.alone), 0
         self.played.read[worker.push] = worker.read
-        self._carry_out(self._coordinator.bring(Ready(rank, clock, now_s, weight), change=worker.is_change))
+        self._carry_out(
+            self._coordinator.bring(Ready(rank, clock, now_s, weight), change=worker.is_change, ends=worker.ends)
+        )
 
     def _send(self, worker: _Worker) -> None:
         """Push the next part."""

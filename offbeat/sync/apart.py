@@ -88,14 +88,17 @@ def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[S
     return _two(new, Stage(state, drained), after)
 
 
-def bring(policy: Policy, state: State, event: Ready, *, change: bool) -> tuple[State, tuple[Stage, ...]]:
+def bring(
+    policy: Policy, state: State, event: Ready, *, change: bool, ends: bool = False
+) -> tuple[State, tuple[Stage, ...]]:
     """What is decided when a worker has a contribution, and the state after that; in two stages if some of it is apart.
 
     Args:
         change: it is a change of the worker's own, not a gradient.
+        ends: it is the last change of the worker's own, of perhaps fewer steps than usual.
     """
     seen = observe(state, event)
-    if change == (policy.contributes(event.clock) != "gradient"):
+    if change == (policy.contributes(event.clock) != "gradient") and not ends:
         return _one(policy, seen)
     # It weighs in a round what its worker does, though it may be of fewer steps than usual.
     weight, rate = weight_in(state, event.worker)

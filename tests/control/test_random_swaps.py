@@ -43,7 +43,7 @@ class Restless:
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)]])
 def test_a_thousand_swaps_lose_nothing_and_count_nothing_twice(seed: int) -> None:
     played = play(BSP(), Restless(seed), steps=300, sigma=0.3)
-    assert len(played.swaps) >= 200, "that many in each of five"
+    assert len(played.swaps) >= 1000
     kinds = Counter(type(sync).__name__ for _, sync, _ in played.swaps)
     assert kinds["LocalSGD"] > 10
     done = [push for _, pushes, _ in played.updates for push in pushes]

@@ -146,15 +146,17 @@ class Coordinator:
             return ()
         return self._decided(event, *take_over(before, policy, self.state, event))
 
-    def bring(self, event: Ready, *, change: bool) -> tuple[Action, ...]:
+    def bring(self, event: Ready, *, change: bool, ends: bool = False) -> tuple[Action, ...]:
         """A worker has computed a contribution; what is decided.
 
         Args:
             change: it is a change of the worker's own, not a gradient.
+            ends: it is the last change of the worker's own, which has heard of a swap.
         """
         if not self.started:
             return self.tell(event)
-        return self._decided(event, *bring(self.policy, self.state, event, change=change), change=change)
+        decided = bring(self.policy, self.state, event, change=change, ends=ends)
+        return self._decided(event, *decided, change=change, ends=ends)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""
@@ -168,7 +170,7 @@ class Coordinator:
         return self._decided(event, after, (Stage(state, actions),))
 
     def _decided(
-        self, event: Event, state: State, stages: tuple[Stage, ...], *, change: bool = False
+        self, event: Event, state: State, stages: tuple[Stage, ...], *, change: bool = False, ends: bool = False
     ) -> tuple[Action, ...]:
         """Take over what was decided after `event`."""
         self.state = state
@@ -176,7 +178,7 @@ class Coordinator:
             self._count(stage.before, stage.actions)
         actions = tuple(action for stage in stages for action in stage.actions)
         apart = len(stages[0].actions) if len(stages) > 1 else 0
-        self.record(told(self.model, event, actions, asked=True, change=change, apart=apart))
+        self.record(told(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
         self.logbook.hear(event, actions, state)
         return actions
 

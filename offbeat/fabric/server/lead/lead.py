@@ -211,7 +211,7 @@ class Lead:
         one.announced[push] = about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
-        self._carry_out(message.model, one.coordinator.bring(ready, change=about.change))
+        self._carry_out(message.model, one.coordinator.bring(ready, change=about.change, ends=about.ends))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""

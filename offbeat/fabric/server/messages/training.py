@@ -137,6 +137,7 @@ class About(msgspec.Struct, frozen=True):
         used: leases of data it was computed from, by loader and number.
         change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
             optimizer, which is empty for a plain average.
+        ends: it is the last of the worker's own steps, perhaps fewer than usual, and in an update by itself.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
@@ -144,6 +145,7 @@ class About(msgspec.Struct, frozen=True):
     unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
     used: Used = ()
     change: bool = False
+    ends: bool = False
 
 
 class Announce(msgspec.Struct, tag=True, frozen=True):
