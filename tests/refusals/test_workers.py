@@ -150,7 +150,7 @@ def test_a_worker_that_goes_mad(job: Job, name: str) -> None:
     refused = [message.reason for message in heard.messages if isinstance(message, Refused)]
     assert [says in reason for reason in refused] == [True] * (name in TOLD)
     in_log(job, address, f"Rank 0 is gone: Lost the link of rank 0 with {address}: ")
-    in_log(job, address, "The others go on.")
+    in_log(job, address, "The others go on; each keeps its batch")
     job.goes_on()
 
 

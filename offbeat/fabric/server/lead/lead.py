@@ -167,8 +167,12 @@ class Lead:
     def _tell_joined(self, one: Model, worker: int) -> None:
         """Say who is new, and what becomes of the batches."""
         count = len(one.coordinator.state.members)
-        version, changes = one.coordinator.state.version, self._dealer.what_changes()
+        version, changes = one.coordinator.state.version, self.what_changes()
         _log.warning("Rank %d has joined at version %d: %d workers take part; %s.", worker, version, count, changes)
+
+    def what_changes(self) -> str:
+        """What becomes of batches and learning rate when workers come and go, in words."""
+        return self._dealer.what_changes()
 
     def filled(self, model: int) -> None:
         """A shard has its first values."""

@@ -420,7 +420,8 @@ class Shard:
                 _log.warning("%s", error)
             return
         if error is not None and self._lead is not None:
-            _log.warning("Rank %d is gone: %s The others go on.", guest.rank, error)
+            changes = self._lead.what_changes()
+            _log.warning("Rank %d is gone: %s The others go on; %s.", guest.rank, error, changes)
         self._remove(guest)
         if not self._guests:
             self._end_unless_one_comes_back(error)
