@@ -143,16 +143,29 @@ class Loader:
         return self._iterate(courses, epoch, skip)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its batches were given out, and samples of a usual one, or -1.
+        """The epoch, how many of its batches were given out to each of how many workers, and samples of a usual one.
 
         An epoch that was left early counts as done.
         """
         epoch, batch = self._at
-        return {"epoch": epoch, "batch": batch, "usual": -1.0 if self._usual is None else self._usual}
+        usual = -1.0 if self._usual is None else self._usual
+        return {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
-        self._epoch, self._skip = self._at = int(state["epoch"]), int(state["batch"])
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        then, now = int(state.get("world", self._control.world)), self._control.world
+        if then != now and isinstance(getattr(self.loader, "sampler", None), Shard):
+            # The first batches of all workers together are the beginning of the epoch's order, with any number of them.
+            batch, twice = divmod(batch * then, now)
+            if self._control.rank == 0:
+                _log.warning(
+                    "The checkpoint was made by %d workers, and this run has %d: the place in the data carries over%s. "
+                    "Each keeps its batch, so that a step has as many samples more or fewer; the learning rate is as "
+                    "it was saved.",
+                    then, now, f", but for {twice} batches that come twice" if twice else "",
+                )  # fmt: skip
+        self._epoch, self._skip = self._at = epoch, batch
         self._left = ()
         self._progress = self._reached()
         usual = float(state.get("usual", -1.0))

@@ -134,7 +134,7 @@ def leave_early() -> list[dict[str, int]]:
 
 
 def test_an_epoch_left_early_is_done() -> None:
-    assert leave_early() == [{"epoch": epoch, "batch": 0, "usual": -1.0} for epoch in (1, 2)]
+    assert leave_early() == [{"epoch": epoch, "batch": 0, "usual": -1.0, "world": 1} for epoch in (1, 2)]
 
 
 def left_with_padding() -> float:

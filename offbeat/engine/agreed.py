@@ -12,6 +12,7 @@ on goes to the others. So the leases of some rounds are kept open, until their s
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -20,7 +21,7 @@ import msgspec
 
 from offbeat.engine.source import Batch
 from offbeat.errors import ModelError
-from offbeat.pacing import Lease, Pool, Tuning, even_batches
+from offbeat.pacing import Lease, Pool, Tuning, even_batches, what_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from offbeat.engine.control import Control
     from offbeat.pacing import BatchTuning, Keeps, Leases
 
+_log = logging.getLogger("offbeat")
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
 _TOLD_EVERY = 5
 _MOST_TOLD = 256
@@ -202,6 +204,14 @@ class AgreedSource:
         if self._tune is not None and state["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
         present, then = self._books.members, tuple(sorted(pool.at))
+        if then != present and self._control.rank == present[0]:
+            _log.warning(
+                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
+                "what others had been dealt is dealt out again; %s.",
+                ", ".join(map(str, then)),
+                ", ".join(map(str, present)),
+                what_changes("global_batch" if self._tune is not None else self._keeps),
+            )
         books = Books(pool, tuning, then, int(state["round"]), frozenset(state["over"]))
         for rank in set(then) - set(present):
             books = self._leave(books, rank)
