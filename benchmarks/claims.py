@@ -167,6 +167,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "kill": (),
     "pause": (),
+    "swap": (),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
 }
