@@ -77,6 +77,7 @@ class Coordinator:
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
+    void: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that weighs nothing
     logbook: Logbook = field(default_factory=Logbook)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
@@ -241,6 +242,9 @@ class Coordinator:
             if isinstance(action, Apply):
                 for worker, clock in action.pushes:
                     record = self.records.setdefault(worker, Record())
+                    if self.void.get(worker) == clock:
+                        record.dropped += 1
+                        continue
                     member = state.members.get(worker)
                     stale = version - bases.get(worker, version if member is None else member.base)
                     record.applied += 1

@@ -206,12 +206,24 @@ class Lead:
         push, about, now_s = (worker, message.clock), message.about, one.coordinator.now_s()
         # The first steps of a worker pay for what later ones do not.
         computing_s = now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
-        if not self._dealer.announce(message.model, push, about.used, computing_s):
+        if not self._dealer.announce(message.model, push, about.used, computing_s) and about.weight:
+            self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
         self._carry_out(message.model, one.coordinator.bring(ready, change=about.change))
+
+    def _tell_void(self, one: Model, push: Push, samples: float) -> None:
+        """A contribution was computed from what others are given: it takes its turn, moves nothing, and is reported."""
+        worker, clock = push
+        one.coordinator.void[worker] = clock
+        text = (
+            f"Contribution {clock} of rank {worker} ({samples:g} samples) is dropped: the samples that it was computed "
+            "from are dealt out again."
+        )
+        _log.warning("%s", text)
+        self._say(worker, Told(text))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""
@@ -515,7 +527,7 @@ class Lead:
                 case Release(worker=worker):
                     step = one.clocks[worker] + 1
                     stale = one.coordinator.last_staleness.get(worker, 0)
-                    counted = one.applied.get(worker) == one.clocks[worker]
+                    counted = one.is_counted(worker, one.clocks[worker])
                     version, waits = one.coordinator.state.version, one.must_wait(worker, step)
                     self._say(worker, Go(model, step, version, stale, counted=counted, waits=waits))
                     self._decide(Released(model, worker, step))
@@ -582,7 +594,8 @@ class Lead:
             if one.applied.get(worker) == clock:
                 del one.applied[worker]
             one.lost[worker] = clock
-            one.coordinator.lose(worker, samples)
+            if one.coordinator.void.get(worker) != clock:
+                one.coordinator.lose(worker, samples)
             self._decide(Withdrawn(model, worker, clock))
             _log.warning("Contribution %d of rank %d (%g samples) is lost: it came in part.", clock, worker, samples)
             self._dealer.withdrawn(model, (worker, clock))

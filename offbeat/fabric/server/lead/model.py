@@ -135,12 +135,16 @@ class Model:
         late.book(worker, back, decided)
         return late if self.coordinator.started and late.by else None
 
+    def is_counted(self, worker: int, clock: int) -> bool:
+        """Whether the contribution is in an update, and weighs something there."""
+        return self.applied.get(worker) == clock and self.coordinator.void.get(worker) != clock
+
     def book_held(self, worker: int, clock: int) -> bool:
         """Book the contribution that a worker had announced when it was lost; returns whether it is used."""
-        used = self.applied.get(worker) == clock or (worker, clock) in self.coordinator.state.pending
-        if not used and self.lost.get(worker) != clock:
+        decided = self.applied.get(worker) == clock or (worker, clock) in self.coordinator.state.pending
+        if not decided and self.lost.get(worker) != clock:
             self.record(worker).dropped += 1
-        return used
+        return decided and self.coordinator.void.get(worker) != clock
 
     def record(self, worker: int) -> Record:
         """What is counted of a worker, also of one that has gone."""
