@@ -16,7 +16,7 @@ from offbeat.fabric.server.messages import Back, Enlist, Open, details_of, from_
 from offbeat.fabric.server.shard.archive import Archive
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot
 from offbeat.sync import ASP, BSP, Apply, Ready
-from tests.fabric.garbage import DETAILS, Guest, Line
+from tests.fabric.garbage import DETAILS, Guest, Line, Worker
 from tests.fabric.links import Parts
 
 if TYPE_CHECKING:
@@ -138,3 +138,36 @@ def test_who_is_early_opens_a_model_once(tmp_path: Path) -> None:
         return job.begin()
 
     assert asyncio.run(story()) == {1}
+
+
+# -- workers that have gone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_nobody_waits_for_a_worker_that_had_gone_before_the_server_was_killed(tmp_path: Path, returns: bool) -> None:
+    """Also if the snapshot has it, since none was made after it had gone."""
+
+    async def story() -> tuple[frozenset[int], bool]:
+        archive = Archive(tmp_path, "j")
+        first = Shard(lambda plan: Parts(BSP()), archive=archive)
+        stays, goes = Worker(first, 0), Worker(first, 1)
+        for _ in range(10):
+            stays.pump()
+            goes.pump()
+            await asyncio.sleep(0)
+        await first.be_quiet()
+        (header,) = archive.held.values()
+        assert header.models[0].progress is not None
+        assert header.models[0].progress.present == (0, 1)
+        goes.leave(NetworkError("it is gone"))
+        while not archive.gone:
+            await asyncio.sleep(0)
+        if returns:
+            Worker(first, 1)
+        first.is_over = True
+        second = Shard(lambda plan: Parts(BSP()), archive=archive)
+        Worker(second, 0)
+        assert second._lead is not None
+        return archive.gone, second._lead.started
+
+    assert asyncio.run(story()) == ((frozenset(), False) if returns else ({1}, True))

@@ -138,6 +138,22 @@ def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:
     assert fresh.least == 1
 
 
+def test_who_has_gone_is_noted_for_this_job_alone(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, "j")
+    assert archive.gone == set()
+    archive.note_gone({2, 5})
+    archive.close()
+    again = Archive(tmp_path, "j")
+    assert again.gone == {2, 5}
+    again.close()
+    other = Archive(tmp_path, "k")
+    assert other.gone == set()
+    other.close()
+    (tmp_path / "gone.json").write_text("{")
+    assert Archive(tmp_path, "j", is_fresh=True).gone == set()
+    assert os.listdir(tmp_path) == ["lock"]
+
+
 def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
     rhythm = Rhythm(10, least=4, life=7)
     assert rhythm.is_due(0, 100.0), "of what the job begins with"

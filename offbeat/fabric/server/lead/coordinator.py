@@ -17,7 +17,7 @@ from offbeat.sync.apart import Stage, bring, take_over
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
@@ -106,6 +106,10 @@ class Coordinator:
             member = changed(self.state.members[worker], weight=weight)
             self.state = changed(self.state, members={**self.state.members, worker: member})
         return actions
+
+    def leave_out(self, workers: Set[int]) -> None:
+        """These took part before; if one comes back before the start, it is waited for."""
+        self._left_early |= workers
 
     def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
         """The worker is gone, or `returns`; what is decided now."""

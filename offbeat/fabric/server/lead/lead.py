@@ -38,7 +38,7 @@ from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pul
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.fabric.server.lead.proposal import Parts, Tell
@@ -408,14 +408,22 @@ class Lead:
 
     # -- going on from a snapshot --------------------------------------------------------------------------------
 
-    def restore(self, model: int, details: Details, version: int, progress: Progress) -> None:
-        """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`."""
+    def restore(
+        self, model: int, details: Details, version: int, progress: Progress, gone: Set[int] = frozenset()
+    ) -> None:
+        """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`.
+
+        Args:
+            gone: of these workers, those that are not waited for, unless they come before the others.
+        """
         now_s = asyncio.get_running_loop().time
         if progress.data:
             self._dealer.restore(progress.data)
+            for worker in gone:
+                self._dealer.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
         self._steering.follow(plan.controller)
-        self.models[model] = revived(plan.sync, details, version, progress, now_s)
+        self.models[model] = revived(plan.sync, details, version, progress, now_s, gone)
         self._write_down(model)
 
     def begin_with_who_is_here(self) -> None:

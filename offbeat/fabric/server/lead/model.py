@@ -12,7 +12,7 @@ from offbeat.sync import State
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from offbeat.fabric.server.messages import About, Back, Details
     from offbeat.fabric.server.optimizers import OptimizerSpec
@@ -151,9 +151,13 @@ class Model:
         return self.coordinator.records.setdefault(worker, Record())
 
 
-def revived(policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float]) -> Model:
-    """The model of a snapshot, without workers yet."""
-    coordinator = Coordinator(policy, len(progress.present), now_s)
+def revived(
+    policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float], gone: Set[int]
+) -> Model:
+    """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
+    expected = set(progress.present) - gone
+    coordinator = Coordinator(policy, len(expected), now_s)
+    coordinator.leave_out(set(progress.present) - expected)
     coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
