@@ -150,8 +150,7 @@ class Lead:
         if verdict is Verdict.LATER:
             self._say(worker, Opened(model, wants_values=False, life=self.life, later=True))
             return
-        if back is not None:
-            self._take_back(one, worker, back, decided)
+        fate = "" if back is None else self._take_back(one, worker, back, decided)
         if back is None:
             actions = one.coordinator.join(worker)
             if one.coordinator.started:
@@ -161,7 +160,7 @@ class Lead:
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
-            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN)
+            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN, fate=fate)
             self._start(model)
 
     def _tell_joined(self, one: Model, worker: int) -> None:
@@ -450,16 +449,17 @@ class Lead:
         """Whether something is decided about every model."""
         return bool(self.models) and all(one.coordinator.started for one in self.models.values())
 
-    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> None:
-        """A worker that took part before: book what became of its contributions."""
+    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> str:
+        """A worker that took part before: book what became of its contributions; what did of the one that it holds."""
         self._questions.remember(back.answered)
         if back.life != self.life and (late := one.book_losses(worker, back, decided)):
             self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
-            fate = "is used" if one.book_held(worker, back.clock) else "is outdated, and is not used"
+            fate = one.book_held(worker, back.clock)
             _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
-        else:
-            _log.warning("Rank %d is back.", worker)
+            return fate
+        _log.warning("Rank %d is back.", worker)
+        return "had been decided on before the server was restarted" if back.holds and back.clock < decided else ""
 
     def _start(self, model: int) -> None:
         one = self.models[model]
@@ -486,13 +486,19 @@ class Lead:
 
     # -- what is decided -----------------------------------------------------------------------------------------
 
-    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False) -> None:
-        """Tell a worker that has just joined where it is, and give it the parameters."""
+    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False, fate: str = "") -> None:
+        """Tell a worker that has just joined where it is, and give it the parameters.
+
+        Args:
+            fate: what became of the contribution that it came back with.
+        """
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
         version, asked = one.coordinator.state.version, self._questions.next_number
-        self._say(worker, Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked))
+        counted = bool(fate) and one.is_counted(worker, one.clocks.get(worker, -1))
+        go = Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate)
+        self._say(worker, go)
         if values:
             one.joining.add(worker)
             self._decide(Released(model, worker, clock))

@@ -139,12 +139,15 @@ class Model:
         """Whether the contribution is in an update, and weighs something there."""
         return self.applied.get(worker) == clock and self.coordinator.void.get(worker) != clock
 
-    def book_held(self, worker: int, clock: int) -> bool:
-        """Book the contribution that a worker had announced when it was lost; returns whether it is used."""
-        decided = self.applied.get(worker) == clock or (worker, clock) in self.coordinator.state.pending
-        if not decided and self.lost.get(worker) != clock:
+    def book_held(self, worker: int, clock: int) -> str:
+        """Book the contribution that a worker had announced when it was lost; returns what became of it."""
+        if self.applied.get(worker) == clock:
+            return "is used" if self.is_counted(worker, clock) else "is not used"
+        if (worker, clock) in self.coordinator.state.pending:
+            return "is not decided on yet"
+        if self.lost.get(worker) != clock:
             self.record(worker).dropped += 1
-        return decided and self.coordinator.void.get(worker) != clock
+        return "was outdated, and is not used"
 
     def record(self, worker: int) -> Record:
         """What is counted of a worker, also of one that has gone."""
