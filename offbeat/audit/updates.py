@@ -205,6 +205,9 @@ class Fates:
             verdict.violated(
                 2, f"Rank {rank} brought one contribution under the numbers {has.numbers}, and {used} are all used."
             )
+        for push in used:
+            if has.samples and not self.weights.get(push):
+                self.fates[push] = "dropped"  # others were given what it was computed from
         for push in pushes:
             if used and push not in used and self.fates.get(push) == "lost":
                 del self.fates[push]  # it came again under another number

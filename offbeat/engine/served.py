@@ -201,12 +201,8 @@ class Served:
             exchange, Awaited(f"leave to go on ({self.plan.sync!r})", step, model=self._model, outlives=True)
         )
         self._take_values()
-        if not exchange.is_used:
-            _log.warning(
-                "Rank %d is back: what it had computed in step %d was outdated, and is not used.",
-                self._client.rank,
-                step,
-            )
+        if exchange.fate:
+            _log.warning("Rank %d is back: what it had computed in step %d %s.", self._client.rank, step, exchange.fate)
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
         self._diary.has_from_server(self._model, step, self.values, exchange, samples=self._brought)

@@ -108,7 +108,9 @@ def read_stalls(run_dir: Path, since_s: float) -> list[Stall]:
 def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
     """How the run with these records ended."""
     workers = {worker.rank: worker for worker in tally(records)}
-    world = max((record.world for record in records if isinstance(record, Start)), default=0)
+    starts = [record for record in records if isinstance(record, Start)]
+    # Who joined a job has a rank beyond its own world; those of the beginning write elsewhere.
+    world = max((start.world for start in starts if start.rank < start.world), default=0)
     everyone = sorted({*workers, *range(world)})
     ends = _last_words(records)
     errors = {rank: end.error for rank, end in ends.items() if end.error is not None}

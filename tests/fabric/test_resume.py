@@ -12,15 +12,17 @@ from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server import Shard
 from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
-from offbeat.fabric.server.messages import Back, Enlist, Open, details_of, from_chief, pack
+from offbeat.fabric.server.messages import Back, Enlist, Go, Open, details_of, from_chief, pack
 from offbeat.fabric.server.shard.archive import Archive
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot
 from offbeat.sync import ASP, BSP, Apply, Ready
-from tests.fabric.garbage import DETAILS, Guest, Line
+from tests.fabric.garbage import DETAILS, Guest, Line, Worker
 from tests.fabric.links import Parts
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from offbeat.sync import Policy
 
 
 def back(**what: object) -> Back:
@@ -138,3 +140,75 @@ def test_who_is_early_opens_a_model_once(tmp_path: Path) -> None:
         return job.begin()
 
     assert asyncio.run(story()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "brings", "others", "expected"),
+    [
+        (ASP(), True, False, ("is used", True)),
+        (BSP(), True, True, ("is used", True)),
+        (BSP(), True, False, ("is not decided on yet", False)),
+        (ASP(), False, False, ("was outdated, and is not used", False)),
+    ],
+    ids=["used", "used by all", "open", "outdated"],
+)
+def test_who_was_cut_off_is_told_what_became_of_its_contribution(
+    policy: Policy, brings: bool, others: bool, expected: tuple[str, bool]
+) -> None:
+    """It may have been cut off before it heard that its contribution is used."""
+
+    async def story() -> tuple[str, bool]:
+        shard = Shard(lambda plan: Parts(policy), patience_s=60)
+        team = [Worker(shard, 0), Worker(shard, 1)]
+        await pump(team)
+        clock = team[1].clock
+        for worker in team[0 if others else 1 :] if brings else ():
+            worker.announce()
+        for worker in team if others else ():
+            worker.pump()  # what it was granted, it pushes
+        team[1].leave(NetworkError("it is cut off"))
+        guest = Guest(shard, 1)
+        here = back(life=shard.life, clock=clock, version=0, holds=True, waits=True, weight=1.0)
+        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        (go,) = [message for message, _ in guest.line.sent if isinstance(message, Go)]
+        return go.fate, go.counted
+
+    assert asyncio.run(story()) == expected
+
+
+async def pump(workers: list[Worker]) -> None:
+    """Until all have the parameters."""
+    while any(worker.clock < 0 for worker in workers):
+        for worker in workers:
+            worker.pump()
+        await asyncio.sleep(0)
+
+
+# -- workers that have gone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_nobody_waits_for_a_worker_that_had_gone_before_the_server_was_killed(tmp_path: Path, returns: bool) -> None:
+    """Also if the snapshot has it, since none was made after it had gone."""
+
+    async def story() -> tuple[frozenset[int], bool]:
+        archive = Archive(tmp_path, "j")
+        first = Shard(lambda plan: Parts(BSP()), archive=archive)
+        stays, goes = Worker(first, 0), Worker(first, 1)
+        await pump([stays, goes])
+        await first.be_quiet()
+        (header,) = archive.held.values()
+        assert header.models[0].progress is not None
+        assert header.models[0].progress.present == (0, 1)
+        goes.leave(NetworkError("it is gone"))
+        while not archive.gone:
+            await asyncio.sleep(0)
+        if returns:
+            Worker(first, 1)
+        first.is_over = True
+        second = Shard(lambda plan: Parts(BSP()), archive=archive)
+        Worker(second, 0)
+        assert second._lead is not None
+        return archive.gone, second._lead.started
+
+    assert asyncio.run(story()) == ((frozenset(), False) if returns else ({1}, True))

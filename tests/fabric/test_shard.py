@@ -15,6 +15,7 @@ import torch
 from offbeat.errors import ModelError, NetworkError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.fabric.server.blocks import Block, Piece
+from offbeat.fabric.server.deals import Enrol
 from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import Part, pack
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from offbeat.fabric.server import Client
+    from offbeat.fabric.server.client.exchange import Exchange
     from offbeat.fabric.server.client.place import Place
 
 SOON = timedelta(seconds=10)
@@ -70,10 +72,13 @@ class Worker:
         assert opening.wait(SOON)
 
     def step(self, gradient: torch.Tensor, weight: float = 1.0) -> int:
+        return self.bring(gradient, weight).staleness
+
+    def bring(self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = ()) -> Exchange:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
-        exchange = self.client.exchange(0, parts, about=About(weight, hyper(self.optimizer)))
+        exchange = self.client.exchange(0, parts, about=About(weight, hyper(self.optimizer), used=used))
         assert exchange.wait(SOON)
-        return exchange.staleness
+        return exchange
 
     def push_but_last(self, gradient: torch.Tensor) -> None:
         """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
@@ -183,6 +188,34 @@ def test_who_comes_late_is_dropped_and_goes_on(together: Callable[[Policy, int],
     slow.step(torch.ones(100))
     moved = before - slow.values
     assert torch.allclose(moved, torch.full((100,), 0.5 * (1 + 1.5)))
+
+
+@pytest.mark.parametrize("policy", [BSP(), ASP()], ids=str)
+def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
+    together: Callable[[Policy, int], Together], policy: Policy
+) -> None:
+    """As by a server that went on from a snapshot, and knows nothing of the leases that were dealt out after it."""
+    job = together(policy, 1)
+    (worker,) = workers(job)
+    told: list[str] = []
+    worker.client._tell = told.append
+    hand = worker.client.enrol(
+        Enrol(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
+    )
+    assert worker.client.draw(hand).wait(SOON)
+    before = worker.values.clone()
+    assert not worker.bring(torch.full((100,), 1000.0), 4.0, used=((0, 99),)).is_counted
+    assert torch.equal(worker.values, before)
+    lease = next(iter(hand.held))
+    assert worker.bring(torch.ones(100), 4.0, used=((0, lease),)).is_counted
+    assert not torch.equal(worker.values, before)
+    look = worker.client.look()
+    assert look.wait(SOON)
+    (seen,) = look.scenes[0].workers
+    assert (seen.applied, seen.dropped) == (1, 1)
+    assert told == [
+        "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are dealt out again."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,22 @@ def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:
     assert fresh.least == 1
 
 
+def test_who_has_gone_is_noted_for_this_job_alone(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, "j")
+    assert archive.gone == set()
+    archive.note_gone({2, 5})
+    archive.close()
+    again = Archive(tmp_path, "j")
+    assert again.gone == {2, 5}
+    again.close()
+    other = Archive(tmp_path, "k")
+    assert other.gone == set()
+    other.close()
+    (tmp_path / "gone.json").write_text("{")
+    assert Archive(tmp_path, "j", is_fresh=True).gone == set()
+    assert os.listdir(tmp_path) == ["lock"]
+
+
 def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
     rhythm = Rhythm(10, least=4, life=7)
     assert rhythm.is_due(0, 100.0), "of what the job begins with"
@@ -146,13 +162,24 @@ def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
     assert not rhythm.saved(5, True, 0.5, 100.0)
     assert rhythm.saved(5, True, 1.0, 101.0), "the last shard"
     assert rhythm.last == Identity(5, 7)
-    assert not rhythm.is_due(9, 1000.0)
+    assert not rhythm.is_due(0, 1000.0), "there is nothing new"
+    assert not rhythm.is_due(9, 101.0 + 48.9)
+    assert rhythm.is_due(9, 101.0 + 49.1), "after 10 s fewer updates will do"
     assert not rhythm.is_due(10, 101.0 + 48.9), "the slowest shard took 1 s"
     assert rhythm.is_due(10, 101.0 + 49.1)
     rhythm.next(10, shards=2)
     rhythm.saved(6, False, 0.1, 200.0)
     assert not rhythm.saved(6, True, 0.1, 200.0), "one shard does not have it"
     assert rhythm.last == Identity(5, 7)
+
+
+def test_slow_updates_are_kept_by_the_time_that_they_took() -> None:
+    rhythm = Rhythm(100, least=0, life=7)
+    rhythm.start_from(Identity(3, 6), 40, 1000.0)
+    assert not rhythm.is_due(40, 1060.0), "there is nothing new"
+    assert not rhythm.is_due(45, 1009.9)
+    assert rhythm.is_due(45, 1010.1)
+    assert rhythm.is_due(140, 1001.0)
 
 
 def test_one_that_is_given_up_is_not_written_and_the_next_one_is(tmp_path: Path) -> None:

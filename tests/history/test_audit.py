@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from offbeat.audit import verify
+from offbeat.audit.updates import Fates
+from offbeat.audit.verdict import Verdict
 from offbeat.history import Has, Log, Made, Told, actions_of, event_of, told
 from offbeat.sync import (
     ASP,
@@ -257,3 +259,15 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     assert verdict.holds, verdict.violations[0]
     assert verdict.unrecorded > 0
     assert len(list(Log(job.coordinator))) < len(job.records)
+
+
+def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped() -> None:
+    """In an update it is, so that its round was complete; but one that was made from nothing keeps its fate."""
+    fates, verdict = Fates(), Verdict()
+    fates.fates = {(0, 3): "applied", (1, 3): "applied"}
+    fates.weights = {(0, 3): 0.0, (1, 3): 0.0}
+    for rank, samples in ((0, 4.0), (1, 0.0)):
+        has = Has(0, 3, 0.0, None, samples, numbers=(3,), counted=not samples)
+        fates.brought(rank, has, verdict, is_whole=True)
+    assert fates.fates == {(0, 3): "dropped", (1, 3): "applied"}
+    assert verdict.holds

@@ -50,6 +50,16 @@ def test_all_ended_well(tmp_path: Path) -> None:
     )
 
 
+def test_who_joined_a_job_does_not_miss_those_of_the_beginning(tmp_path: Path) -> None:
+    """They are in another folder; whose rank is missing in this one is missed all the same."""
+    joined = [start(rank) | {"world": 1} for rank in (3, 4)]
+    assert how(tmp_path, [*joined, step(3, 0), step(4, 0), end(3, 1), end(4, 1)]) == Ending(
+        True, "All 2 workers ended well after 1 step."
+    )
+    text = how(tmp_path, [*joined, step(3, 0), end(3, 1)]).text
+    assert text == "Rank 4 left no last word (killed?); no step was recorded. Rank 3 ended well after 1 step."
+
+
 def test_what_happened_to_the_server_is_told_once(tmp_path: Path) -> None:
     told = {"kind": "event", "step": 3, "time_s": 101.0, "what": "server", "text": "It was restarted."}
     records = [*trained(6, 6), told | {"rank": 0}, told | {"rank": 1}, end(0, 6), end(1, 6)]

@@ -589,7 +589,7 @@ class Client:
             return
         if go.values:
             exchange = place.exchange
-            exchange.is_used = was_in or place.parts is None
+            exchange.fate = go.fate
             exchange.step, exchange.staleness = go.step, go.staleness
             exchange.is_counted, exchange.life = go.counted, place.life
         place.going, place.is_entering = go, place.is_entering or not was_in

@@ -32,7 +32,7 @@ class Exchange:
         self.portions: list[Portion] = []
         self.place = b""  # in the data
         self.left = 0  # shards that are not done
-        self.is_used = True  # False if it was dropped because this worker had been left behind
+        self.fate = ""  # what became of the contribution, if this worker had been left behind with it
         self.announced: tuple[int, ...] = ()  # numbers under which the contribution was announced
         self.life = 0  # of the server that gave the parameters
         self.versions: tuple[int, ...] = ()  # of them, by block

@@ -17,7 +17,7 @@ from offbeat.sync.apart import Stage, bring, take_over
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
@@ -77,6 +77,7 @@ class Coordinator:
     started: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
+    void: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that weighs nothing
     logbook: Logbook = field(default_factory=Logbook)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
@@ -105,6 +106,10 @@ class Coordinator:
             member = changed(self.state.members[worker], weight=weight)
             self.state = changed(self.state, members={**self.state.members, worker: member})
         return actions
+
+    def leave_out(self, workers: Set[int]) -> None:
+        """These took part before; if one comes back before the start, it is waited for."""
+        self._left_early |= workers
 
     def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
         """The worker is gone, or `returns`; what is decided now."""
@@ -243,6 +248,9 @@ class Coordinator:
             if isinstance(action, Apply):
                 for worker, clock in action.pushes:
                     record = self.records.setdefault(worker, Record())
+                    if self.void.get(worker) == clock:
+                        record.dropped += 1
+                        continue
                     member = state.members.get(worker)
                     stale = version - bases.get(worker, version if member is None else member.base)
                     record.applied += 1

@@ -9,7 +9,8 @@ Rules:
   gets as many as its last contribution used, and more only if it asks.
 * From the moment in which a contribution is announced, time does not take back the leases it was computed from. They
   are used up when it is applied and has arrived whole; until then they are dealt again if its worker is lost.
-* A contribution that was computed from a lease that others were given meanwhile weighs nothing.
+* A contribution that was computed from a lease that others were given meanwhile, or are given since the server was
+  restarted and knows nothing of it, weighs nothing, and is reported as dropped.
 * A batch is what the user asked for, or what the tuning says: then its sum over the workers is constant.
 """
 

@@ -38,7 +38,7 @@ from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pul
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.fabric.server.lead.proposal import Parts, Tell
@@ -150,8 +150,7 @@ class Lead:
         if verdict is Verdict.LATER:
             self._say(worker, Opened(model, wants_values=False, life=self.life, later=True))
             return
-        if back is not None:
-            self._take_back(one, worker, back, decided)
+        fate = "" if back is None else self._take_back(one, worker, back, decided)
         if back is None:
             actions = one.coordinator.join(worker)
             if one.coordinator.started:
@@ -161,7 +160,7 @@ class Lead:
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
-            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN)
+            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN, fate=fate)
             self._start(model)
 
     def _tell_joined(self, one: Model, worker: int) -> None:
@@ -210,12 +209,24 @@ class Lead:
         push, about, now_s = (worker, message.clock), message.about, one.coordinator.now_s()
         # The first steps of a worker pay for what later ones do not.
         computing_s = now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
-        if not self._dealer.announce(message.model, push, about.used, computing_s):
+        if not self._dealer.announce(message.model, push, about.used, computing_s) and about.weight:
+            self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
         self._carry_out(message.model, one.coordinator.bring(ready, change=about.change, ends=about.ends))
+
+    def _tell_void(self, one: Model, push: Push, samples: float) -> None:
+        """A contribution was computed from what others are given: it takes its turn, moves nothing, and is reported."""
+        worker, clock = push
+        one.coordinator.void[worker] = clock
+        text = (
+            f"Contribution {clock} of rank {worker} ({samples:g} samples) is dropped: the samples that it was computed "
+            "from are dealt out again."
+        )
+        _log.warning("%s", text)
+        self._say(worker, Told(text))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""
@@ -400,14 +411,22 @@ class Lead:
 
     # -- going on from a snapshot --------------------------------------------------------------------------------
 
-    def restore(self, model: int, details: Details, version: int, progress: Progress) -> None:
-        """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`."""
+    def restore(
+        self, model: int, details: Details, version: int, progress: Progress, gone: Set[int] = frozenset()
+    ) -> None:
+        """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`.
+
+        Args:
+            gone: of these workers, those that are not waited for, unless they come before the others.
+        """
         now_s = asyncio.get_running_loop().time
         if progress.data:
             self._dealer.restore(progress.data)
+            for worker in gone:
+                self._dealer.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
         self._steering.follow(plan.controller)
-        self.models[model] = revived(plan.sync, details, version, progress, now_s)
+        self.models[model] = revived(plan.sync, details, version, progress, now_s, gone)
         self._write_down(model)
 
     def begin_with_who_is_here(self) -> None:
@@ -434,16 +453,17 @@ class Lead:
         """Whether something is decided about every model."""
         return bool(self.models) and all(one.coordinator.started for one in self.models.values())
 
-    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> None:
-        """A worker that took part before: book what became of its contributions."""
+    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> str:
+        """A worker that took part before: book what became of its contributions; what did of the one that it holds."""
         self._questions.remember(back.answered)
         if back.life != self.life and (late := one.book_losses(worker, back, decided)):
             self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
-            fate = "is used" if one.book_held(worker, back.clock) else "is outdated, and is not used"
+            fate = one.book_held(worker, back.clock)
             _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
-        else:
-            _log.warning("Rank %d is back.", worker)
+            return fate
+        _log.warning("Rank %d is back.", worker)
+        return "had been decided on before the server was restarted" if back.holds and back.clock < decided else ""
 
     def _start(self, model: int) -> None:
         one = self.models[model]
@@ -470,13 +490,19 @@ class Lead:
 
     # -- what is decided -----------------------------------------------------------------------------------------
 
-    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False) -> None:
-        """Tell a worker that has just joined where it is, and give it the parameters."""
+    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False, fate: str = "") -> None:
+        """Tell a worker that has just joined where it is, and give it the parameters.
+
+        Args:
+            fate: what became of the contribution that it came back with.
+        """
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
         version, asked = one.coordinator.state.version, self._questions.next_number
-        self._say(worker, Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked))
+        counted = bool(fate) and one.is_counted(worker, one.clocks.get(worker, -1))
+        go = Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate)
+        self._say(worker, go)
         if values:
             one.joining.add(worker)
             self._decide(Released(model, worker, clock))
@@ -519,7 +545,7 @@ class Lead:
                 case Release(worker=worker):
                     step = one.clocks[worker] + 1
                     stale = one.coordinator.last_staleness.get(worker, 0)
-                    counted = one.applied.get(worker) == one.clocks[worker]
+                    counted = one.is_counted(worker, one.clocks[worker])
                     version, waits = one.coordinator.state.version, one.must_wait(worker, step)
                     self._say(worker, Go(model, step, version, stale, counted=counted, waits=waits))
                     self._decide(Released(model, worker, step))
@@ -586,7 +612,8 @@ class Lead:
             if one.applied.get(worker) == clock:
                 del one.applied[worker]
             one.lost[worker] = clock
-            one.coordinator.lose(worker, samples)
+            if one.coordinator.void.get(worker) != clock:
+                one.coordinator.lose(worker, samples)
             self._decide(Withdrawn(model, worker, clock))
             _log.warning("Contribution %d of rank %d (%g samples) is lost: it came in part.", clock, worker, samples)
             self._dealer.withdrawn(model, (worker, clock))

@@ -12,7 +12,7 @@ from offbeat.sync import State
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from offbeat.fabric.server.messages import About, Back, Details
     from offbeat.fabric.server.optimizers import OptimizerSpec
@@ -135,21 +135,32 @@ class Model:
         late.book(worker, back, decided)
         return late if self.coordinator.started and late.by else None
 
-    def book_held(self, worker: int, clock: int) -> bool:
-        """Book the contribution that a worker had announced when it was lost; returns whether it is used."""
-        used = self.applied.get(worker) == clock or (worker, clock) in self.coordinator.state.pending
-        if not used and self.lost.get(worker) != clock:
+    def is_counted(self, worker: int, clock: int) -> bool:
+        """Whether the contribution is in an update, and weighs something there."""
+        return self.applied.get(worker) == clock and self.coordinator.void.get(worker) != clock
+
+    def book_held(self, worker: int, clock: int) -> str:
+        """Book the contribution that a worker had announced when it was lost; returns what became of it."""
+        if self.applied.get(worker) == clock:
+            return "is used" if self.is_counted(worker, clock) else "is not used"
+        if (worker, clock) in self.coordinator.state.pending:
+            return "is not decided on yet"
+        if self.lost.get(worker) != clock:
             self.record(worker).dropped += 1
-        return used
+        return "was outdated, and is not used"
 
     def record(self, worker: int) -> Record:
         """What is counted of a worker, also of one that has gone."""
         return self.coordinator.records.setdefault(worker, Record())
 
 
-def revived(policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float]) -> Model:
-    """The model of a snapshot, without workers yet."""
-    coordinator = Coordinator(policy, len(progress.present), now_s)
+def revived(
+    policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float], gone: Set[int]
+) -> Model:
+    """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
+    expected = set(progress.present) - gone
+    coordinator = Coordinator(policy, len(expected), now_s)
+    coordinator.leave_out(set(progress.present) - expected)
     coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())

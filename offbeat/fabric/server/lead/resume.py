@@ -22,6 +22,9 @@ What a worker was told is in the parameters, and is not in the snapshot, is lost
 number and samples of those, until it hears that a snapshot has them (`Safe`), and says so when it comes back. So each
 contribution is in the parameters once, or reported as dropped or lost, and never in there twice.
 
+A server that goes on from a snapshot deals out again what was dealt out after it. So a contribution that was computed
+from such leases would count samples twice: it takes its turn, weighs nothing, and is reported as dropped.
+
 An answer to a collective question that some were given and others were not is not asked for again: who was given it
 brings it along.
 """

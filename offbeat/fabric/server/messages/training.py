@@ -180,6 +180,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
         again: announce the contribution that you hold once more, under the number `step`.
         waits: whether the worker waits until it is granted to push what it computes; else it pushes at once.
         asked: number of the first question of a worker that has just joined.
+        fate: what became of the contribution that a worker came back with, to complete a sentence; "" if it had none.
     """
 
     model: Model
@@ -191,6 +192,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     again: bool = False
     waits: bool = True
     asked: Count = 0
+    fate: Text = ""
 
 
 class Values(msgspec.Struct, tag=True, frozen=True):

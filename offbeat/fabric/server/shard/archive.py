@@ -1,20 +1,35 @@
-"""The folder in which a shard keeps its snapshots: the last two, each written whole or not at all."""
+"""The folder in which a shard keeps its snapshots: the last two, each written whole or not at all.
+
+Beside them it is noted which workers have gone, so that nobody waits for those that a snapshot still has.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server.snapshot import Header, Identity, Snapshot, read, write
 
 if TYPE_CHECKING:
+    from collections.abc import Set
     from pathlib import Path
 
 _log = logging.getLogger("offbeat")
 _SUFFIX = ".snapshot"
+_GONE = "gone.json"
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """Which workers of a job have gone."""
+
+    job: str
+    workers: frozenset[int]
 
 
 class Archive:
@@ -49,7 +64,7 @@ class Archive:
         paths = self._paths()
         self._whole: dict[Identity, Header] = {}
         if is_fresh:
-            self._remove_others()
+            self.clear()
             return
         try:
             self._whole = self._look(paths)
@@ -100,10 +115,28 @@ class Archive:
         self._remove_others()
         return True
 
+    @property
+    def gone(self) -> frozenset[int]:
+        """Workers that had gone, and had not come back; nobody, if that cannot be read."""
+        try:
+            noted = msgspec.json.decode((self._folder / _GONE).read_bytes(), type=Gone)
+        except (OSError, msgspec.DecodeError):
+            return frozenset()
+        return noted.workers if noted.job == self._job else frozenset()
+
+    def note_gone(self, workers: Set[int]) -> None:
+        """Note which have gone. If it cannot be written, they are waited for in vain for a while."""
+        if workers != self.gone:
+            part = self._folder / f"{_GONE}.new"
+            with contextlib.suppress(OSError):
+                part.write_bytes(msgspec.json.encode(Gone(self._job, frozenset(workers))))
+                part.replace(self._folder / _GONE)
+
     def clear(self) -> None:
         """Remove all: the job has ended, or another begins."""
         self._whole = {}
         self._remove_others()
+        (self._folder / _GONE).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another process use the folder."""

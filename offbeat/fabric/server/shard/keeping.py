@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Making snapshots takes at most this share of the time.
 _MOST_SHARE = 0.02
+# So long after one the next is due, however few updates there were; these were slow, and cost the more to lose.
+_MOST_S = 10.0
 
 
 class Keeping:
@@ -109,7 +111,7 @@ class Rhythm:
     """When the coordinator has all shards make a snapshot; and which one all have.
 
     Args:
-        every: updates between two, of all models together.
+        every: updates between two, of all models together; fewer where they take longer than `_MOST_S`.
         least: numbers are greater than this.
         life: of the server.
     """
@@ -127,9 +129,9 @@ class Rhythm:
         """Whether a shard has not written the last one yet."""
         return self._missing > 0
 
-    def start_from(self, identity: Identity, version: int) -> None:
+    def start_from(self, identity: Identity, version: int, now_s: float) -> None:
         """All shards have this one."""
-        self.last, self._at = identity, version
+        self.last, self._at, self._ended_s = identity, version, now_s
 
     def is_due(self, version: int, now_s: float) -> bool:
         """Whether it is time for the next.
@@ -138,7 +140,9 @@ class Rhythm:
             version: updates of all models together.
         """
         pause_s = self._cost_s * (1 - _MOST_SHARE) / _MOST_SHARE
-        return not self.is_under_way and version - self._at >= self._every and now_s - self._ended_s >= pause_s
+        since_s, updates = now_s - self._ended_s, version - self._at
+        is_time = updates >= self._every or (updates > 0 and since_s >= _MOST_S)
+        return not self.is_under_way and is_time and since_s >= pause_s
 
     def next(self, version: int, shards: int) -> int:
         """The number of one that `shards` shards begin now."""

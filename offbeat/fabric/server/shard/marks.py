@@ -72,7 +72,7 @@ class Marks:
 
     def go_on_from(self, identity: Identity, version: int) -> None:
         """All shards have this one, made at this version of all models together."""
-        self._rhythm.start_from(identity, version)
+        self._rhythm.start_from(identity, version, asyncio.get_running_loop().time())
 
     async def last(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.

@@ -195,7 +195,7 @@ class Shard:
         for one in snapshot.header.models:
             self._tables[one.model] = self._new_table(one.model, one.details, one.version)
             if self._lead is not None and one.progress is not None:
-                self._lead.restore(one.model, one.details, one.version, one.progress)
+                self._lead.restore(one.model, one.details, one.version, one.progress, self._archive.gone)
         for what, tensor in snapshot.tensors:
             self.table(what.model).restore(what, tensor)
         if self._lead is not None:
@@ -287,6 +287,7 @@ class Shard:
                 table.decide(decision)
         _compare(guest.rank, details, table.details)
         self._guests[guest.rank] = guest
+        self._note_back(guest.rank)
         self.was_visited = True
         guest.models[model] = entry
         filler = any(model in other.filling for other in self._guests.values())
@@ -423,6 +424,7 @@ class Shard:
             changes = self._lead.what_changes()
             _log.warning("Rank %d is gone: %s The others go on; %s.", guest.rank, error, changes)
         self._remove(guest)
+        asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
         if not self._guests:
             self._end_unless_one_comes_back(error)
 
@@ -432,6 +434,15 @@ class Shard:
             self._done()
             return
         asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
+
+    def _note_gone(self, worker: int) -> None:
+        """It has not come back: if the server is killed now, who goes on does not wait for it."""
+        if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._guests:
+            self._archive.note_gone(self._archive.gone | {worker})
+
+    def _note_back(self, worker: int) -> None:
+        if self._lead is not None and self._archive is not None:
+            self._archive.note_gone(self._archive.gone - {worker})
 
     def adopt(self, adopt: Adopt) -> None:
         """Another plan holds; workers that come with an earlier one of this job are told of it."""
