@@ -17,7 +17,7 @@ from offbeat.scenario import Replay, Row, Scenario, Script
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.fault import Fault
+    from offbeat.fault import Fault, Part
     from offbeat.lab.launch import Place
     from offbeat.sync import Policy
 
@@ -43,6 +43,7 @@ class Job:
     toml: str
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
+    elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
     together: bool = True  # whether one update takes the contributions of all workers
     tuned: bool = False  # whether its batches follow the machines
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
@@ -62,9 +63,20 @@ class Job:
         return self._faulty(str(script), *workload.args) or programs.script(script, *workload.args)
 
     @property
+    def parts(self) -> set[Part]:
+        """What this row has of all that a fault may take."""
+        if self.served:
+            return {"a server", "room for newcomers", "others that go on"}
+        return {"others that go on"} if self.elastic else set()
+
+    @property
     def faults(self) -> list[Fault]:
-        """Those that can strike this row and be outlived: others need a server."""
-        return [fault for fault in self.scenario.fault if self.served or not (fault.needs_server or fault.ends)]
+        """Those that strike this row: it has what they take."""
+        return [fault for fault in self.scenario.fault if self.lacks(fault) is None]
+
+    def lacks(self, fault: Fault) -> str | None:
+        """What this fault takes and this row has not, so that it is left out; None if it strikes."""
+        return None if fault.takes is None or fault.takes in self.parts else fault.takes
 
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""
@@ -127,6 +139,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         return Job(row, scenario, folder, plan, "", tolerance)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense
+    from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 
     try:
@@ -152,8 +165,9 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         made.to_toml(),
         tolerance,
         served,
-        made.sync.replicated,
-        made.tuning is not None,
+        elastic=isinstance(made.fabric, Elastic),
+        together=made.sync.replicated,
+        tuned=made.tuning is not None,
         sends_each_gradient=each and not served and made.tuning is None,
     )
 

@@ -96,7 +96,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         ScenarioError: if a worker measured nothing, or a fault never fired.
         DisagreementError: if the replicas are not equal at the end.
     """
-    strikes = Strikes(job.faults, folder, job.scenario, network)
+    strikes = Strikes(job, folder, network)
     environment = job.environment(folder / "run") | strikes.environment
     lab = None if network is None else network.lab
     names = {host.name for host in job.scenario.workers.hosts}
@@ -179,7 +179,7 @@ def _report(
     for job in rows:
         runs = repeats[job.row.name]
         # Only where both send the same, along the same ways, is the difference the system's own.
-        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient:
+        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient and not job.faults:
             pairs = zip(runs, baseline, strict=True)
             more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)

@@ -67,6 +67,10 @@ system = "ddp"
 name = "server"
 system = "offbeat"
 plan = { sync = { kind = "ASP" }, fabric = { kind = "ParameterServer" } }
+[[row]]
+name = "elastic"
+system = "offbeat"
+plan = { fabric = { kind = "Elastic" } }
 """
 
 
@@ -108,9 +112,26 @@ def test_who_is_killed_is_missed_by_nobody_and_a_server_comes_back(tmp_path: Pat
     assert any("The parameter server was restarted" in event for event in done.events)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
+    """The server's faults and newcomers are left out, and it is said what they take."""
+    left_out: list[dict[str, Any]] = [{"kind": "sigkill", "target": "server"}, {"kind": "join", "worker": 0}]
+    done = run(tmp_path, 2, {"kind": "sigkill"}, *left_out)
+    assert [worker.rank for worker in done.workers] == [0]
+    assert len(done.workers[0].step_s) == 20
+    assert done.events[:2] == [
+        "left out: sigkill of the server at step 5 of worker 1, which takes a server",
+        "left out: join of worker 0 at its step 5, which takes room for newcomers",
+    ]
+    assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
+
+
 def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
     fault = Fault(worker=1, step=5, kind="gil")
-    strikes = Strikes([fault], tmp_path, Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), None)
+    (tmp_path / "work.py").write_text(SCRIPT)
+    scenario = msgspec.structs.replace(Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), fault=[fault])
+    strikes = Strikes(jobs(scenario, tmp_path)[0], tmp_path, None)
     with pytest.raises(ScenarioError, match="Cannot tell what gil of worker 1 for 1 s at its step 5 does: it never"):
         strikes.events(0.0)
 
