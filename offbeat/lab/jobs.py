@@ -11,7 +11,7 @@ import tomli_w
 
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.lab import programs
-from offbeat.lab.recorder import WORK, Work
+from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ _ROUNDING = 1e-5
 """Largest error of a mean of standard-normal float32 numbers."""
 _ROUNDING_16_BIT = 0.1
 """The same with 8 bits of precision, summed in that type by up to a few dozen workers."""
+SAVE_EVERY = 10
+"""Steps between two snapshots, where a row does not say."""
 _PEERS: dict[str, tuple[str, float | None]] = {
     "ddp": ("DistributedDataParallel", _ROUNDING),
+    "ddp+restarts": ("DistributedDataParallel under torchrun, which starts all again from a snapshot", _ROUNDING),
     "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT),
     "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None),
 }
@@ -67,7 +70,12 @@ class Job:
         """What this row has of all that a fault may take."""
         if self.served:
             return {"a server", "room for newcomers", "others that go on"}
-        return {"others that go on"} if self.elastic else set()
+        return {"others that go on"} if self.elastic or self.restarts else set()
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its workers are started again, all of them, when one ends."""
+        return self.row.system == "ddp+restarts"
 
     @property
     def faults(self) -> list[Fault]:
@@ -76,7 +84,13 @@ class Job:
 
     def lacks(self, fault: Fault) -> str | None:
         """What this fault takes and this row has not, so that it is left out; None if it strikes."""
-        return None if fault.takes is None or fault.takes in self.parts else fault.takes
+        if fault.takes is not None and fault.takes not in self.parts:
+            return fault.takes
+        if not self.restarts:
+            return None
+        # Whoever is started again counts its steps anew, so a second fault would strike at another step than elsewhere.
+        kills = [one for one in self.scenario.fault if one.kind == "sigkill" and one.target == "worker"]
+        return None if fault in kills[:1] else "workers that are not started again"
 
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""
@@ -88,6 +102,8 @@ class Job:
         own: dict[str, str] = {"OFFBEAT_LAB_SYSTEM": self.row.system}
         if self.row.system == "offbeat":
             own |= {"OFFBEAT_PLAN": self.toml, "OFFBEAT_RUN_DIR": str(run_dir)}
+        if self.restarts:
+            own |= {SNAPSHOT: str(run_dir.with_name("snapshot.pt"))}
         return own
 
     def each(self, places: Sequence[Place]) -> list[dict[str, str]]:
@@ -110,6 +126,7 @@ class Job:
             tolerance=self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
             straggle=self.scenario.straggle,
+            save_every=(self.row.save_every or SAVE_EVERY) if self.restarts else None,
         )
 
 
@@ -136,6 +153,8 @@ def find(name: str, folder: Path) -> Path | None:
 def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
     if row.system != "offbeat":
         plan, tolerance = _PEERS[row.system]
+        if row.system == "ddp+restarts":
+            plan += f" of every {row.save_every or SAVE_EVERY} steps"
         return Job(row, scenario, folder, plan, "", tolerance)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense

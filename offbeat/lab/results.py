@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.recorder import End, Metric, Note, Step
+from offbeat.lab.recorder import Begun, End, Metric, Note, Step
 from offbeat.sim import Prediction
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
         Raises:
             ScenarioError: if it did not finish.
         """
-        steps = [line for line in lines if isinstance(line, Step)]
+        steps = _once(lines)
         end = lines[-1] if lines else None
         if not isinstance(end, End) or not steps:
             raise ScenarioError(
@@ -136,6 +136,26 @@ class Raw(_Strict, frozen=True, kw_only=True):
             notes=[line.text for line in lines if isinstance(line, Note)],
             metric_steps=[line.step for line in lines if isinstance(line, Metric)],
         )
+
+
+def _once(lines: Sequence[Line]) -> list[Step]:
+    """Each measured step once, in order.
+
+    After a restart, steps that are done again count for nothing, and the first new one began when the last one before
+    had ended: so all the time that was lost is in it.
+    """
+    kept: list[Step] = []
+    is_restarted = False
+    for line in lines:
+        if isinstance(line, Begun):
+            is_restarted = bool(kept)
+        elif isinstance(line, Step) and line.step == len(kept):
+            if is_restarted:
+                lost_s = line.end_s - line.step_s - kept[-1].end_s
+                line = msgspec.structs.replace(line, step_s=line.step_s + lost_s, wait_s=line.wait_s + lost_s)
+            kept.append(line)
+            is_restarted = False
+    return kept
 
 
 class LinkUse(_Strict, frozen=True, kw_only=True):

@@ -109,7 +109,13 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
             environment |= resources.enter_context(shards).environment
         workers = resources.enter_context(
             launch.Workers(
-                job.command, places=places, folder=folder, environment=environment, each=job.each(places), lab=lab
+                job.command,
+                places=places,
+                folder=folder,
+                environment=environment,
+                each=job.each(places),
+                lab=lab,
+                are_restarted=job.restarts,
             )
         )
         watched = (servers if job.served else places)[0] if servers else None

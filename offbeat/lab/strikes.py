@@ -56,7 +56,7 @@ class Strikes:
     @property
     def struck(self) -> set[int]:
         """Ranks that are not to come to the end."""
-        return {fault.worker for fault in self.faults if fault.ends}
+        return {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
 
     def events(self, begin_s: float) -> list[str]:
         """What struck, and when.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,20 @@ SCRIPT = """
 import torch
 from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work
+from offbeat.lab.snapshots import Snapshots
 work = Work.from_environment()
 model = torch.nn.Linear(8, 1)
 torch.nn.init.zeros_(model.weight)
 bound = bind(work.system, model, torch.optim.SGD(model.parameters(), lr=0.01))
-recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work)
-for step in range(work.warmup_steps + work.steps):
+kept = Snapshots(model, bound.optimizer, work)
+done = kept.load()
+recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work, done=done)
+for step in range(done, work.warmup_steps + work.steps):
     bound.model(torch.ones(4, 8)).sum().backward()
     bound.optimizer.step()
     bound.optimizer.zero_grad()
     recorder.step(4)
+    kept.save(step + 1)
 if bound.run is not None:
     bound.run.settle()
 recorder.finish(digest=str(model.weight.tolist()))
@@ -71,6 +76,10 @@ plan = { sync = { kind = "ASP" }, fabric = { kind = "ParameterServer" } }
 name = "elastic"
 system = "offbeat"
 plan = { fabric = { kind = "Elastic" } }
+[[row]]
+name = "restarts"
+system = "ddp+restarts"
+save_every = 5
 """
 
 
@@ -125,6 +134,21 @@ def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
         "left out: join of worker 0 at its step 5, which takes room for newcomers",
     ]
     assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_torchrun_starts_all_again_and_no_time_is_hidden(tmp_path: Path) -> None:
+    """Killed at step 7, with a snapshot of 5 steps: the sum is that of 23 steps, the two between are done again."""
+    done = run(tmp_path, 3, {"kind": "sigkill", "step": 7}, {"kind": "sigstop", "step": 8})
+    assert done.events[0] == (
+        "left out: sigstop of worker 1 for 1 s at its step 8, which takes workers that are not started again"
+    )
+    for worker in done.workers:
+        assert len(worker.step_s) == 20
+        assert worker.samples == 80
+        assert json.loads(worker.digest)[0] == pytest.approx([-0.01 * 4 * 23] * 8, abs=1e-6)
+        assert max(worker.step_s) > 1, "a start of Python and torch takes longer"
 
 
 def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
