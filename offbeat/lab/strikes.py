@@ -58,6 +58,11 @@ class Strikes:
         """Ranks that are not to come to the end."""
         return {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
 
+    @property
+    def fired(self) -> list[Fired]:
+        """What has struck so far, in order of time."""
+        return read_fired(self._log)
+
     def events(self, begin_s: float) -> list[str]:
         """What struck, and when.
 
@@ -78,7 +83,7 @@ class Strikes:
             *(f"left out: {fault.words}, which takes {what}" for fault, what in lacking if what is not None),
             *(
                 f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
-                for one in read_fired(self._log)
+                for one in self.fired
             ),
         ]
 
