@@ -34,9 +34,9 @@ def recoveries(
         said: what the job told of itself.
     """
     ahead_s = time.time() - time.perf_counter()  # of the clock of the recorders
-    ends_s = [one.time_s for one in fired[1:]] + [math.inf]
     made = []
-    for one, end_s in zip(fired, ends_s, strict=True):
+    for index, one in enumerate(fired):
+        end_s = fired[index + 1].time_s if index + 1 < len(fired) else math.inf
         struck_s = one.time_s - ahead_s
         others_s = back_s = redone = None
         if job.restarts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from offbeat.errors import ScenarioError
-from offbeat.fault import Fault
+from offbeat.fault import Fault, Fired
 from offbeat.lab import launch, plots, results, rounds
 from offbeat.lab.courses import draw_courses, steps_per_s
 from offbeat.lab.emulator import Direction, Law
 from offbeat.lab.jobs import jobs
 from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.recorder import Step
+from offbeat.lab.recovery import recoveries
 from offbeat.lab.results import Raw
 from offbeat.lab.strikes import Strikes
 from offbeat.scenario import Scenario
 from tests.lab.rights import needs_root
 
 if TYPE_CHECKING:
+    from offbeat.lab.recorder import Line
     from offbeat.lab.repeat import Repeat
 
 # Six steps of the smallest model.
@@ -134,6 +138,11 @@ def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
         "left out: join of worker 0 at its step 5, which takes room for newcomers",
     ]
     assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
+    (cost,) = done.recoveries
+    assert cost.fault == "sigkill of worker 1 at its step 5"
+    assert cost.others_s == pytest.approx(max(done.workers[0].step_s), rel=0.2), "usual ones take milliseconds"
+    assert cost.others_s < 1.5
+    assert any("rank 1" in text for text in cost.said), cost.said
 
 
 @pytest.mark.slow
@@ -149,6 +158,28 @@ def test_torchrun_starts_all_again_and_no_time_is_hidden(tmp_path: Path) -> None
         assert worker.samples == 80
         assert json.loads(worker.digest)[0] == pytest.approx([-0.01 * 4 * 23] * 8, abs=1e-6)
         assert max(worker.step_s) > 1, "a start of Python and torch takes longer"
+    (cost,) = done.recoveries
+    assert cost.redone_steps in (2, 3), "the other one may have done the step at which it struck"
+    assert cost.back_s is not None
+    assert cost.back_s > 1
+    assert cost.others_s is None
+
+
+def test_what_a_fault_cost_is_what_the_others_waited_longer() -> None:
+    """Steps of 1 s; the first fault makes one of them 4 s long, the second none; the struck worker counts for nothing."""
+    now_s, clock_s = time.time(), time.perf_counter()
+    kill, stop = (Fault(worker=1, step=7, kind="sigkill"), Fault(worker=0, step=9, kind="sigstop"))
+    fired = [Fired(number=0, fault=kill, time_s=now_s + 2.5), Fired(number=1, fault=stop, time_s=now_s + 8.5)]
+    took_s = {0: [1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 9.0], 1: [1.0, 1.0, 5.0], 2: [1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0]}
+    lines: list[list[Line]] = [
+        [Step(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)]
+        for own in took_s.values()
+    ]
+    job = jobs(Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("work.py", __file__)), Path())[0]
+    first, second = recoveries(job, 0, fired, lines, [(now_s + 1, "a"), (now_s + 3, "b"), (now_s + 9, "c")])
+    assert (first.others_s, first.said) == (3.0, ["b"])
+    assert (second.others_s, second.said) == (0.0, ["c"]), "worker 2's step of 2 s had ended"
+    assert first.words == "sigkill of worker 1 at its step 7: the others' longest step took 3.00 s more than usual"
 
 
 def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
