@@ -57,14 +57,37 @@ def section(report: Report) -> str:
         overhead_us = report.overhead_us_per_bucket["offbeat"]
         parts.append(f"\noffbeat costs {overhead_us:.0f} microseconds per bucket more than ddp.\n")
     parts.append(_beside_ring(report))
-    notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:9]))
+    notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:10]))
     parts += [f"\nData: {note}.\n" for note in notes]
     parts.append(f"\n![{report.name}]({report.name}.png)\n\n{_table(report)}\n")
+    parts.append(_recoveries(report))
     parts.append(
         f"`{report.command}`, {report.date}, {hardware}, torch {report.versions['torch']}. "
         f"[Raw records]({report.name}.json), [scenario](../scenarios/{report.name}.toml).\n"
     )
     return "".join(parts)
+
+
+def _recoveries(report: Report) -> str:
+    """What each fault cost each row."""
+    if not report.recoveries:
+        return ""
+    rows = [
+        [
+            one.row,
+            one.fault,
+            *(_seconds(one.others_s), _seconds(one.back_s)),
+            "" if one.redone_steps is None else str(one.redone_steps),
+            " ".join(one.said),
+        ]
+        for one in report.recoveries
+    ]
+    headings = ["row", "fault", "others, s", "back, s", "steps redone", "what the job said"]
+    return f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def wire(path: Path) -> str:

@@ -35,6 +35,8 @@ connection."""
 Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
 """Somebody dials the server who may not."""
 Target = Literal["worker", "server", "coordinator"]
+Part = Literal["a server", "room for newcomers", "others that go on"]
+"""What a job may have, and some faults take: see `Fault.takes`."""
 AGE = 5
 FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASKED"
 """Variables: the faults of all workers as JSON; the file where each is written down before it strikes; and, where links
@@ -73,9 +75,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{self.kind} of the {self.target}{long} at step {self.step} of worker {self.worker}"
 
     @property
-    def needs_server(self) -> bool:
-        """Whether it can strike only where a server holds the parameters."""
-        return self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger), "join")
+    def takes(self) -> Part | None:
+        """What a job must have for it to strike there, and for the job to go on; None if any will do."""
+        if self.ends:
+            return "others that go on"
+        if self.kind == "join":
+            return "room for newcomers"
+        if self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger)):
+            return "a server"
+        return None
 
     @property
     def ends(self) -> bool:

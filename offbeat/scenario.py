@@ -39,7 +39,7 @@ from offbeat.errors import ScenarioError
 from offbeat.fault import Fault
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 
-System = Literal["offbeat", "ddp", "ddp+bf16", "ddp+powersgd"]
+System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
 MAX_IMPAIRED_MBPS = 100.0
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -54,6 +54,7 @@ _LATER: list[tuple[str, Any]] = [
     ("jitter", 0.0),
     ("fixed", 0.0),
     ("better", "higher"),
+    ("save_every", None),
 ]
 
 
@@ -185,11 +186,16 @@ class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
 
 
 class Row(_Table, frozen=True, kw_only=True):
-    """One system to measure. `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out."""
+    """One system to measure.
+
+    `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out. `save_every` (ddp+restarts
+    only) is the steps between two snapshots.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=40, description="of 1 to 40 characters")]
     system: System
     plan: dict[str, Any] | str | None = None
+    save_every: Positive | None = None
 
 
 class Rounds(_Table, frozen=True, kw_only=True):
@@ -372,10 +378,24 @@ class Scenario(_Table, frozen=True, kw_only=True):
                     f"Cannot give a plan to {row.system}: only offbeat takes one. "
                     f'Remove the plan or use system = "offbeat" (row[{index}].plan).'
                 )
+            self._check_restarts(row, f"row[{index}]")
         if self.run.baseline not in names:
             raise ScenarioError(
                 f"Cannot compare with {self.run.baseline!r}: no row has that name{_nearest(self.run.baseline, names)}. "
                 "Name one of the rows (run.baseline)."
+            )
+
+    def _check_restarts(self, row: Row, path: str) -> None:
+        is_restarted = row.system == "ddp+restarts"
+        if row.save_every is not None and not is_restarted:
+            raise ScenarioError(
+                f"Cannot have {row.system} save every {row.save_every} steps: only ddp+restarts goes on from what it "
+                f'saved. Remove the key or use system = "ddp+restarts" ({path}.save_every).'
+            )
+        if is_restarted and isinstance(self.workload, Replay):
+            raise ScenarioError(
+                "Cannot start a replay again: it has nothing to save, so it would begin anew. Use a script, with "
+                f"offbeat.lab.snapshots, or another system ({path}.system)."
             )
 
 

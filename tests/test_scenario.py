@@ -138,6 +138,12 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
         ('system = "ddp"', 'system = "pdp"', "Unknown system 'pdp' (did you mean 'ddp'?).* (row[0].system)."),
         ('"replay"', '"play"', "Unknown kind 'play' (did you mean 'replay'?).* (workload.kind)."),
         # Work and rows that cannot be measured.
+        (
+            'system = "ddp"',
+            'system = "ddp"\nsave_every = 5',
+            "Cannot have ddp save every 5 steps: .* (row[0].save_every).",
+        ),
+        ('system = "ddp"', 'system = "ddp+restarts"', "Cannot start a replay again: .* (row[0].system)."),
         ('profile = "resnet50"', "", "Cannot replay nothing: give profile .* (workload.profile)."),
         (
             "scale = 0.01",

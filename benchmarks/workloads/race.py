@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat.lab.peers import bind
-from offbeat.lab.recorder import Recorder, Work, alone_s
+from offbeat.lab.recorder import Recorder, Work, alone_s, begun
+from offbeat.lab.snapshots import Snapshots
 from offbeat.luck import Straggler
 
 if TYPE_CHECKING:
@@ -56,19 +57,26 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model, twin = task.model, copy.deepcopy(task.model)
     least_s = asked.compute_s * work.compute_factor
-    compute_s = max(least_s, _alone_s(task, twin, optimizer, asked.batch))
+    # Who is started again does not measure that once more: the job is waiting.
+    began = begun()
+    compute_s = max(least_s, _alone_s(task, twin, optimizer, asked.batch)) if began is None else began.compute_s
     bound = bind(work.system, model, optimizer(model.parameters()), bucket_bytes=work.bucket_bytes)
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work)
+    kept = Snapshots(model, bound.optimizer, work)
+    done = kept.load()
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work, done=done)
     recorder.note(task.note)
     straggler = Straggler(work.straggle, rank)
     # Who has joined later has a rank beyond those of the beginning, and is alone in its own.
     share = shares(task.samples, batch=asked.batch, rank=rank % world, world=world)
     # Where a server holds the parameters, backward waits for nobody.
     waits = bound.run is None or not bound.run.plan.fabric.offers.served
-    backward_s = _backward_s(task, twin, asked.batch) if waits and least_s else 0.0
+    tries = 15 if began is None else 3
+    backward_s = _backward_s(task, twin, asked.batch, tries) if waits and least_s else 0.0
     snapshots = []
-    for index in range(work.warmup_steps + work.steps):
+    for _ in range(done):
+        next(share)
+    for index in range(done, work.warmup_steps + work.steps):
         # Many workers on few cores: each computes for as long as a machine of its own would. What is waited for others
         # in backward is no computing, so there the rest of the time comes before it.
         began_s = time.perf_counter()
@@ -82,6 +90,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(asked.batch)
+        kept.save(index + 1)
         # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
         if rank == 0 and (index + 1) % asked.every == 0:
             snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
@@ -106,7 +115,7 @@ def shares(samples: int, *, batch: int, rank: int, world: int) -> Iterator[torch
             yield order[start + rank * batch : start + (rank + 1) * batch]
 
 
-def _backward_s(task: Task, twin: torch.nn.Module, batch: int, tries: int = 15) -> float:
+def _backward_s(task: Task, twin: torch.nn.Module, batch: int, tries: int) -> float:
     """Median seconds of a backward that communicates with nobody, while the other workers are in theirs."""
     times = []
     for _ in range(tries):

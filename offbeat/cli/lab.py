@@ -180,6 +180,8 @@ def _show_table(report: Report) -> None:
     console.print(shown, crop=False)
     if left_out:
         typer.echo(f"left out to fit the terminal: {', '.join(reversed(left_out))}")
+    for cost in report.recoveries:
+        typer.echo(f"{cost.row}: {cost.words}")
     if report.rows[0].repeats < _LEAST_REPEATS:
         return
     for name, overhead_us in report.overhead_us_per_bucket.items():

@@ -2,7 +2,8 @@
 
     enter.py PARENT_PID NAMESPACE PROGRAM [ARGS]
 
-`NAMESPACE` may be `-`: stay where we are. Started by its path, without the package, so that it costs milliseconds.
+`NAMESPACE` may be `-`: stay where we are. So may `PARENT_PID`: whoever starts it. Started by its path, without the
+package, so that it costs milliseconds.
 The kernel sends SIGKILL when the parent dies (PR_SET_PDEATHSIG), which no crash of the lab can forget to do.
 """
 
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "Cannot tie this process to its parent (PR_SET_PDEATHSIG)")
-    if os.getppid() != int(parent):
+    if parent != "-" and os.getppid() != int(parent):
         # The parent died before the line above: no signal will ever come.
         sys.exit(f"the parent {parent} is gone")
     if namespace != "-":

@@ -11,13 +11,13 @@ import tomli_w
 
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.lab import programs
-from offbeat.lab.recorder import WORK, Work
+from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.fault import Fault
+    from offbeat.fault import Fault, Part
     from offbeat.lab.launch import Place
     from offbeat.sync import Policy
 
@@ -25,8 +25,11 @@ _ROUNDING = 1e-5
 """Largest error of a mean of standard-normal float32 numbers."""
 _ROUNDING_16_BIT = 0.1
 """The same with 8 bits of precision, summed in that type by up to a few dozen workers."""
+SAVE_EVERY = 10
+"""Steps between two snapshots, where a row does not say."""
 _PEERS: dict[str, tuple[str, float | None]] = {
     "ddp": ("DistributedDataParallel", _ROUNDING),
+    "ddp+restarts": ("DistributedDataParallel under torchrun, which starts all again from a snapshot", _ROUNDING),
     "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT),
     "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None),
 }
@@ -43,6 +46,7 @@ class Job:
     toml: str
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
+    elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
     together: bool = True  # whether one update takes the contributions of all workers
     tuned: bool = False  # whether its batches follow the machines
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
@@ -62,9 +66,31 @@ class Job:
         return self._faulty(str(script), *workload.args) or programs.script(script, *workload.args)
 
     @property
+    def parts(self) -> set[Part]:
+        """What this row has of all that a fault may take."""
+        if self.served:
+            return {"a server", "room for newcomers", "others that go on"}
+        return {"others that go on"} if self.elastic or self.restarts else set()
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its workers are started again, all of them, when one ends."""
+        return self.row.system == "ddp+restarts"
+
+    @property
     def faults(self) -> list[Fault]:
-        """Those that can strike this row and be outlived: others need a server."""
-        return [fault for fault in self.scenario.fault if self.served or not (fault.needs_server or fault.ends)]
+        """Those that strike this row: it has what they take."""
+        return [fault for fault in self.scenario.fault if self.lacks(fault) is None]
+
+    def lacks(self, fault: Fault) -> str | None:
+        """What this fault takes and this row has not, so that it is left out; None if it strikes."""
+        if fault.takes is not None and fault.takes not in self.parts:
+            return fault.takes
+        if not self.restarts:
+            return None
+        # Whoever is started again counts its steps anew, so a second fault would strike at another step than elsewhere.
+        kills = [one for one in self.scenario.fault if one.kind == "sigkill" and one.target == "worker"]
+        return None if fault in kills[:1] else "workers that are not started again"
 
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""
@@ -76,6 +102,8 @@ class Job:
         own: dict[str, str] = {"OFFBEAT_LAB_SYSTEM": self.row.system}
         if self.row.system == "offbeat":
             own |= {"OFFBEAT_PLAN": self.toml, "OFFBEAT_RUN_DIR": str(run_dir)}
+        if self.restarts:
+            own |= {SNAPSHOT: str(run_dir.with_name("snapshot.pt"))}
         return own
 
     def each(self, places: Sequence[Place]) -> list[dict[str, str]]:
@@ -98,6 +126,7 @@ class Job:
             tolerance=self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
             straggle=self.scenario.straggle,
+            save_every=(self.row.save_every or SAVE_EVERY) if self.restarts else None,
         )
 
 
@@ -124,9 +153,12 @@ def find(name: str, folder: Path) -> Path | None:
 def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
     if row.system != "offbeat":
         plan, tolerance = _PEERS[row.system]
+        if row.system == "ddp+restarts":
+            plan += f" of every {row.save_every or SAVE_EVERY} steps"
         return Job(row, scenario, folder, plan, "", tolerance)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense
+    from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 
     try:
@@ -152,8 +184,9 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         made.to_toml(),
         tolerance,
         served,
-        made.sync.replicated,
-        made.tuning is not None,
+        elastic=isinstance(made.fabric, Elastic),
+        together=made.sync.replicated,
+        tuned=made.tuning is not None,
         sends_each_gradient=each and not served and made.tuning is None,
     )
 

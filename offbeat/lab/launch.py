@@ -145,6 +145,7 @@ class Workers:
         environment: variables for all of them, beside those of torchrun.
         each: variables for one rank each, in order of rank.
         lab: the lab's identity, which marks its processes; None outside of namespaces.
+        are_restarted: by torchrun, all of them, when one ends otherwise than well.
 
     Start them from the main thread: the kernel ties a worker to the thread that started it.
     """
@@ -158,6 +159,7 @@ class Workers:
         environment: Mapping[str, str],
         each: Sequence[Mapping[str, str]],
         lab: str | None = None,
+        are_restarted: bool = False,
     ) -> None:
         self.places = list(places)
         self.folder = folder
@@ -177,9 +179,15 @@ class Workers:
         }
         try:
             for rank, (place, own) in enumerate(zip(self.places, each, strict=True)):
+                program = command
+                if are_restarted:
+                    store = f"{self.places[0].address}:{port}"
+                    program = programs.under_torchrun(
+                        command, nodes=len(self.places), address=place.address, store=store, is_first=rank == 0
+                    )
                 self._processes.append(
                     self._start(
-                        programs.entered(place.namespace, command),
+                        programs.entered(place.namespace, program),
                         self.log(rank),
                         {
                             **together,

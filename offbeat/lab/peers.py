@@ -58,7 +58,7 @@ def bind(
     """Hand `model` to a system. Collective: every worker calls it.
 
     Args:
-        system: "offbeat" (with the plan in the environment), "ddp", "ddp+bf16" or "ddp+powersgd".
+        system: "offbeat" (with the plan in the environment), "ddp", "ddp+restarts", "ddp+bf16" or "ddp+powersgd".
         bucket_bytes: DDP's bucket size; None is its default. offbeat's stands in its plan.
         loader: a `DataLoader` that is prepared if the plan tunes batches.
 
@@ -74,7 +74,7 @@ def bind(
             return Bound(replica, optimizer, run, resources, loader)
         replica, optimizer = run.prepare(model, optimizer)
         return Bound(replica, optimizer, run, resources)
-    hooks = {"ddp": None, "ddp+bf16": _cast_to_bf16, "ddp+powersgd": _powersgd}
+    hooks = {"ddp": None, "ddp+restarts": None, "ddp+bf16": _cast_to_bf16, "ddp+powersgd": _powersgd}
     if system not in hooks:
         raise ScenarioError(f"Unknown system {system!r}. Use offbeat or one of {', '.join(hooks)} (row.system).")
     dist.init_process_group("gloo")

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+RESTARTS = 3
+"""How often torchrun starts all workers again."""
 _ENTER = Path(__file__).resolve().with_name("enter.py")
 
 
@@ -28,6 +30,22 @@ def entered(namespace: str | None, command: Sequence[str]) -> list[str]:
     """The command that runs `command` in a network namespace (None: here), ended by the kernel when we end."""
     # -S -I: nothing but the standard library is needed to enter, and start-up is what a row of runs waits for.
     return [sys.executable, "-S", "-I", str(_ENTER), str(os.getpid()), namespace or "-", *command]
+
+
+def under_torchrun(command: Sequence[str], *, nodes: int, address: str, store: str, is_first: bool) -> list[str]:
+    """The command of one host's agent, which starts `command` again, with those of all others, when one of them ends.
+
+    Args:
+        nodes: hosts, each with one worker and one agent.
+        address: of this host.
+        store: address and port where the agents meet, at the first host.
+        is_first: whether this is that host.
+    """
+    agent = module("torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1")
+    agent += ["--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d", "--rdzv-id", "lab", "--rdzv-endpoint", store]
+    agent += ["--rdzv-conf", f"is_host={int(is_first)}", "--local-addr", address]
+    # The agent gives its worker a session of its own, which nobody would end if the agent is killed.
+    return [*agent, "--no-python", sys.executable, "-S", "-I", str(_ENTER), "-", "-", *command]
 
 
 def environment() -> dict[str, str]:

@@ -25,10 +25,11 @@ from offbeat.scenario import Replay, Straggle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from io import BufferedWriter
+    from io import FileIO
 
 RESULT = "OFFBEAT_LAB_RESULT"
 WORK = "OFFBEAT_LAB_WORK"
+SNAPSHOT = "OFFBEAT_LAB_SNAPSHOT"
 _TCP_INFO_BYTES_SENT = slice(200, 208)
 """Where `tcpi_bytes_sent` stands in `struct tcp_info` (Linux 4.19 and later)."""
 
@@ -46,6 +47,8 @@ class Work(msgspec.Struct, frozen=True):
     """Largest absolute error of a summed standard-normal gradient element; None: the system is lossy by design."""
     replay: Replay | None = None
     straggle: Straggle | None = None
+    save_every: int | None = None
+    """Steps between two snapshots, for `offbeat.lab.snapshots`; None: it keeps none."""
 
     @classmethod
     def from_environment(cls) -> Work:
@@ -53,12 +56,26 @@ class Work(msgspec.Struct, frozen=True):
         return msgspec.json.decode(os.environ.get(WORK, "{}"), type=cls)
 
 
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """Training began at `time_s`, or went on there, after `done` steps, when the worker had been started again."""
+
+    done: int
+    time_s: float
+    compute_s: float
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """One measured step: its time, and what of it was not computation."""
+    """One measured step: its time, what of it was not computation, its samples, and when it ended.
+
+    Moments here and in the other lines are of the clock that all processes of a machine share. After a restart the same
+    step may come again.
+    """
 
     step: int
     step_s: float
     wait_s: float
+    samples: int = 0
+    end_s: float = 0.0
 
 
 class Metric(msgspec.Struct, frozen=True, tag="metric"):
@@ -73,7 +90,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """The worker's totals over the measured steps; `digest` is that of the last gradient, or of the parameters:
     equal on all replicas.
 
-    `span_s` is when those steps began and ended, by the clock that all processes of a machine share.
+    `span_s` is when those steps began and ended. Where a worker was started again, `bytes_sent` is what it sent since.
     """
 
     bytes_sent: int
@@ -91,25 +108,37 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     text: str
 
 
-Line = Step | Metric | End | Note
+Line = Begun | Step | Metric | End | Note
 
 
 class Recorder:
-    """Measures one worker. `compute_s` is what a step would take without any communication."""
+    """Measures one worker.
 
-    def __init__(self, *, compute_s: float, gradient_bytes: int, work: Work | None = None) -> None:
+    Args:
+        compute_s: what a step would take without any communication.
+        gradient_bytes: of one step.
+        work: what the lab asked for; None to look it up.
+        done: steps that were taken already, by this worker before it was started again.
+    """
+
+    def __init__(self, *, compute_s: float, gradient_bytes: int, work: Work | None = None, done: int = 0) -> None:
         self.work = work or Work.from_environment()
         self._compute_s = compute_s
         self._gradient_bytes = gradient_bytes
-        self._file: BufferedWriter | None = None
+        self._file: FileIO | None = None
+        earlier = _earlier()
         if path := os.environ.get(RESULT):
-            self._file = Path(path).open("wb")  # noqa: SIM115 - closed by finish()
-        self._done = 0
+            # Unbuffered: who is killed has said what it did.
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by finish()
+        self._done = done
         self._samples = 0
         self._sent_bytes = 0
         self._paused_s = 0.0
         self._span_s = [0.0, 0.0]
         self._start_s = self._mark_s = time.perf_counter()
+        if earlier:
+            self._go_on(earlier)
+        self._write(Begun(done, self._mark_s, compute_s))
 
     def step(self, samples: int) -> None:
         """A step with `samples` samples ended now; the next one starts now."""
@@ -118,11 +147,12 @@ class Recorder:
         self._done += 1
         if 0 <= index < self.work.steps:
             step_s = now_s - self._mark_s
-            self._write(Step(index, round(step_s, 6), round(max(0.0, step_s - self._compute_s), 6)))
+            wait_s = max(0.0, step_s - self._compute_s)
+            self._write(Step(index, round(step_s, 6), round(wait_s, 6), samples, round(now_s, 6)))
             self._samples += samples
         if index + 1 == 0:
             self._sent_bytes = -sent_bytes()
-            self._span_s[0] = now_s
+            self._span_s[0] = self._span_s[0] or now_s
         elif index + 1 == self.work.steps:
             self._sent_bytes += sent_bytes()
             self._span_s[1] = now_s
@@ -161,6 +191,20 @@ class Recorder:
         if self._file is not None:
             self._file.close()
 
+    def _go_on(self, earlier: list[Line]) -> None:
+        """After a restart: what was measured before counts, but for steps that are done again."""
+        measured = {line.step: line for line in reversed(earlier) if isinstance(line, Step)}  # as it was done first
+        saved = self._done - self.work.warmup_steps
+        self._start_s = next((line.time_s for line in earlier if isinstance(line, Begun)), self._start_s)
+        self._samples = sum(line.samples for line in measured.values() if line.step < saved)
+        if measured:
+            first = measured[min(measured)]
+            self._span_s[0] = first.end_s - first.step_s
+        elif saved >= 0:
+            self._span_s[0] = self._mark_s
+        if saved >= 0:
+            self._sent_bytes = -sent_bytes()
+
     def _resume(self, since_s: float) -> None:
         self._mark_s = time.perf_counter()
         self._paused_s += self._mark_s - since_s
@@ -168,6 +212,16 @@ class Recorder:
     def _write(self, line: Line) -> None:
         if self._file is not None:
             self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def begun() -> Begun | None:
+    """How this worker began, if it was started again since."""
+    return next((line for line in _earlier() if isinstance(line, Begun)), None)
+
+
+def _earlier() -> list[Line]:
+    path = os.environ.get(RESULT)
+    return [] if path is None else read(Path(path))
 
 
 def alone_s(step: Callable[[], object], tries: int = 15) -> float:

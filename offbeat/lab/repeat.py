@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from offbeat.scenario import Scenario, Script
 
 if TYPE_CHECKING:
-    from offbeat.lab.results import Raw, Report
+    from offbeat.lab.results import Raw, Recovery, Report
     from offbeat.lab.sampler import Traffic
     from offbeat.scenario import Replay
 
@@ -36,6 +36,7 @@ class Repeat:
     buckets: int = 0
     staleness: list[int] = field(default_factory=list)
     link: Traffic | None = None
+    recoveries: list[Recovery] = field(default_factory=list)
 
     @property
     def seconds_per_step(self) -> float:

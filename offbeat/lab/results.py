@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.recorder import End, Metric, Note, Step
+from offbeat.lab.recorder import Begun, End, Metric, Note, Step
 from offbeat.sim import Prediction
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
         Raises:
             ScenarioError: if it did not finish.
         """
-        steps = [line for line in lines if isinstance(line, Step)]
+        steps = _once(lines)
         end = lines[-1] if lines else None
         if not isinstance(end, End) or not steps:
             raise ScenarioError(
@@ -138,6 +138,26 @@ class Raw(_Strict, frozen=True, kw_only=True):
         )
 
 
+def _once(lines: Sequence[Line]) -> list[Step]:
+    """Each measured step once, in order.
+
+    After a restart, steps that are done again count for nothing, and the first new one began when the last one before
+    had ended: so all the time that was lost is in it.
+    """
+    kept: list[Step] = []
+    is_restarted = False
+    for line in lines:
+        if isinstance(line, Begun):
+            is_restarted = bool(kept)
+        elif isinstance(line, Step) and line.step == len(kept):
+            if is_restarted:
+                lost_s = line.end_s - line.step_s - kept[-1].end_s
+                line = msgspec.structs.replace(line, step_s=line.step_s + lost_s, wait_s=line.wait_s + lost_s)
+            kept.append(line)
+            is_restarted = False
+    return kept
+
+
 class LinkUse(_Strict, frozen=True, kw_only=True):
     """What one row made of one link: the server's, or that of rank 0's host where the row has no server.
 
@@ -158,13 +178,46 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
     idle_share: Amount
 
 
+class Recovery(_Strict, frozen=True, kw_only=True):
+    """What one fault cost, in one repeat of one row, until the next one struck or the row ended.
+
+    * `others_s` - of the steps that the workers it did not strike ended in that time, the longest, less that worker's
+      median step; the largest of these. None where all are started again, or no step was measured.
+    * `back_s` - where all are started again: from the moment it struck until every worker had done the step at which it
+      struck.
+    * `redone_steps` - where all are started again: steps that a worker had done and did once more; the most of any.
+    * `said` - what the job said of itself in that time, such as what a restarted server has lost.
+    """
+
+    row: str
+    repeat: Count
+    fault: str
+    others_s: Amount | None = None
+    back_s: Amount | None = None
+    redone_steps: Count | None = None
+    said: list[str] = []
+
+    @property
+    def words(self) -> str:
+        """What it cost, for people."""
+        told = []
+        if self.others_s is not None:
+            told.append(f"the others' longest step took {self.others_s:.2f} s more than usual")
+        if self.back_s is not None:
+            told.append(f"all were back at that step after {self.back_s:.2f} s")
+        if self.redone_steps is not None:
+            told.append(f"{self.redone_steps} step{'' if self.redone_steps == 1 else 's'} had to be done again")
+        return f"{self.fault}: {', '.join(told) or 'nothing was measured after it'}"
+
+
 class Report(_Strict, frozen=True, kw_only=True):
     """A result file. `scenario` is its text and `digest` that of its meaning.
 
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
-    where the scenario has a server. `simulated` is what `offbeat.sim` says of the rows that it models.
+    where the scenario has a server. `recoveries` say what each fault cost, and `simulated` what `offbeat.sim` says of
+    the rows that it models.
     """
 
     format: int = FORMAT
@@ -183,6 +236,7 @@ class Report(_Strict, frozen=True, kw_only=True):
     bounds: dict[str, str] = {}
     links: list[LinkUse] = []
     simulated: list[Prediction] = []
+    recoveries: list[Recovery] = []
 
 
 def write(report: Report, path: Path) -> None:

@@ -20,6 +20,7 @@ from offbeat.lab.emulated import law_of
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.recovery import recoveries
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
 from offbeat.lab.strikes import Strikes
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from offbeat.scenario import Replay, Scenario, Script
 
 _MAX_EVENTS = 20
+_OF_NO_FAULT = ("stall", "pace")
+"""What a job tells without being asked whether anything was lost."""
 _SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
 
 
@@ -44,6 +47,7 @@ class _Told(msgspec.Struct):
     text: str = ""
     buckets: list[msgspec.Raw] = []
     staleness: int = 0
+    time_s: float = 0.0
 
 
 def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Callable[[str, int], None]) -> Report:
@@ -96,7 +100,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         ScenarioError: if a worker measured nothing, or a fault never fired.
         DisagreementError: if the replicas are not equal at the end.
     """
-    strikes = Strikes(job.faults, folder, job.scenario, network)
+    strikes = Strikes(job, folder, network)
     environment = job.environment(folder / "run") | strikes.environment
     lab = None if network is None else network.lab
     names = {host.name for host in job.scenario.workers.hosts}
@@ -109,7 +113,13 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
             environment |= resources.enter_context(shards).environment
         workers = resources.enter_context(
             launch.Workers(
-                job.command, places=places, folder=folder, environment=environment, each=job.each(places), lab=lab
+                job.command,
+                places=places,
+                folder=folder,
+                environment=environment,
+                each=job.each(places),
+                lab=lab,
+                are_restarted=job.restarts,
             )
         )
         watched = (servers if job.served else places)[0] if servers else None
@@ -144,7 +154,9 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
     events = strikes.events(begin_s) + events  # first, as a result keeps only so many
     link = None if watch is None else watch.between(begin_s, end_s)
-    return Repeat(measured, events, buckets, staleness, link)
+    lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
+    costs = recoveries(job, index, strikes.fired, lines, lasting)
+    return Repeat(measured, events, buckets, staleness, link, costs)
 
 
 def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:
@@ -179,7 +191,7 @@ def _report(
     for job in rows:
         runs = repeats[job.row.name]
         # Only where both send the same, along the same ways, is the difference the system's own.
-        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient:
+        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient and not job.faults:
             pairs = zip(runs, baseline, strict=True)
             more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)
@@ -197,6 +209,7 @@ def _report(
         rows=[_record(job, repeats[job.row.name], baseline, everything) for job in rows],
         raw=everything,
         bounds={job.row.name: _limit(job, everything)[1] for job in rows},
+        recoveries=[cost for job in rows for one in repeats[job.row.name] for cost in one.recoveries],
         links=[use for job in rows if (use := _link_use(job, repeats[job.row.name])) is not None],
     )
 

@@ -21,8 +21,8 @@ from offbeat.lab.emulator import Law
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from offbeat.lab.jobs import Job
     from offbeat.lab.network import Network
-    from offbeat.scenario import Scenario
 
 _LOOK_S = 0.01
 _LOSS = 0.05
@@ -32,16 +32,15 @@ class Strikes:
     """Those of one run; use it as a context manager around the workers.
 
     Args:
-        faults: that strike this row.
+        job: the row they strike.
         folder: for what is written down.
-        scenario: they are of.
         network: whose links they strike; None on loopback, where workers do that to their own.
     """
 
-    def __init__(self, faults: list[Fault], folder: Path, scenario: Scenario, network: Network | None) -> None:
-        self.faults = faults
+    def __init__(self, job: Job, folder: Path, network: Network | None) -> None:
+        self.faults = job.faults
         self._log, self._asked = folder / "faults.log", folder / "faults.asked"
-        self._scenario, self._network = scenario, network
+        self._job, self._scenario, self._network = job, job.scenario, network
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
         self._mending: list[tuple[float, str]] = []  # when, and whose link
@@ -57,7 +56,12 @@ class Strikes:
     @property
     def struck(self) -> set[int]:
         """Ranks that are not to come to the end."""
-        return {fault.worker for fault in self.faults if fault.ends}
+        return {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
+
+    @property
+    def fired(self) -> list[Fired]:
+        """What has struck so far, in order of time."""
+        return read_fired(self._log)
 
     def events(self, begin_s: float) -> list[str]:
         """What struck, and when.
@@ -74,12 +78,12 @@ class Strikes:
                 "does not come to that step, or what is to be struck is not there (fault.step)."
             )
         offset_s = time.time() - time.perf_counter() + begin_s
-        left_out = [fault for fault in self._scenario.fault if fault not in self.faults]
+        lacking = [(fault, self._job.lacks(fault)) for fault in self._scenario.fault]
         return [
-            *(f"left out: {fault.words}, which takes a server to be struck, or to be outlived" for fault in left_out),
+            *(f"left out: {fault.words}, which takes {what}" for fault, what in lacking if what is not None),
             *(
                 f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
-                for one in read_fired(self._log)
+                for one in self.fired
             ),
         ]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +14,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from offbeat.errors import ScenarioError
-from offbeat.fault import Fault
+from offbeat.fault import Fault, Fired
 from offbeat.lab import launch, plots, results, rounds
 from offbeat.lab.courses import draw_courses, steps_per_s
 from offbeat.lab.emulator import Direction, Law
 from offbeat.lab.jobs import jobs
 from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.recorder import Step
+from offbeat.lab.recovery import recoveries
 from offbeat.lab.results import Raw
 from offbeat.lab.strikes import Strikes
 from offbeat.scenario import Scenario
 from tests.lab.rights import needs_root
 
 if TYPE_CHECKING:
+    from offbeat.lab.recorder import Line
     from offbeat.lab.repeat import Repeat
 
 # Six steps of the smallest model.
@@ -31,16 +36,20 @@ SCRIPT = """
 import torch
 from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work
+from offbeat.lab.snapshots import Snapshots
 work = Work.from_environment()
 model = torch.nn.Linear(8, 1)
 torch.nn.init.zeros_(model.weight)
 bound = bind(work.system, model, torch.optim.SGD(model.parameters(), lr=0.01))
-recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work)
-for step in range(work.warmup_steps + work.steps):
+kept = Snapshots(model, bound.optimizer, work)
+done = kept.load()
+recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work, done=done)
+for step in range(done, work.warmup_steps + work.steps):
     bound.model(torch.ones(4, 8)).sum().backward()
     bound.optimizer.step()
     bound.optimizer.zero_grad()
     recorder.step(4)
+    kept.save(step + 1)
 if bound.run is not None:
     bound.run.settle()
 recorder.finish(digest=str(model.weight.tolist()))
@@ -67,6 +76,14 @@ system = "ddp"
 name = "server"
 system = "offbeat"
 plan = { sync = { kind = "ASP" }, fabric = { kind = "ParameterServer" } }
+[[row]]
+name = "elastic"
+system = "offbeat"
+plan = { fabric = { kind = "Elastic" } }
+[[row]]
+name = "restarts"
+system = "ddp+restarts"
+save_every = 5
 """
 
 
@@ -108,9 +125,68 @@ def test_who_is_killed_is_missed_by_nobody_and_a_server_comes_back(tmp_path: Pat
     assert any("The parameter server was restarted" in event for event in done.events)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
+    """The server's faults and newcomers are left out, and it is said what they take."""
+    left_out: list[dict[str, Any]] = [{"kind": "sigkill", "target": "server"}, {"kind": "join", "worker": 0}]
+    done = run(tmp_path, 2, {"kind": "sigkill"}, *left_out)
+    assert [worker.rank for worker in done.workers] == [0]
+    assert len(done.workers[0].step_s) == 20
+    assert done.events[:2] == [
+        "left out: sigkill of the server at step 5 of worker 1, which takes a server",
+        "left out: join of worker 0 at its step 5, which takes room for newcomers",
+    ]
+    assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
+    (cost,) = done.recoveries
+    assert cost.fault == "sigkill of worker 1 at its step 5"
+    assert cost.others_s == pytest.approx(max(done.workers[0].step_s), rel=0.2), "usual ones take milliseconds"
+    assert cost.others_s < 1.5
+    assert any("rank 1" in text for text in cost.said), cost.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_torchrun_starts_all_again_and_no_time_is_hidden(tmp_path: Path) -> None:
+    """Killed at step 7, with a snapshot of 5 steps: the sum is that of 23 steps, the two between are done again."""
+    done = run(tmp_path, 3, {"kind": "sigkill", "step": 7}, {"kind": "sigstop", "step": 8})
+    assert done.events[0] == (
+        "left out: sigstop of worker 1 for 1 s at its step 8, which takes workers that are not started again"
+    )
+    for worker in done.workers:
+        assert len(worker.step_s) == 20
+        assert worker.samples == 80
+        assert json.loads(worker.digest)[0] == pytest.approx([-0.01 * 4 * 23] * 8, abs=1e-6)
+        assert max(worker.step_s) > 1, "a start of Python and torch takes longer"
+    (cost,) = done.recoveries
+    assert cost.redone_steps in (2, 3), "the other one may have done the step at which it struck"
+    assert cost.back_s is not None
+    assert cost.back_s > 1
+    assert cost.others_s is None
+
+
+def test_what_a_fault_cost_is_what_the_others_waited_longer() -> None:
+    """Steps of 1 s; the first fault makes one of them 4 s long, the second none; the struck worker counts for nothing."""
+    now_s, clock_s = time.time(), time.perf_counter()
+    kill, stop = (Fault(worker=1, step=7, kind="sigkill"), Fault(worker=0, step=9, kind="sigstop"))
+    fired = [Fired(number=0, fault=kill, time_s=now_s + 2.5), Fired(number=1, fault=stop, time_s=now_s + 8.5)]
+    took_s = {0: [1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 9.0], 1: [1.0, 1.0, 5.0], 2: [1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0]}
+    lines: list[list[Line]] = [
+        [Step(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)]
+        for own in took_s.values()
+    ]
+    job = jobs(Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("work.py", __file__)), Path())[0]
+    first, second = recoveries(job, 0, fired, lines, [(now_s + 1, "a"), (now_s + 3, "b"), (now_s + 9, "c")])
+    assert (first.others_s, first.said) == (3.0, ["b"])
+    assert (second.others_s, second.said) == (0.0, ["c"]), "worker 2's step of 2 s had ended"
+    assert first.words == "sigkill of worker 1 at its step 7: the others' longest step took 3.00 s more than usual"
+
+
 def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
     fault = Fault(worker=1, step=5, kind="gil")
-    strikes = Strikes([fault], tmp_path, Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), None)
+    (tmp_path / "work.py").write_text(SCRIPT)
+    scenario = msgspec.structs.replace(Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), fault=[fault])
+    strikes = Strikes(jobs(scenario, tmp_path)[0], tmp_path, None)
     with pytest.raises(ScenarioError, match="Cannot tell what gil of worker 1 for 1 s at its step 5 does: it never"):
         strikes.events(0.0)
 

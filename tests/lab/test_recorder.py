@@ -34,7 +34,8 @@ def test_only_measured_steps_count(result: Path, monkeypatch: pytest.MonkeyPatch
         time.sleep(0.01)
         own.step(samples=8)
     own.finish(digest="d", gradient_error=0.5)
-    *steps, end = recorder.read(result)
+    begun, *steps, end = recorder.read(result)
+    assert isinstance(begun, recorder.Begun)
     assert [step.step for step in steps if isinstance(step, Step)] == [0, 1, 2]
     for step in steps:
         assert isinstance(step, Step)

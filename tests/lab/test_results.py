@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.errors import ScenarioError
 from offbeat.lab import plots, results, rounds
-from offbeat.lab.recorder import End, Line, Metric, Note, Step
+from offbeat.lab.recorder import Begun, End, Line, Metric, Note, Step
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import Raw, Record, Report, Spread
 from offbeat.scenario import Scenario
@@ -221,6 +221,24 @@ def test_lines_become_a_record() -> None:
     made = Raw.from_lines(lines, row="ddp", repeat=2, rank=1, host="h1")
     assert (made.step_s, made.wait_s, made.metrics, made.notes) == ([1.0, 2.0], [0.25, 0.5], [(2.5, 0.9)], ["n"])
     assert (made.bytes_sent, made.samples, made.gradient_bytes, made.gradient_error) == (7, 16, 40, 0.1)
+
+
+def test_a_step_that_is_done_again_counts_once_and_hides_no_time() -> None:
+    """Steps 0 and 1; killed in step 2, 10 s after the beginning; started again from the end of step 0."""
+    lines: list[Line] = [
+        Begun(3, 0.0, 0.5),
+        Step(0, 1.0, 0.5, 4, 1.0),
+        Step(1, 1.0, 0.5, 4, 2.0),
+        Begun(4, 10.0, 0.5),
+        Step(1, 1.5, 1.0, 4, 11.5),
+        Step(2, 1.0, 0.5, 4, 12.5),
+        Step(3, 1.0, 0.5, 4, 13.5),
+        End(7, 16, 40, 0.5, "d", None),
+    ]
+    made = Raw.from_lines(lines, row="ddp", repeat=0, rank=0, host="h0")
+    assert made.step_s == [1.0, 1.0, 10.5, 1.0]
+    assert sum(made.step_s) == 13.5
+    assert made.wait_s == [0.5, 0.5, 10.0, 0.5]
 
 
 @pytest.mark.parametrize("metrics", [None, {"ddp": [[(1.0, 0.5), (2.0, 0.7)]] * 3, "ours": [[(1.0, 0.6)]] * 3}])
