@@ -175,6 +175,7 @@ class Workers:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **({state.MARK: lab} if lab is not None else {}),
+            **(programs.TORCHRUN if are_restarted else {}),
             **environment,
         }
         try:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parent.parent
 RESTARTS = 3
 """How often torchrun starts all workers again."""
+TORCHRUN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Else workers that are started again find the addresses of those before them in the store, and fail to connect."""
 _ENTER = Path(__file__).resolve().with_name("enter.py")
 
 

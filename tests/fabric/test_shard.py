@@ -18,7 +18,7 @@ from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.deals import Enrol
 from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.memory import bytes_of
-from offbeat.fabric.server.messages import Part, pack
+from offbeat.fabric.server.messages import Part, Whole, pack
 from offbeat.fabric.server.shard.store import Store
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server import Client
     from offbeat.fabric.server.client.exchange import Exchange
     from offbeat.fabric.server.client.place import Place
+    from offbeat.fabric.server.messages import FromShard
 
 SOON = timedelta(seconds=10)
 
@@ -325,6 +326,37 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     fast.step(torch.zeros(100))
     # Once as half a round, and once as its momentum.
     torch.testing.assert_close(before - fast.values, torch.full((100,), 0.25 * (8 + 4)))
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=str)
+def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
+    together: Callable[..., Together], policy: Policy
+) -> None:
+    """As from another shard that was stopped in between; else the others would seem to be ahead of it, and wait."""
+    job = together(policy, 2, 2)
+    (other,) = job.others
+    late: list[Whole] = []
+    tell = other._tell_chief
+
+    def tell_later(message: FromShard) -> None:
+        if isinstance(message, Whole):
+            late.append(message)
+        else:
+            tell(message)
+
+    other._tell_chief = tell_later  # type: ignore[method-assign]
+    team = workers(job)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
+        assert len(late) == 8, "word was late"
+        for message in late:
+            job.loop.call(tell, message)
+        late.clear()
+        list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
+    look = team[0].client.look()
+    assert look.wait(SOON)
+    assert [(seen.applied, seen.lead <= 1) for seen in look.scenes[0].workers] == [(5, True), (5, True)]
 
 
 @dataclass(frozen=True)

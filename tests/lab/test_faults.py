@@ -140,9 +140,10 @@ def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
     assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
     (cost,) = done.recoveries
     assert cost.fault == "sigkill of worker 1 at its step 5"
+    assert cost.others_s is not None
     assert cost.others_s == pytest.approx(max(done.workers[0].step_s), rel=0.2), "usual ones take milliseconds"
     assert cost.others_s < 1.5
-    assert any("rank 1" in text for text in cost.said), cost.said
+    assert any("rank 1" in text.lower() for text in cost.said), cost.said
 
 
 @pytest.mark.slow
@@ -166,14 +167,13 @@ def test_torchrun_starts_all_again_and_no_time_is_hidden(tmp_path: Path) -> None
 
 
 def test_what_a_fault_cost_is_what_the_others_waited_longer() -> None:
-    """Steps of 1 s; the first fault makes one of them 4 s long, the second none; the struck worker counts for nothing."""
+    """Steps of 1 s; the first fault makes one of them 4 s long, the second none; who is struck counts for nothing."""
     now_s, clock_s = time.time(), time.perf_counter()
     kill, stop = (Fault(worker=1, step=7, kind="sigkill"), Fault(worker=0, step=9, kind="sigstop"))
     fired = [Fired(number=0, fault=kill, time_s=now_s + 2.5), Fired(number=1, fault=stop, time_s=now_s + 8.5)]
-    took_s = {0: [1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 9.0], 1: [1.0, 1.0, 5.0], 2: [1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0]}
+    took_s = [[1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 5.0], [1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0]]
     lines: list[list[Line]] = [
-        [Step(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)]
-        for own in took_s.values()
+        [Step(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)] for own in took_s
     ]
     job = jobs(Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("work.py", __file__)), Path())[0]
     first, second = recoveries(job, 0, fired, lines, [(now_s + 1, "a"), (now_s + 3, "b"), (now_s + 9, "c")])
@@ -194,7 +194,7 @@ def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
 def test_faults_are_not_simulated(tmp_path: Path) -> None:
     text = TEXT.replace("BASELINE", "server").replace('kind = "script"\npath = "work.py"', 'kind = "replay"')
     text = text.replace('kind = "replay"', 'kind = "replay"\nprofile = "resnet50"\nscale = 0.01')
-    text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"', "", 1)
+    text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"', "", 1).partition('[[row]]\nname = "restarts"')[0]
     scenario = Scenario.from_toml(f'{text}\n[[fault]]\nworker = 1\nstep = 5\nkind = "sigkill"')
     with pytest.raises(ScenarioError, match="Cannot simulate sigkill of worker 1 at its step 5: faults are not"):
         predictions(scenario, tmp_path, known_of(scenario, None))

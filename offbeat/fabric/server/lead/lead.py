@@ -283,6 +283,8 @@ class Lead:
             raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
         if one.applied.get(worker) == step - 1:  # what it pulled has it in it; word of the last block may come later
             self._commit(model, (worker, step - 1))
+            if member.clock < step:
+                self._carry_out(model, one.coordinator.tell(Pushed(worker, step - 1, one.coordinator.now_s())))
         self._dealer.stepped(worker, *times_s(member, one.arrived_s.get(worker), one.coordinator.now_s()))
         self._carry_out(model, one.coordinator.tell(Pulled(worker, one.coordinator.now_s())))
         self._pace()
