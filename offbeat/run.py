@@ -25,30 +25,25 @@ import traceback
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, RandomSampler
 
 from offbeat.clock import WallClock
+from offbeat.data import Data
 from offbeat.engine import (
-    AgreedSource,
     AllReduced,
     Awaited,
     Buffers,
     ByPolicy,
     Conference,
     Control,
-    DealtSource,
     Diary,
-    Draw,
-    Drawn,
     Meter,
     MetricsFile,
     Reducer,
     Served,
-    Timing,
     Together,
     Waiter,
     Watched,
@@ -60,12 +55,9 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import Enrol, ParameterServer, describe
+from offbeat.fabric.server import ParameterServer, describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
-from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
-from offbeat.loader import Loader, sampler_of
-from offbeat.pacing import Leases, what_changes
 from offbeat.plan import Plan
 from offbeat.rendezvous import join, joins
 from offbeat.replica import Replica
@@ -74,21 +66,19 @@ from offbeat.trainable import check_modules, check_optimizer, inventory, trainab
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.engine import Exchanger, Source
+    from offbeat.engine import Exchanger
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
-    from offbeat.pacing import Keeps
     from offbeat.sync import OuterSGD
     from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
-_MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -156,12 +146,9 @@ class Run:
         self._pid = os.getpid()
         self._reducers: list[Exchanger] = []
         self._models: list[torch.nn.Module] = []
-        self.has_data = True  # False while a prepared loader repeats the last batch, which then does not count
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
-        self._loaders: list[Loader | LeasedLoader] = []
-        self._draws = 0  # batches that they gave out
         self._closed = self._told_untuned = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -178,12 +165,23 @@ class Run:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self._joins = None if self.world > 1 else joins()
-        self.rank, self._began_with = self._joins or (self.rank, self.world)
+        self.rank, began_with = self._joins or (self.rank, self.world)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
         self._circle = Circle(_shared(store), self.rank, self.world) if elastic else None
         self._control = Control(self._bind("gloo"), self._waiter)
+        self._data = Data(
+            plan,
+            control=self._control,
+            waiter=self._waiter,
+            meter=self._meter,
+            world=began_with,
+            seed=seed,
+            outlives=elastic,
+            reducers=self._reducers,
+            models=self._models,
+        )
         self._conference = Conference(self._control, self._clock.now_s, run_dir)
         self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
         if self._watch is not None:
@@ -195,7 +193,7 @@ class Run:
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
-            self._server = self._connect(timeout)
+            self._server = self._data.server = self._connect(timeout)
             if history is not None:
                 self._open_diary(history)
         except OffbeatError as error:
@@ -215,6 +213,7 @@ class Run:
     def _go_on_without(self, lost: Mapping[int, str]) -> None:
         """Say who is lost, and what that means for the batch and the learning rate."""
         assert self._circle is not None
+        changes = self._data.lose(lost)
         if not lost:
             text = "The workers had lost their connections, and have made new ones; nobody is missing."
         else:
@@ -222,11 +221,8 @@ class Run:
             left = ", ".join(map(str, self._circle.members))
             text = (
                 f"{told} What is left, rank {left}, goes on, and the step at hand is the mean of their gradients: "
-                f"{what_changes(self._keeps)}."
+                f"{changes}."
             )
-        for loader in self._loaders:
-            if isinstance(loader, LeasedLoader):
-                loader.lost(lost, unused=max((reducer.share.drawn for reducer in self._reducers), default=0))
         self._tell_all("membership", text)
 
     def _connect(self, timeout: timedelta) -> Server | None:
@@ -309,7 +305,7 @@ class Run:
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
         self._models.append(model)
-        prepared_loader = None if loader is None else self._prepare_loader(loader)
+        prepared_loader = None if loader is None else self._data.prepare(loader)
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
         after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer, parameters))
         self._resources.callback(before.remove)
@@ -401,7 +397,7 @@ class Run:
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Exchanger) -> None:
-        if self.plan.tuning is not None and self.world > 1 and not self._loaders and not self._told_untuned:
+        if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
         self._take_plan()
@@ -460,78 +456,6 @@ class Run:
             _log.warning("%s", text)
         self._meter.event(what, text, self.step)
 
-    def _prepare_loader(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
-        if isinstance(loader, Loader | LeasedLoader):
-            if loader not in self._loaders:
-                raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
-            return loader
-        prepared: Loader | LeasedLoader
-        if self._leases(loader):
-            prepared = self._lease(loader)
-        else:
-            prepared = Loader(
-                loader,
-                control=self._control,
-                drawn=self._on_batch,
-                put_back=self._put_back,
-                seed=self._seed,
-                together=self._server is None,
-            )
-        self._loaders.append(prepared)
-        self._meter.loader_counts = True
-        return prepared
-
-    def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-        tuned = self.plan.tuning is not None and self.world > 1
-        if not tuned and self._server is None and self._circle is None:
-            return False
-        can = can_lease(loader)
-        if tuned and not can:
-            raise ModelError(
-                "Cannot tune the batches of this loader: offbeat has to choose their samples. Prepare a DataLoader "
-                "over a dataset with a length, without a sampler of your own, or use tuning=None."
-            )
-        return can
-
-    def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
-        """A loader whose samples are dealt out one by one. Collective."""
-        about = Enrol(
-            loader=len(self._loaders),
-            plan=self.plan.to_toml(),
-            world=self._began_with,
-            samples=len(loader.dataset),  # type: ignore[arg-type]
-            seed=self._seed % SEEDS,
-            shuffle=isinstance(sampler_of(loader), RandomSampler),
-            drop_last=drops_last(loader),
-            batch=batch_of(loader),
-            least=least_of(loader, self._models),
-            ahead=ahead_of(loader),
-        )
-        told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
-        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
-        self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
-        source: Source
-        if self._server is not None:
-            source = DealtSource(self._server, self._waiter, about)
-        else:
-            source = AgreedSource(
-                Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
-                self.plan.tuning,
-                batch=about.batch,
-                least=about.least,
-                control=self._control,
-                take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
-                kept=0 if self._circle is None else about.ahead + _MOST_UNTOLD,
-                keeps=self._keeps,
-            )
-        return LeasedLoader(
-            loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self._began_with
-        )
-
-    @property
-    def _keeps(self) -> Keeps:
-        return "global_batch" if self.plan.tuning is not None else self.plan.keeps
-
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
 
@@ -548,35 +472,7 @@ class Run:
         Raises:
             ModelError: where all workers compute each step together, and one cannot be left out.
         """
-        leased = [loader for loader in self._loaders if isinstance(loader, LeasedLoader)]
-        if not leased:
-            raise ModelError(
-                "Cannot leave out a batch that others cannot be given. Use a smaller one, or fabric=ParameterServer() "
-                "and a prepared DataLoader over a dataset with a length."
-            )
-        for loader in leased:
-            loader.crowded()
-        for reducer in self._reducers:
-            reducer.share.give_up()
-        self._meter.give_up()
-
-    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
-        self.has_data = real
-        self._meter.samples += samples
-        self._draws += 1
-        for reducer in self._reducers:
-            reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
-        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
-
-    def _put_back(self, draws: Sequence[Draw]) -> int:
-        """Have those of these batches that no model has computed count no more; how many, the last ones."""
-        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
-        back = [draw for draw in draws if draw.number > self._draws - uncomputed]
-        for draw in back:
-            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
-            for reducer in self._reducers:
-                reducer.share.put_back(draw.drawn)
-        return len(back)
+        self._data.crowded()
 
     def _bind(self, backend: str) -> Fabric:
         fabric: Fabric
@@ -655,6 +551,11 @@ class Run:
         return self._reducers[0].step if self._reducers else 0
 
     @property
+    def has_data(self) -> bool:
+        """False while a prepared loader repeats the last batch, which then does not count."""
+        return self._data.has_data
+
+    @property
     def progress(self) -> float:
         """Epochs so far of the loader prepared first, as a float: of all workers together, with the batch at hand.
 
@@ -664,9 +565,7 @@ class Run:
         Raises:
             ModelError: if no loader was prepared.
         """
-        if not self._loaders:
-            raise ModelError("Cannot tell how far the data is: no loader was prepared. Give run.prepare one.")
-        return self._loaders[0].progress
+        return self._data.progress
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -773,7 +672,7 @@ class Run:
             "plan": self.plan.to_toml(),
             "seed": self._seed,
             "models": [reducer.state_dict() for reducer in self._reducers],
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": self._data.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -798,7 +697,7 @@ class Run:
                 reducer.refreshed()
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        for what, mine in (("models", self._reducers), ("loaders", self._loaders)):
+        for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
             if len(state[what]) != len(mine):
                 raise ModelError(
                     f"Cannot load this state: it has {len(state[what])} {what}, this run {len(mine)}. "
@@ -814,8 +713,7 @@ class Run:
         try:
             for reducer, one in zip(self._reducers, state["models"], strict=True):
                 reducer.load_state_dict(one)
-            for loader, place in zip(self._loaders, state["loaders"], strict=True):
-                loader.load_state_dict(place, seed=self._seed)
+            self._data.load_state_dict(state["loaders"], seed=self._seed)
         except KeyError as error:
             raise ModelError(
                 f"Cannot load this state: it has no {error}, which this plan needs. Resume with the plan that it was "
@@ -906,7 +804,7 @@ class Run:
         """Leave a word about who paced the rounds, and why."""
         if self.rank != 0:
             return
-        told = [loader.explain() for loader in self._loaders if isinstance(loader, LeasedLoader)]
+        told = self._data.explain()
         if self._server is not None:
             told.append(self._server.pace(self._waiter))
         if text := " ".join(filter(None, told)):

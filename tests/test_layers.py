@@ -39,6 +39,7 @@ TIERS = {
     "replica": 6,
     "rendezvous": 6,
     "trainable": 6.2,
+    "data": 6.3,
     "run": 6.5,
     "report": 7,
     "lab": 7,

@@ -36,6 +36,7 @@ _MAX_EVENTS = 20
 _OF_NO_FAULT = ("stall", "pace")
 """What a job tells without being asked whether anything was lost."""
 _SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
+_FAULTY_TIMEOUT_S = 5.0  # the default of a job: how soon somebody is missed is what faults are about
 
 
 class _Told(msgspec.Struct):
@@ -109,7 +110,8 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     with ExitStack() as resources:
         if job.served:
             is_struck = any(fault.target != "worker" for fault in job.faults)
-            shards = launch.Shards(servers, folder=folder, timeout_s=_SERVER_TIMEOUT_S, lab=lab, is_struck=is_struck)
+            timeout_s = _FAULTY_TIMEOUT_S if job.faults else _SERVER_TIMEOUT_S
+            shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment
         workers = resources.enter_context(
             launch.Workers(

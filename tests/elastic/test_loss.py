@@ -68,12 +68,15 @@ def test_a_worker_that_is_killed_is_left_out_of_the_mean(lost: int) -> None:
 SAMPLES = 600
 
 
-def use(folder: str, lost: int, at: int, keeps: Keeps, epochs: int) -> tuple[list[list[int]], list[int]]:
+def use(
+    folder: str, lost: int, at: int, keeps: Keeps, epochs: int, num_workers: int = 0
+) -> tuple[list[list[int]], list[int]]:
     """Which samples this worker's steps used, by epoch, and the sizes of its batches; the lost one writes them down."""
     plan = offbeat.Plan(fabric=offbeat.Elastic(), keeps=keeps)
     run = offbeat.init(plan, timeout=timedelta(seconds=3))
     model = nn.Linear(1, 1)
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    samples = TensorDataset(torch.arange(SAMPLES).float()[:, None])
+    data = DataLoader(samples, batch_size=10, shuffle=True, num_workers=num_workers)
     prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), data)
     used, sizes, step = [list[int]() for _ in range(epochs)], [], 0
     for epoch in range(epochs):
@@ -103,3 +106,42 @@ def test_what_a_lost_worker_has_not_used_goes_to_the_others(keeps: Keeps, tmp_pa
     assert Counter(itertools.chain(*(used[1] for used, _ in left))) == Counter(range(SAMPLES))
     later = Counter(sum(sizes) for sizes in zip(*(sizes[-12:-6] for _, sizes in left), strict=True))
     assert set(later) == {30 if keeps == "local_batch" else 40}
+
+
+def test_what_it_had_loaded_ahead_goes_to_the_others_too(tmp_path: Path) -> None:
+    results = run_workers(3, use, str(tmp_path), 1, 6, "local_batch", 2, 2, faulty=1)
+    for epoch in range(2):
+        seen = Counter(itertools.chain(*(results[rank][0][epoch] for rank in (0, 2))))
+        seen += Counter(json.loads((tmp_path / "used").read_text())) if epoch == 0 else Counter()
+        assert seen == Counter(range(SAMPLES))
+
+
+def step_alone(lost: int, at: int, steps: int) -> tuple[list[float], str, list[str]]:
+    """With local steps: parameters after each, of which every fourth is an average; one worker raises."""
+    said = listen()
+    plan = offbeat.Plan(sync=offbeat.LocalSGD(4), fabric=offbeat.Elastic())
+    with offbeat.init(plan, timeout=timedelta(seconds=3)) as run:
+        model = nn.Linear(200, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        values = []
+        for step in range(steps):
+            prepared(torch.ones(1, 200)).sum().mul(1.0 + run.rank).backward()
+            if (run.rank, step) == (lost, at):
+                raise ValueError("the disk of this worker is gone")
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(float(model.weight.detach()[0, 0]))
+        found = run.mean(float(run.rank))
+    return values, f"{found:g}", said
+
+
+def test_averages_of_local_steps_go_on_without_a_worker_that_raised() -> None:
+    results = run_workers(3, step_alone, 1, 9, 16, faulty=1)
+    for rank in (0, 2):
+        values, mean, said = results[rank]
+        assert values[3] == -4 * 2.0  # the mean of 1, 2 and 3
+        assert values[7] == -8 * 2.0
+        assert values[11] == values[7] - 4 * 2.0  # of 1 and 3: what it had stepped by itself since is gone with it
+        assert mean == "1"
+        assert any("Rank 1 raised an exception" in text and "the disk of this worker is gone" in text for text in said)

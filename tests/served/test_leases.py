@@ -386,7 +386,7 @@ def tuned(plan: offbeat.Plan, samples: int) -> tuple[list[int], str]:
             sizes.append(len(x) if run.has_data else 0)
             time.sleep(0.001 * len(x) * (3 if rank == 1 else 1))
             train(model, optimizer, x)
-        told = run._loaders[0].explain() or str(run._server and look(run))
+        told = run._data.loaders[0].explain() or str(run._server and look(run))
         return sizes, told
 
 

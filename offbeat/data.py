@@ -1,0 +1,214 @@
+"""The data of a run's loops: which loaders were prepared, who deals them out, and which batch is at hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch.utils.data import DataLoader, RandomSampler
+
+from offbeat.engine import AgreedSource, DealtSource, Draw, Drawn, Timing
+from offbeat.errors import ModelError
+from offbeat.fabric.server import Enrol
+from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
+from offbeat.loader import Loader, sampler_of
+from offbeat.pacing import Leases, what_changes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from offbeat.engine import Control, Exchanger, Meter, Source, Waiter
+    from offbeat.engine.server import Server
+    from offbeat.pacing import Keeps
+    from offbeat.plan import Plan
+
+_MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
+
+
+class Data:
+    """Of one worker.
+
+    Args:
+        plan: that the run begins with; batches are dealt out as it says to the end.
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        meter: where samples are counted.
+        world: with how many workers the job begins.
+        seed: of the order of samples.
+        outlives: whether the others go on without one that is lost, and without a server.
+        reducers, models: that were prepared; more may come.
+
+    Attributes:
+        server: that deals out data, if there is one.
+        has_data: False while a prepared loader repeats the last batch, which then does not count.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        control: Control,
+        waiter: Waiter,
+        meter: Meter,
+        world: int,
+        seed: int,
+        outlives: bool,
+        reducers: Sequence[Exchanger],
+        models: Sequence[torch.nn.Module],
+    ) -> None:
+        self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
+        self._world, self._seed, self._outlives = world, seed, outlives
+        self._reducers, self._models = reducers, models
+        self.server: Server | None = None
+        self.loaders: list[Loader | LeasedLoader] = []
+        self.has_data = True
+        self._draws = 0  # batches that they gave out
+
+    def prepare(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
+        """Deal out a loader. Collective.
+
+        Raises:
+            ModelError: if it cannot be dealt out as the plan wants.
+            DisagreementError: if the workers' data differ.
+        """
+        if isinstance(loader, Loader | LeasedLoader):
+            if loader not in self.loaders:
+                raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
+            return loader
+        prepared: Loader | LeasedLoader
+        if self._leases(loader):
+            prepared = self._lease(loader)
+        else:
+            prepared = Loader(
+                loader,
+                control=self._control,
+                drawn=self._on_batch,
+                put_back=self._put_back,
+                seed=self._seed,
+                together=self.server is None,
+            )
+        self.loaders.append(prepared)
+        self._meter.loader_counts = True
+        return prepared
+
+    @property
+    def leased(self) -> list[LeasedLoader]:
+        """Those whose samples are dealt out one by one."""
+        return [loader for loader in self.loaders if isinstance(loader, LeasedLoader)]
+
+    @property
+    def progress(self) -> float:
+        """Epochs so far of the loader prepared first.
+
+        Raises:
+            ModelError: if no loader was prepared.
+        """
+        if not self.loaders:
+            raise ModelError("Cannot tell how far the data is: no loader was prepared. Give run.prepare one.")
+        return self.loaders[0].progress
+
+    def lose(self, ranks: Iterable[int]) -> str:
+        """These workers are gone; what becomes of the batches, in words."""
+        unused = max((reducer.share.drawn for reducer in self._reducers), default=0)
+        for loader in self.leased:
+            loader.lost(ranks, unused=unused)
+        return what_changes(self._keeps)
+
+    def crowded(self) -> None:
+        """There was no memory for the batch at hand.
+
+        Raises:
+            ModelError: where all workers compute each step together, and one cannot be left out.
+        """
+        if not self.leased:
+            raise ModelError(
+                "Cannot leave out a batch that others cannot be given. Use a smaller one, or fabric=ParameterServer() "
+                "and a prepared DataLoader over a dataset with a length."
+            )
+        for loader in self.leased:
+            loader.crowded()
+        for reducer in self._reducers:
+            reducer.share.give_up()
+        self._meter.give_up()
+
+    def explain(self) -> list[str]:
+        """Who paces the rounds and why, by loader."""
+        return [loader.explain() for loader in self.leased]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The place in the data, by loader."""
+        return [loader.state_dict() for loader in self.loaders]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, seed: int) -> None:
+        """Go on where `state_dict` was called, in a run of that seed."""
+        self._seed = seed
+        for loader, place in zip(self.loaders, states, strict=True):
+            loader.load_state_dict(place, seed=seed)
+
+    def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+        tuned = self._plan.tuning is not None and self._control.world > 1
+        if not tuned and self.server is None and not self._outlives:
+            return False
+        can = can_lease(loader)
+        if tuned and not can:
+            raise ModelError(
+                "Cannot tune the batches of this loader: offbeat has to choose their samples. Prepare a DataLoader "
+                "over a dataset with a length, without a sampler of your own, or use tuning=None."
+            )
+        return can
+
+    def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
+        """A loader whose samples are dealt out one by one. Collective."""
+        about = Enrol(
+            loader=len(self.loaders),
+            plan=self._plan.to_toml(),
+            world=self._world,
+            samples=len(loader.dataset),  # type: ignore[arg-type]
+            seed=self._seed % SEEDS,
+            shuffle=isinstance(sampler_of(loader), RandomSampler),
+            drop_last=drops_last(loader),
+            batch=batch_of(loader),
+            least=least_of(loader, self._models),
+            ahead=ahead_of(loader),
+        )
+        told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
+        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
+        self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
+        source: Source
+        if self.server is not None:
+            source = DealtSource(self.server, self._waiter, about)
+        else:
+            source = AgreedSource(
+                Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
+                self._plan.tuning,
+                batch=about.batch,
+                least=about.least,
+                control=self._control,
+                take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+                kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
+                keeps=self._keeps,
+            )
+        return LeasedLoader(loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self._world)
+
+    @property
+    def _keeps(self) -> Keeps:
+        return "global_batch" if self._plan.tuning is not None else self._plan.keeps
+
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
+        self.has_data = real
+        self._meter.samples += samples
+        self._draws += 1
+        for reducer in self._reducers:
+            reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
+        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
+
+    def _put_back(self, draws: Sequence[Draw]) -> int:
+        """Have those of these batches that no model has computed count no more; how many, the last ones."""
+        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        back = [draw for draw in draws if draw.number > self._draws - uncomputed]
+        for draw in back:
+            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
+            for reducer in self._reducers:
+                reducer.share.put_back(draw.drawn)
+        return len(back)
