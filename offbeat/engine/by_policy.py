@@ -80,6 +80,11 @@ class ByPolicy:
         """Steps of this worker."""
         return self._now.step
 
+    @property
+    def staleness(self) -> int:
+        """Updates between the parameters of this worker's last contribution and its own update."""
+        return self._served.staleness
+
     def on_forward(self, inputs: Any) -> None:
         """A forward pass that trains begins."""
         self._now.on_forward(inputs)

@@ -67,7 +67,8 @@ def test_a_run_that_was_recorded(tmp_path: Path) -> None:
     rewrite(tmp_path / "one" / "history" / "worker-1.log", other_hash)
     code, output = verify_run(tmp_path / "one")
     assert code == 1
-    assert "After step 3, rank 1 has other parameters" in output
+    assert "After step 3, rank " in output
+    assert " has other parameters" in output
     log = tmp_path / "one" / "history" / "worker-0.log"
     data = bytearray(log.read_bytes())
     data[70] ^= 1
