@@ -36,7 +36,6 @@ from offbeat.engine import (
     AllReduced,
     Awaited,
     Buffers,
-    ByPolicy,
     Conference,
     Control,
     Diary,
@@ -44,7 +43,8 @@ from offbeat.engine import (
     MetricsFile,
     Reducer,
     Served,
-    Together,
+    SwapsAlone,
+    SwapsTogether,
     Waiter,
     Watched,
     connect,
@@ -341,7 +341,7 @@ class Run:
             in_place=not isinstance(self.plan.sync, LocalSGD),
             model=len(self._reducers),
         )
-        return ByPolicy(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
+        return SwapsAlone(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
 
     def _replicate(
         self,
@@ -376,11 +376,12 @@ class Run:
                 model=number,
             )
 
-        return Together(
+        return SwapsTogether(
             reducer=reducer,
             average=average,
             parameters=parameters,
             optimizer=optimizer,
+            control=self._control,
             waiter=self._waiter,
             model=number,
         )
@@ -416,7 +417,7 @@ class Run:
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
-        if isinstance(reducer, Together):
+        if isinstance(reducer, SwapsTogether):
             called = reducer.take_call()
             reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
             if called:
@@ -442,8 +443,8 @@ class Run:
             one.calls = False
 
     @property
-    def _together(self) -> list[Together]:
-        return [reducer for reducer in self._reducers if isinstance(reducer, Together)]
+    def _together(self) -> list[SwapsTogether]:
+        return [reducer for reducer in self._reducers if isinstance(reducer, SwapsTogether)]
 
     @property
     def _first(self) -> int:

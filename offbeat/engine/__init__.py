@@ -4,10 +4,9 @@
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
-* `together` - goes over from `reducer` to `local` and back, when the policy is swapped; `gathered` - and evens out
-  what the optimizers have gathered
+* `swappable` - goes over from gradients in every step to `local` and back: `swaps_together` without a server,
+  `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same
 * `confer` - how workers without a server come to another plan
-* `by_policy` - goes over from `served` to `local` and back, when the policy is swapped
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
 * `server` - how a worker finds its server, and its questions to all through it
@@ -31,7 +30,6 @@
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
 from offbeat.engine.buffers import Buffers, distinct
-from offbeat.engine.by_policy import ByPolicy
 from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
@@ -45,7 +43,8 @@ from offbeat.engine.served import Served
 from offbeat.engine.server import connect
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
-from offbeat.engine.together import Together
+from offbeat.engine.swaps_alone import SwapsAlone
+from offbeat.engine.swaps_together import SwapsTogether
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, start_watch
 
@@ -55,7 +54,6 @@ __all__ = [
     "Awaited",
     "Batch",
     "Buffers",
-    "ByPolicy",
     "Conference",
     "Control",
     "DealtSource",
@@ -70,8 +68,9 @@ __all__ = [
     "Reducer",
     "Served",
     "Source",
+    "SwapsAlone",
+    "SwapsTogether",
     "Timing",
-    "Together",
     "Waiter",
     "Watched",
     "connect",

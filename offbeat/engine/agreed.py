@@ -261,9 +261,9 @@ class AgreedSource:
     def _use(self, books: Books, *, before: int) -> Books:
         """Take the leases of the rounds before this one for used; but for those of who is lost."""
         there = set(books.members)
-        used = [one for one in books.open if one[0] < before and one[1] in there]
+        used = {one for one in books.open if one[0] < before and one[1] in there}
         pool, _ = self.leases.acknowledge(books.pool, [number for _, _, number in used])
-        return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in set(used)))
+        return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in used))
 
     def _join(self, books: Books, ranks: Iterable[int]) -> Books:
         pool, tuning = books.pool, books.tuning

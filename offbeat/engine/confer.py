@@ -1,4 +1,4 @@
-"""How workers without a server come to another plan: one calls the others together behind an exchange (`together`).
+"""How workers without a server come to another plan: one calls all together behind an exchange (`swaps_together`).
 
 any worker      wants a plan, its own script's or one that somebody left in the run's folder (`offbeat.wire.wish`)
 all             say which plan they want: if these are several, nothing changes

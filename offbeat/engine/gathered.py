@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.payload import Gather, Sum, Total
+from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat.engine.channel import Channel
+    from offbeat.engine.control import Control
 
 
 def average_states(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], channel: Channel
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    channel: Channel,
+    control: Control,
 ) -> None:
     """Average every floating-point tensor of the optimizer's state over the workers. Collective.
 
@@ -26,6 +30,7 @@ def average_states(
     Args:
         parameters: by name.
         channel: to the other workers.
+        control: this worker's end of the control group.
     """
     mine = {
         f"{name}\n{key}": list(tensor.shape)
@@ -34,8 +39,8 @@ def average_states(
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
     }
     shapes: dict[str, Sequence[int]] = {}
-    for theirs in _told(mine, channel):
-        shapes.update(theirs)
+    for theirs in control.texts("the comparison of the optimizers' states", json.dumps(mine)).values():
+        shapes.update(json.loads(theirs))
     for place in sorted(shapes):
         name, _, key = place.partition("\n")
         if name not in parameters:
@@ -44,6 +49,7 @@ def average_states(
         tensor = optimizer.state[parameter].get(key)
         like = parameter.detach() if tensor is None else tensor
         total = like.new_zeros(tuple(shapes[place])) if tensor is None else tensor.detach().clone()
+        total = total.to(parameter.device)  # a step count may be kept elsewhere, where the fabric does not come
         reply = channel.wait(channel.start(Sum(total.reshape(-1))), "averaging of the optimizers' states", name)
         assert isinstance(reply, Total)
         mean = (reply.tensor / (channel.world * reply.weight)).reshape(total.shape)
@@ -51,10 +57,3 @@ def average_states(
             optimizer.state[parameter][key] = mean
         else:
             tensor.copy_(mean)
-
-
-def _told(mine: Mapping[str, Sequence[int]], channel: Channel) -> list[dict[str, list[int]]]:
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    reply = channel.wait(channel.start(Gather((data,))), "comparison of the optimizers' states")
-    assert isinstance(reply, list)
-    return [json.loads(one.tensors[0].numpy().tobytes()) for one in reply]

@@ -82,7 +82,7 @@ class Reducer:
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
         self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
-        self.channel = self._channel = Channel(fabric, waiter, meter, model)
+        self._channel = Channel(fabric, waiter, meter, model)
         self._control = control
         self._buffers = buffers
         self._waiter = waiter
@@ -116,6 +116,11 @@ class Reducer:
     @step.setter
     def step(self, step: int) -> None:
         self._channel.step = step
+
+    @property
+    def channel(self) -> Channel:
+        """To the other workers; in the same order on every rank."""
+        return self._channel
 
     def on_forward(self, inputs: Any) -> None:
         """A forward pass that trains begins.

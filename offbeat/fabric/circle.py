@@ -99,12 +99,7 @@ class Circle:
         changed: called with who is lost, and why, when the others go on.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world: int,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = PrefixStore("circle", store)
         self.rank, self.world = rank, world
         self.members = tuple(range(world))
@@ -164,7 +159,8 @@ class Circle:
             self._looked_s = now_s
             if self._store.check([f"{self._number}/broken"]):
                 self.break_()
-        if waited_s > _SUSPECT_S and self.ask(self.members):
+        # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
+        if waited_s > _SUSPECT_S and now_s - self._asked_s > _SUSPECT_S and self.ask(self.members):
             self.break_()
 
     def ask(self, ranks: Sequence[int]) -> Mapping[int, str]:

@@ -224,7 +224,7 @@ class Served:
         self._timeline.after(_STEP_S / 2, lambda: self._bring(worker))
 
     def _goes_over(self, worker: _Worker, policy: Policy, brings: int = 0) -> None:
-        """As `offbeat.engine.by_policy` does."""
+        """As `offbeat.engine.swaps_alone` does."""
         member = self._coordinator.state.members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy

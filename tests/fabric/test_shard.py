@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -402,8 +403,11 @@ def test_a_question_before_any_model_is_refused(together: Callable[[Policy, int]
 def test_what_is_fetched_ends_when_nothing_can_come_any_more(together: Callable[[Policy, int], Together]) -> None:
     job = together(BSP(), 1)
     workers(job)
+    both = threading.Event()
+    job.loop.call(both.wait)  # so that no answer can come in between
     fetched = job.clients[0].fetch(0)
-    job.loop.call(job.clients[0].fail, NetworkError("A shard is gone."))  # before the answer can be here
+    job.loop.call(job.clients[0].fail, NetworkError("A shard is gone."))
+    both.set()
     with pytest.raises(NetworkError, match="A shard is gone"):
         fetched.wait(SOON)
 

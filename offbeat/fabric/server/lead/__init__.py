@@ -6,4 +6,5 @@
 * `resume` - who may come back, and with what
 * `swaps` - which plan holds, and how another one comes to; `proposal` - who has agreed to it
 * `questions` - what all workers are asked beside the data
+* `controlling` - asks the plan's controller
 """

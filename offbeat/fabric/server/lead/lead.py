@@ -10,12 +10,12 @@ import msgspec
 
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
+from offbeat.fabric.server.lead.controlling import Controlling
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, Parting, revived
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
-from offbeat.fabric.server.lead.steering import Steering
 from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
     Admit,
@@ -89,7 +89,7 @@ class Lead:
         self._workers: set[int] = set()  # that are connected
         self._questions = Questions()
         self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
-        self._steering = Steering(self._metrics, self._propose)
+        self._controlling = Controlling(self._metrics, self._propose)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Lead:
             plan = self._swaps.begin(details.plan)
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
-        self._steering.follow(plan.controller)
+        self._controlling.follow(plan.controller)
         now_s = asyncio.get_running_loop().time
         coordinator = Coordinator(plan.sync, details.world, now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
@@ -375,7 +375,7 @@ class Lead:
         self._record(Adopts(adopt.plan))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
-        self._steering.follow(plan.controller)
+        self._controlling.follow(plan.controller)
         for model, one in self.models.items():
             self._carry_out(model, one.coordinator.swap(plan.sync, by_controller=plan.controller is not None))
 
@@ -390,7 +390,7 @@ class Lead:
 
         def tell(_: str, refusal: str) -> None:
             if refusal:
-                self._steering.refused(sync, refusal)
+                self._controlling.refused(sync, refusal)
 
         number = self._swaps.control(sync, reason, tell, self._workers)
         if number is not None:
@@ -427,7 +427,7 @@ class Lead:
             for worker in gone:
                 self._dealer.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
-        self._steering.follow(plan.controller)
+        self._controlling.follow(plan.controller)
         self.models[model] = revived(plan.sync, details, version, progress, now_s, gone)
         self._write_down(model)
 
@@ -565,7 +565,7 @@ class Lead:
             one.here.discard((worker, clock))
             self._decide(Dropped(model, worker, clock, coming=False))
         if any(isinstance(action, Apply) for action in actions):
-            self._steering.ask()
+            self._controlling.ask()
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]

@@ -1,0 +1,101 @@
+"""One model without a server, by whichever policy holds: gradients in every step, or changes of steps of their own.
+
+All go over at the same border, behind an exchange in which one of them had called the others together (`calls`):
+
+    to LocalSGD     the parameters are the same on all workers, so they are the anchor, and so is what the optimizer
+                    has gathered; the next step is the first of their own
+    from LocalSGD   behind an average: the parameters are the same again. What each optimizer has gathered is not, and
+                    would take them apart, so that is averaged, too. The outer momentum ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.engine.gathered import average_states
+from offbeat.engine.swappable import Swappable
+from offbeat.sync import LocalSGD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from offbeat.engine.control import Control
+    from offbeat.engine.local import Averaging
+    from offbeat.engine.reducer import Reducer
+    from offbeat.engine.waiting import Waiter
+    from offbeat.plan import Plan
+    from offbeat.sync import OuterSGD
+
+
+class SwapsTogether(Swappable):
+    """All workers go over at once.
+
+    Args:
+        reducer: exchanges gradients with the others.
+        average: makes what averages changes, given how their mean is applied.
+        optimizer: the user's.
+        control: this worker's end of the control group.
+        parameters, waiter, model: as of `Swappable`.
+    """
+
+    def __init__(
+        self,
+        *,
+        reducer: Reducer,
+        average: Callable[[OuterSGD | None], Averaging],
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        control: Control,
+        waiter: Waiter,
+        model: int = 0,
+    ) -> None:
+        super().__init__(reducer, parameters=parameters, waiter=waiter, model=model)
+        self._reducer, self._average, self._optimizer, self._control = reducer, average, optimizer, control
+        if isinstance(policy := reducer.plan.sync, LocalSGD):
+            self._begin_own_steps(policy, begun=0)
+
+    @property
+    def calls(self) -> bool:
+        """Whether this worker wants all to confer behind the next exchange."""
+        return self._reducer.calls
+
+    @calls.setter
+    def calls(self, calls: bool) -> None:
+        self._reducer.calls = calls
+
+    def take_call(self) -> bool:
+        """Whether a worker had called in the last exchange; the same on all. Once."""
+        called, self._reducer.called = self._reducer.called, False
+        return called
+
+    def _go_by(self, plan: Plan) -> None:
+        """Collective, at a border that is the same for all."""
+        before, self._reducer.plan = self.plan.sync, plan
+        if plan.sync == before:
+            return
+        step, sync, policy = self.step, self.sync, plan.sync
+        if self._local is not None:
+            if not self._local.is_even:  # another model's step is the border
+                self._local.settle()
+            if not isinstance(policy, LocalSGD):
+                self._reducer.step = step
+                average_states(self._optimizer, self._parameters, self._reducer.channel, self._control)
+        self._local = None
+        if isinstance(policy, LocalSGD):
+            self._begin_own_steps(policy, begun=step)
+        self.sync = sync
+
+    def _before_step(self) -> None:
+        """Nothing: nobody goes over alone."""
+
+    def _before_bringing(self) -> None:
+        """Nothing: nobody goes over alone."""
+
+    def _after_bringing(self) -> None:
+        """Nothing: nobody goes over alone."""
+
+    def _begin_own_steps(self, policy: LocalSGD, *, begun: int) -> None:
+        averaging = self._average(policy.outer)
+        self._local = self._own_steps(policy, averaging, begun=begun, ahead=policy.step_of(begun) - begun)
