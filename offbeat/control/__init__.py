@@ -11,7 +11,7 @@ Nothing here does I/O or reads a clock: the same objects run at the coordinator 
 """
 
 from offbeat.control.by_progress import ByProgress
-from offbeat.control.controller import Controller, Decision, Keep, Metrics, Reading, Swap
+from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
 from offbeat.control.logbook import Logbook
 from offbeat.control.threshold import WaitThreshold
 
@@ -22,6 +22,7 @@ __all__ = [
     "Keep",
     "Logbook",
     "Metrics",
+    "Pace",
     "Reading",
     "Swap",
     "WaitThreshold",

@@ -40,6 +40,19 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast training was under a policy.
+
+    Args:
+        at_s: when that policy decided last.
+        per_s: samples per second of each worker, on average.
+    """
+
+    at_s: float
+    per_s: float
+
+
+@dataclass(frozen=True)
 class Metrics:
     """What a controller decides from.
 
@@ -50,6 +63,8 @@ class Metrics:
         swaps: when the last swaps were that controllers decided, in order.
         computing_s: moving average of each worker's time from having parameters to having a contribution.
         staleness: of each worker's contributions, the mean of updates between their parameters and their own.
+        paces: of each policy that has decided for so long that it shows, the fastest pace of the last time it did:
+            while nobody was late, if that ever was so.
     """
 
     sync: Policy
@@ -58,6 +73,7 @@ class Metrics:
     swaps: tuple[float, ...] = ()
     computing_s: Mapping[int, float] = field(default_factory=dict)
     staleness: Mapping[int, float] = field(default_factory=dict)
+    paces: Mapping[Policy, Pace] = field(default_factory=dict)
 
     @property
     def now_s(self) -> float:
@@ -74,6 +90,11 @@ class Metrics:
         """Contributions of each worker, on average."""
         steps = self.readings[-1].steps.values()
         return sum(steps) / len(steps) if steps else 0.0
+
+    def pace(self, policy: Policy, last_s: float) -> float | None:
+        """Samples per second of each worker under a policy, going by `paces` of the last seconds; None if unknown."""
+        pace = self.paces.get(policy)
+        return None if pace is None or pace.at_s < self.now_s - last_s else pace.per_s
 
     def waiting(self, last_s: float) -> float | None:
         """Which part of the last seconds workers spent waiting for others; None if not so much is known."""

@@ -11,8 +11,8 @@ import collections
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.control.controller import Metrics, Reading
-from offbeat.sync import Apply, Drop, Joined, Left, Pushed
+from offbeat.control.controller import Metrics, Pace, Reading
+from offbeat.sync import Apply, Drop, Joined, Left, Pushed, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _READINGS = 50  # in the time that a controller looks back
 _SWAPS = 16  # are remembered
+_PACED = 6  # contributions of a worker, in a pace
 
 
 @dataclass(eq=False)
@@ -30,11 +31,15 @@ class _Page:
     Args:
         waits: whether it does, since the last event.
         update: contributions that are missing in the update that its own is in, and in those before it.
+        brought: when it had its last contributions under the present policy, and of how many samples.
     """
 
     waited_s: float = 0.0
     waits: bool = False
     update: set[Push] = field(default_factory=set)
+    brought: collections.deque[tuple[float, float]] = field(
+        default_factory=lambda: collections.deque(maxlen=_PACED + 1)
+    )
 
 
 class Logbook:
@@ -48,6 +53,8 @@ class Logbook:
         self._readings: collections.deque[Reading] = collections.deque()
         self._swaps: collections.deque[float] = collections.deque(maxlen=_SWAPS)
         self._sync_s = 0.0
+        self._per_s = 0.0  # under the present policy; 0 if that is not known
+        self._paces: dict[Policy, Pace] = {}  # of earlier ones
 
     def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
         """Something has happened, and this was decided.
@@ -61,6 +68,8 @@ class Logbook:
             case Pushed(worker=worker, clock=clock):
                 self._arrived[worker] = clock
                 self._is_there({(worker, clock)})
+            case Ready(worker=worker, at_s=at_s, weight=weight) if worker in self._pages:
+                self._pages[worker].brought.append((at_s, weight))
             case Joined(worker=worker):
                 self._pages.setdefault(worker, _Page()).update = set()
             case Left(worker=worker):
@@ -74,8 +83,13 @@ class Logbook:
         for worker, page in self._pages.items():
             page.waits = self._waits(page, state.members.get(worker))
 
-    def swapped(self, at_s: float, *, by_controller: bool) -> None:
-        """Another policy decides from now on."""
+    def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
+        """Another policy than `before` decides from now on."""
+        if self._per_s > 0:
+            self._paces[before] = Pace(at_s, self._per_s)
+        self._per_s = 0.0
+        for page in self._pages.values():
+            page.brought.clear()
         self._sync_s = at_s
         if by_controller:
             self._swaps.append(at_s)
@@ -90,6 +104,7 @@ class Logbook:
             staleness: mean of it, by worker.
         """
         self._pass(at_s)
+        self._look_at_pace(state.members)
         now = Reading(
             at_s,
             {worker: member.step + member.held for worker, member in state.members.items()},
@@ -102,7 +117,18 @@ class Logbook:
         if not readings or at_s - readings[-1].at_s >= looks_back_s / _READINGS:
             readings.append(now)
         computing_s = {worker: m.computing_s for worker, m in state.members.items() if m.computing_s is not None}
-        return Metrics(sync, told, self._sync_s, tuple(self._swaps), computing_s, dict(staleness))
+        paces = {**self._paces, **({sync: Pace(at_s, self._per_s)} if self._per_s > 0 else {})}
+        return Metrics(sync, told, self._sync_s, tuple(self._swaps), computing_s, dict(staleness), paces)
+
+    def _look_at_pace(self, workers: Iterable[int]) -> None:
+        """From contribution to contribution, since all may come at the same time, and seldom."""
+        each = [tuple(self._pages[worker].brought) for worker in workers]
+        if not each or any(len(brought) <= _PACED or brought[-1][0] <= brought[0][0] for brought in each):
+            return
+        per_s = sum(
+            sum(weight for _, weight in later) / (later[-1][0] - first_s) for (first_s, _), *later in each
+        ) / len(each)
+        self._per_s = max(self._per_s, per_s)
 
     def _pass(self, at_s: float) -> None:
         """Time passes for all."""

@@ -23,6 +23,10 @@ class WaitThreshold:
     now: a worker that is stopped is noticed while it is. Under `loose` hardly anybody waits, so there it looks at how
     long each worker is at work for a contribution, and works out which share would be waited if all waited for all.
 
+    Waiting for others is not all that `tight` may cost: if all push at the same time, they crowd the server's link. So
+    what either policy brought is compared, in samples per second while nobody was late: `tight` does not decide where
+    it is known to bring less by more than the `price`; after a while it is tried again.
+
     It does not flap: it goes back only where less than `below` would be waited, for twice `window_s`, and no policy
     decides for less than `least_s`. Each time that it had to turn back lately, it stays with `loose` twice as long
     before it tries `tight` again, up to 8 times `least_s`.
@@ -34,12 +38,13 @@ class WaitThreshold:
         below: share that would be, under which it goes back.
         window_s: over which shares are taken.
         least_s: of each policy.
+        price: part of the pace that it may cost, where nobody is late, to have `tight` decide.
 
     Raises:
         PlanError: if a value cannot be.
 
     >>> WaitThreshold(above=0.4)
-    WaitThreshold(tight=BSP(), loose=ASP(), above=0.4, below=0.15, window_s=2.0, least_s=4.0)
+    WaitThreshold(tight=BSP(), loose=ASP(), above=0.4, below=0.15, window_s=2.0, least_s=4.0, price=0.1)
     """
 
     tight: Policy = field(default_factory=BSP)
@@ -48,6 +53,7 @@ class WaitThreshold:
     below: float = 0.15
     window_s: float = 2.0
     least_s: float = 4.0
+    price: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("tight", "loose"):
@@ -73,7 +79,12 @@ class WaitThreshold:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < float("inf"):
                 raise PlanError(f"Cannot look at {value!r} seconds: choose above 0 - at `plan.controller.{name}`.")
-        for name in ("above", "below", "window_s", "least_s"):
+        if type(self.price) not in (int, float) or not 0 <= self.price < 1:
+            raise PlanError(
+                f"Cannot pay {self.price!r} for {self.tight!r}: it is a part of the pace, from 0 and below 1 "
+                "- at `plan.controller.price`."
+            )
+        for name in ("above", "below", "window_s", "least_s", "price"):
             object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest
 
     @property
@@ -85,18 +96,23 @@ class WaitThreshold:
         return 2 * self.window_s
 
     def decide(self, metrics: Metrics) -> Decision:
-        """Look at what was waited under `tight`, and at what would be under `loose`."""
+        """Look at what was waited under `tight`, and at what would be under `loose`; and at what either brought."""
         if metrics.sync == self.tight:
             share = metrics.waiting(self.window_s)
-            if share is None or share <= self.above or metrics.held_s < self.least_s:
+            if share is None or metrics.held_s < self.least_s:
                 return Keep()
-            return Swap(
-                self.loose,
-                f"{share:.0%} of the last {self.window_s:g} s were spent waiting for others, above {self.above:.0%}",
-            )
+            if share > self.above:
+                return Swap(
+                    self.loose,
+                    f"{share:.0%} of the last {self.window_s:g} s were spent waiting for others, above "
+                    f"{self.above:.0%}",
+                )
+            return Swap(self.loose, dear) if (dear := self._dear(metrics)) else Keep()
         if metrics.sync == self.loose:
             share = metrics.imbalance(2 * self.window_s)
             if share is None or share >= self.below or metrics.held_s < self._patience_s(metrics):
+                return Keep()
+            if self._dear(metrics):
                 return Keep()
             return Swap(
                 self.tight,
@@ -105,8 +121,21 @@ class WaitThreshold:
             )
         return Keep()  # somebody else has chosen that
 
+    def _dear(self, metrics: Metrics) -> str:
+        """Why `tight` costs too much though nobody is late; "" if it does not, or nothing is known of that."""
+        tight, loose = (metrics.pace(policy, self._memory_s) for policy in (self.tight, self.loose))
+        if tight is None or loose is None or tight >= (1 - self.price) * loose:
+            return ""
+        return (
+            f"each worker had {tight:.4g} samples/s at best, and {loose:.4g} under {self.loose!r}: more than "
+            f"{self.price:.0%} less"
+        )
+
+    @property
+    def _memory_s(self) -> float:
+        return 8 * self.least_s * float(2**_MOST_DOUBLINGS)
+
     def _patience_s(self, metrics: Metrics) -> float:
         """For how long `loose` decides at least: longer where going back did not last."""
-        lately_s = metrics.now_s - 8 * 2**_MOST_DOUBLINGS * self.least_s
-        back = (len([at_s for at_s in metrics.swaps if at_s > lately_s]) - 1) // 2
+        back = (len([at_s for at_s in metrics.swaps if at_s > metrics.now_s - self._memory_s]) - 1) // 2
         return self.least_s * float(2 ** max(0, min(back, _MOST_DOUBLINGS)))

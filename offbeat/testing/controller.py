@@ -1,7 +1,7 @@
 """What every controller promises.
 
 `check_controller` tells it of workers whose waiting comes and goes, as it would be told of a job: what it decides is
-adopted, and under the last of its policies hardly anybody waits.
+adopted, under the last of its policies hardly anybody waits, and each brings more or less than the others.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections import Counter
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
-from offbeat.control import Keep, Metrics, Reading, Swap
+from offbeat.control import Keep, Metrics, Pace, Reading, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.control import Controller
+    from offbeat.sync import Policy
 
 _ASKED = 20  # times in the seconds that it looks back
 _LONG = 60  # times these seconds
@@ -63,6 +64,8 @@ def _play(controller: Controller, world: int, chance: random.Random, counts: Cou
     readings: list[Reading] = []
     swaps: list[float] = []
     late, until_s = 0.0, 0.0
+    brings = {policy: chance.uniform(0.5, 1.0) for policy in controller.policies}
+    paces: dict[Policy, Pace] = {}
     for asked in range(_LONG * _ASKED):
         now_s = asked * every_s
         if now_s >= until_s:  # for a while one worker is as late as this
@@ -74,7 +77,9 @@ def _play(controller: Controller, world: int, chance: random.Random, counts: Cou
             steps[worker] += (1 - late if loosest and not worker else 1.0) * (1 - waits)
         readings.append(Reading(now_s, {w: int(count) for w, count in steps.items()}, dict(waited_s)))
         readings = [one for one in readings if one.at_s >= now_s - back_s - 2 * every_s]
-        metrics = Metrics(sync, tuple(readings), since_s, tuple(swaps[-16:]))
+        if now_s - since_s > back_s:
+            paces[sync] = Pace(now_s, brings[sync])
+        metrics = Metrics(sync, tuple(readings), since_s, tuple(swaps[-16:]), paces=dict(paces))
         decision = controller.decide(metrics)
         counts["decisions"] += 1
         if asked % 7 == 0 and (decision != controller.decide(metrics) or decision != fresh.decide(metrics)):

@@ -47,13 +47,23 @@ class Steps(Course):
 
 
 def play(
-    sync: Policy, controller: Controller | None = None, trouble: str = "", *, steps: int = 330, sigma: float = 0.05
+    sync: Policy,
+    controller: Controller | None = None,
+    trouble: str = "",
+    *,
+    steps: int = 330,
+    sigma: float = 0.05,
+    servers: float = WORLD * RATE,
 ) -> Played:
-    """All steps of all workers."""
+    """All steps of all workers.
+
+    Args:
+        servers: bytes per second of the server's link.
+    """
     return Served(
         Plan(sync=sync, controller=controller, fabric=ParameterServer()),
         [Steps(rank, sigma) for rank in range(WORLD)],
-        Links(worker=(RATE,) * WORLD, servers=WORLD * RATE, shards=1, queue_s=0.0),
+        Links(worker=(RATE,) * WORLD, servers=servers, shards=1, queue_s=0.0),
         size_bytes=SIZE_BYTES,
         pull_bytes=SIZE_BYTES,
         steps=steps,

@@ -130,6 +130,7 @@ def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
         (lambda: WaitThreshold(above=0.3, below=0.3), "plan.controller.below"),
         (lambda: WaitThreshold(loose=BSP()), "plan.controller.loose"),
         (lambda: WaitThreshold(window_s=0), "plan.controller.window_s"),
+        (lambda: WaitThreshold(price=1.0), "plan.controller.price"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.at"),
         (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),

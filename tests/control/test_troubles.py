@@ -47,6 +47,20 @@ def test_where_nobody_is_late_it_does_nothing() -> None:
     assert play(BSP(), WaitThreshold(), "stopped for 0.5 s", steps=120).swaps == []
 
 
+def test_where_rounds_crowd_the_link_it_stays_with_the_policy_that_brings_more() -> None:
+    """At 25 MB/s a round of eight takes 0.08 s to push and as long to pull, which ASP spends computing."""
+    trouble, servers = "stopped for 3 s", 25e6
+    bsp = play(BSP(), None, trouble, steps=150, servers=servers)
+    asp = play(ASP(), None, trouble, steps=150, servers=servers)
+    controlled = play(BSP(), WaitThreshold(least_s=1.0), trouble, steps=150, servers=servers)
+    assert throughput(bsp, 25.0) < 0.75 * throughput(asp, 25.0)
+    assert [sync for _, sync, _ in controlled.swaps] == [ASP()], "what BSP() had brought is remembered"
+    assert throughput(controlled, 25.0) > 0.9 * throughput(asp, 25.0), "though BSP() decided for the first 9 s"
+    tried = play(BSP(), WaitThreshold(least_s=0.3), trouble, steps=400, servers=servers).swaps
+    assert [sync for _, sync, _ in tried[:3]] == [ASP(), BSP(), ASP()], "after 19 s it is tried again"
+    assert "samples/s at best, and" in tried[2][2]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("trouble", TROUBLES)

@@ -144,7 +144,7 @@ class Coordinator:
 
     def swap(self, policy: Policy, *, by_controller: bool = False) -> tuple[Action, ...]:
         """Another policy decides from now on; what it decides now."""
-        self.logbook.swapped(self.now_s(), by_controller=by_controller)
+        self.logbook.swapped(self.policy, self.now_s(), by_controller=by_controller)
         event = adoption(self.policy, policy, self.now_s())
         before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
