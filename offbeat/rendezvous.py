@@ -88,7 +88,7 @@ def joins() -> tuple[int, int] | None:
 def _open_store(rank: int, world: int) -> Store:
     prefix = f"offbeat-{next(_joins)}"  # one process may join several times, one after the other
     if "OFFBEAT_STORE" in os.environ:
-        # Told how many workers there are, the last to leave a job would remove the file, perhaps when another worker has
+        # Told how many workers there are, the last to leave a job would remove the file, perhaps when another one has
         # written its name there for the next job.
         return PrefixStore(prefix, FileStore(os.environ["OFFBEAT_STORE"]))
     store, _, _ = next(rendezvous("env://", rank=rank, world_size=world, timeout=_NEVER))
