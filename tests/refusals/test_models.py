@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +64,29 @@ def test_another_layout(job: Job) -> None:
     job.goes_on()
 
 
+def test_another_model_is_told_where_it_differs(job: Job) -> None:
+    ours = details()
+    other = (*ours.names[:-1], "elsewhere")
+    (refused,), _, _ = opened(job, layout="0123", names=other)
+    assert f"; it has the parameter 'elsewhere' where the job's model has {ours.names[-1]!r}. Start" in refused.reason
+    block = ours.blocks[0]
+    piece = msgspec.structs.replace(block.pieces[0], numel=block.pieces[0].numel + 1)
+    blocks = (msgspec.structs.replace(block, pieces=(piece, *block.pieces[1:])), *ours.blocks[1:])
+    (refused,), _, _ = opened(job, layout="0123", blocks=blocks)
+    told = re.search(r"; of '(\w+)' it has (\d+) elements for this shard, and the job's model (\d+)\. ", refused.reason)
+    assert told is not None
+    assert told[1] == ours.names[piece.name]
+    assert int(told[2]) == int(told[3]) + 1
+    job.goes_on()
+
+
 def test_another_plan(job: Job) -> None:
     """Both are named by their digests, which `offbeat plan show` prints."""
     messages, _, address = opened(job, plan=OTHER_PLAN)
     theirs, ours = (offbeat.Plan.from_toml(text).digest for text in (OTHER_PLAN, PLAN))
     (refused,) = messages
     assert refused.disagrees
-    assert f"its plan is {theirs!r}, that of the job here is {ours!r}" in refused.reason
+    assert f"its plan is {theirs!r}, that of the job here is {ours!r}; where it says" in refused.reason
     in_log(job, address, theirs)
     job.goes_on()
 

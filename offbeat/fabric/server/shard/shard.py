@@ -13,10 +13,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, Stock, Take
 from offbeat.fabric.server.lead.lead import Lead
 from offbeat.fabric.server.memory import bytes_of
@@ -49,10 +48,10 @@ from offbeat.fabric.server.messages import (
     Whole,
     pack,
 )
-from offbeat.fabric.server.optimizers import check_spec, lines_of
+from offbeat.fabric.server.shard.comparison import compare
 from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
-from offbeat.fabric.server.shard.table import Table, digest_of
+from offbeat.fabric.server.shard.table import Table
 from offbeat.fabric.server.snapshot import Identity
 from offbeat.history import Serves
 
@@ -285,7 +284,7 @@ class Shard:
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
             for decision in self._decided.pop(model, []):
                 table.decide(decision)
-        _compare(guest.rank, details, table.details)
+        compare(guest.rank, details, table.details)
         self._guests[guest.rank] = guest
         self._note_back(guest.rank)
         self.was_visited = True
@@ -614,26 +613,3 @@ class Shard:
 
 def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
     return all(one in held for held in theirs)
-
-
-def _compare(rank: int, theirs: Details, ours: Details) -> None:
-    check_spec(theirs.optimizer)
-    plan, theirs_plan = digest_of(ours.plan), digest_of(theirs.plan)
-    # A plan from before a swap will do, or after one that this shard has not heard of: the coordinator sees to that.
-    if theirs_plan in ours.former or (theirs.back is not None and theirs.back.swaps != ours.swaps):
-        theirs_plan = plan
-    optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
-    for what, there, here in (
-        ("plan", theirs_plan, plan),
-        ("layout", theirs.layout, ours.layout),
-        # What the digest is of cannot be known here, so whoever came first may have said one thing and meant another.
-        ("way to cut it into blocks", digest_of(str(theirs.blocks)), digest_of(str(ours.blocks))),
-        ("number of workers", str(theirs.world), str(ours.world)),
-        ("number of shards", str(theirs.shards), str(ours.shards)),
-        *(("optimizer", there, here) for there, here in optimizers),
-    ):
-        if there != here:
-            raise DisagreementError(
-                f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}. Start every "
-                "worker with the same plan, the same model and the same optimizer."
-            )
