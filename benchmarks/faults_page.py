@@ -69,7 +69,7 @@ def _shown(one: Cell | None) -> str:
 
 def _known(one: Cell) -> list[tuple[str, int]]:
     assert one.books is not None
-    return [("lost", one.books.reported), ("dropped", one.books.dropped)]
+    return [("lost", one.books.lost), ("dropped", one.books.dropped)]
 
 
 def _does_not_apply() -> str:

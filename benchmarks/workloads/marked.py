@@ -132,7 +132,7 @@ def train(asked: Asked, run: offbeat.Run) -> None:
     run.settle()
     held = _held(run, module, done, float(loss.detach()))
     (folder / f"held{run.rank}.json").write_bytes(msgspec.json.encode(held))
-    run.settle()  # nobody leaves before all have written
+    run.mean(0.0)  # nobody leaves before all have written
 
 
 def _held(run: offbeat.Run, module: Marked, done: int, loss: float) -> Held:

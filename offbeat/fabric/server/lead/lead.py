@@ -156,7 +156,9 @@ class Lead:
             if one.coordinator.started:
                 self._tell_joined(one, worker)
         else:
-            actions = one.coordinator.join(worker, least=back.clock, weight=back.weight)
+            # What it holds is not brought any more, or again under a number of this life: that one is not given again.
+            least = back.clock + (back.holds and back.life == self.life)
+            actions = one.coordinator.join(worker, least=least, weight=back.weight)
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
@@ -323,8 +325,11 @@ class Lead:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
                 deals = self._dealer.enrol(worker, message, together=together, world=world)
-                if not deals.get(worker, [None]):
-                    self._say(worker, Dealt(loader, ()))
+                if (own := deals.pop(worker, None)) is not None:
+                    first, *others = [dealt(loader, deal) for deal in own] or [Dealt(loader, ())]
+                    self._say(worker, msgspec.structs.replace(first, void=self._dealer.void(worker, message)))
+                    for other in others:
+                        self._say(worker, other)
                 self._deal_out(loader, deals)
             case Take(loader=loader):
                 self._deal_out(loader, {worker: self._dealer.take(worker, loader)})
