@@ -20,7 +20,7 @@ import msgspec
 from offbeat.audit import Verdict, contributions, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from benchmarks.cell import Story
     from offbeat.audit import Contribution
@@ -76,7 +76,8 @@ def books(story: Story, each: int = 1) -> Books | None:
     broken = tuple(f"law {one.law}: {one.what}" for one in verdict.violations[:_MOST_BROKEN])
     ends = {rank: one.done for rank, one in story.held.items()}
     if not known:
-        return _together(marks, ends, held.torn, verdict, broken)
+        idle = {(rank, step) for rank, one in story.held.items() for step in one.idle}
+        return _together(marks, ends, idle, held.torn, verdict, broken)
     spans = list(_spans(known, each, ends))
     shares: dict[Place, float | None] = {(rank, step): 0.0 for rank, done in ends.items() for step in range(done)}
     fates: dict[Place, str] = dict.fromkeys(shares, "pending")
@@ -124,7 +125,12 @@ def _compare(marks: Mapping[Place, float], shares: Mapping[Place, float | None])
 
 
 def _together(
-    marks: Mapping[Place, float], ends: Mapping[int, int], torn: int, verdict: Verdict, broken: tuple[str, ...]
+    marks: Mapping[Place, float],
+    ends: Mapping[int, int],
+    idle: Collection[Place],
+    torn: int,
+    verdict: Verdict,
+    broken: tuple[str, ...],
 ) -> Books:
     """Where all step together, the marks of a step add up to 1, and who came to the end is in each."""
     sums: Counter[int] = Counter()
@@ -136,7 +142,11 @@ def _together(
         more=sum(sums[step] > 1 + _A_LITTLE for step in steps),
         less=sum(sums[step] < 1 - _A_LITTLE for step in steps),
         torn=torn,
-        missing=sum((rank, step) not in marks for rank, done in ends.items() for step in range(done)),
+        missing=sum(
+            (rank, step) not in marks and (rank, step) not in idle
+            for rank, done in ends.items()
+            for step in range(done)
+        ),
         checked=verdict.compared > 0,
         broken=broken,
     )

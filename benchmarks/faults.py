@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks import cell
 from benchmarks.books import Books, books
-from offbeat.fabric import ParameterServer
+from offbeat.fabric import Elastic, ParameterServer
 from offbeat.fault import Fault, Link, Script, Stranger, Target
 from offbeat.lab import machine
 from offbeat.plan import Plan
@@ -38,6 +38,7 @@ RESULT = ROOT / "benchmarks/results/faults.json"
 STEP = 12
 _SHORT_S, _LONG_S = 0.5 * cell.TIMEOUT_S, 2 * cell.TIMEOUT_S
 _MOST_SAID = 4
+_AT_STEP = ("nan", "inf", "huge", "stale")
 
 POLICIES: dict[str, Policy] = {
     "bsp": BSP(),
@@ -45,6 +46,7 @@ POLICIES: dict[str, Policy] = {
     "asp": ASP(),
     "round-robin": RoundRobin(),
     "local-sgd": LocalSGD(every=4),
+    "elastic": BSP(),  # without a server
 }
 
 
@@ -187,13 +189,14 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
     Args:
         stories: where what its processes wrote and said is kept, in a folder of its own; None if it is not.
     """
+    is_served = policy != "elastic"
     plan = Plan(
         sync=POLICIES[policy],
-        fabric=ParameterServer(block_bytes=16384, patience_s=30),
+        fabric=ParameterServer(block_bytes=16384, patience_s=30) if is_served else Elastic(),
         nonfinite=case.nonfinite,  # type: ignore[arg-type]
     )
     arguments = ["--swap-at", str(STEP)] if case.two_phases else []
-    shards = 2 if case.target == "server" else 1
+    shards = is_served + (case.target == "server")
     with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as passing:
         folder = Path(passing)
         if stories is not None:
@@ -271,6 +274,17 @@ def why_not(kind: str, target: Target) -> str:
     return ""
 
 
+def why_not_elastic(kind: str) -> str:
+    """Why a fault does not apply to workers without a server, or ""."""
+    if kind in _AT_STEP:
+        return "it is put into a gradient as the optimizer steps, which is behind the exchange there"
+    if kind == "join":
+        return "joining takes a server"
+    if kind in (*get_args(Link), *get_args(Stranger)):
+        return "there is neither a server nor a link to one"
+    return ""
+
+
 def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
     """The cells that are asked for: each selection is words that all have to be a cell's policy, target or fault."""
     cells = [(policy, case) for case in CASES for policy in POLICIES if _applies(policy, case)]
@@ -285,6 +299,8 @@ def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
 
 
 def _applies(policy: str, case: Case) -> bool:
+    if policy == "elastic":
+        return case.target == "worker" and not why_not_elastic(case.kind)
     return not (case.two_phases and policy == "local-sgd")  # it cannot be swapped
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks.cell import WORKERS
-from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not
+from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not, why_not_elastic
 from offbeat.fault import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/faults.md"
 _HEAD = """# What survives what
@@ -74,12 +74,17 @@ def _known(one: Cell) -> list[tuple[str, int]]:
 
 def _does_not_apply() -> str:
     lines = ["\n## What does not apply\n", "No cell stands above for these on a server:\n"]
+    lines += _reasons(lambda kind: why_not(kind, "server"))
+    lines += ["\nAnd none for these without a server (elastic):\n", *_reasons(why_not_elastic)]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(why: Callable[[str], str]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for kind in dict.fromkeys(case.kind for case in CASES if case.target == "worker"):
-        if reason := why_not(kind, "server"):
+        if reason := why(kind):
             reasons.setdefault(reason, []).append(f"`{kind}`")
-    lines += [f"* {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
-    return "\n".join(lines) + "\n"
+    return [f"* {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
 
 
 def _seen(cells: Iterable[Cell]) -> str:
