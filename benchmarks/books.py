@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.audit import Verdict, contributions, verify
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from benchmarks.cell import Story
-    from offbeat.audit import Contribution
+    from offbeat.audit import Contribution, Verdict
 
 _A_LITTLE = 0.02  # by which a mark may differ from its share, relative to that
 _MOST_BROKEN = 3
@@ -64,15 +62,12 @@ def books(story: Story, each: int = 1) -> Books | None:
 
     Args:
         each: steps of a contribution.
-
-    Raises:
-        HistoryError: if the history cannot be read.
     """
     if not story.held:
         return None
     held = next(iter(story.held.values()))
     marks = {(rank, step): -value for rank, row in enumerate(held.marks) for step, value in enumerate(row) if value}
-    verdict, known = verify(story.history), contributions(story.history)
+    verdict, known = story.verdict, story.known
     broken = tuple(f"law {one.law}: {one.what}" for one in verdict.violations[:_MOST_BROKEN])
     ends = {rank: one.done for rank, one in story.held.items()}
     if not known:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.audit import Verdict, contributions, verify
 from offbeat.exits import how_it_ended
 from offbeat.fault import Fault, read_fired, unfired
 from offbeat.serve import RESTARTS, Settings, start_shard
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
     from benchmarks.workloads.marked import Held
+    from offbeat.audit import Contribution
     from offbeat.plan import Plan
 
 WORKERS = 3
@@ -62,6 +64,8 @@ class Story:
     Args:
         codes: how each worker ended; None if it did not.
         held: what those hold that came to the end, by rank.
+        known: what became of each contribution to the server, as the job's history has it.
+        verdict: of its audit.
     """
 
     faults: Sequence[Fault]
@@ -69,6 +73,8 @@ class Story:
     lines: list[Line] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
+    known: list[Contribution] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
     took_s: float = 0.0
 
     @property
@@ -158,6 +164,8 @@ def _read(story: Story) -> None:
     for path in story.folder.glob("held*.json"):
         held = msgspec.json.decode(path.read_bytes(), type=Held)
         story.held[held.rank] = held
+    if story.held:
+        story.known, story.verdict = contributions(story.history), verify(story.history)
 
 
 def _start_shards(story: Story, count: int) -> tuple[list[subprocess.Popen[bytes]], dict[str, str]]:

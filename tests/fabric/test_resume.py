@@ -171,9 +171,32 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
         here = back(life=shard.life, clock=clock, version=0, holds=True, waits=True, weight=1.0)
         guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         (go,) = [message for message, _ in guest.line.sent if isinstance(message, Go)]
+        assert go.step == clock + 1, "no other contribution is given the number of the one that it came back with"
         return go.fate, go.counted
 
     assert asyncio.run(story()) == expected
+
+
+def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None:
+    """Nobody had heard of that one; the worker would report it as lost when the server is killed."""
+
+    async def story() -> Go:
+        shard = Shard(lambda plan: Parts(ASP()), patience_s=60)
+        team = [Worker(shard, 0), Worker(shard, 1)]
+        await pump(team)
+        clock = team[1].clock
+        team[1].announce()
+        while team[1].clock == clock:
+            team[1].pump()
+            await asyncio.sleep(0)
+        team[1].leave(NetworkError("it is cut off"))
+        guest = Guest(shard, 1)
+        here = back(life=shard.life, clock=clock + 1, version=1, holds=True, waits=True, weight=1.0)
+        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        return next(message for message, _ in guest.line.sent if isinstance(message, Go))
+
+    go = asyncio.run(story())
+    assert (go.fate, go.counted, go.step) == ("was outdated, and is not used", False, 2)
 
 
 async def pump(workers: list[Worker]) -> None:

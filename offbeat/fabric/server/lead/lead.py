@@ -162,7 +162,9 @@ class Lead:
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
-            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN, fate=fate)
+            counted = bool(fate) and back is not None and one.is_counted(worker, back.clock)
+            again = verdict is Verdict.AGAIN
+            self._welcome(model, worker, verdict is Verdict.JOIN, again=again, fate=fate, counted=counted)
             self._start(model)
 
     def _tell_joined(self, one: Model, worker: int) -> None:
@@ -497,17 +499,26 @@ class Lead:
 
     # -- what is decided -----------------------------------------------------------------------------------------
 
-    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False, fate: str = "") -> None:
+    def _welcome(
+        self,
+        model: int,
+        worker: int,
+        values: bool = True,
+        *,
+        again: bool = False,
+        fate: str = "",
+        counted: bool = False,
+    ) -> None:
         """Tell a worker that has just joined where it is, and give it the parameters.
 
         Args:
             fate: what became of the contribution that it came back with.
+            counted: whether that is in the parameters.
         """
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
         version, asked = one.coordinator.state.version, self._questions.next_number
-        counted = bool(fate) and one.is_counted(worker, one.clocks.get(worker, -1))
         go = Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate)
         self._say(worker, go)
         if values:
