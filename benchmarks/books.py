@@ -35,8 +35,8 @@ class Books(msgspec.Struct, kw_only=True, frozen=True):
         applied: steps that count: their marks are not 0.
         more, less: of which the mark is larger, or smaller, than the history says.
         torn: elements in which the two copies differ: of those contributions only a part counts.
-        dropped, lost: of workers that came to the end, steps that do not count, as the history says: outdated, or left
-            out with NaN or Inf; gone with a server or a link.
+        dropped, lost: of workers that came to the end, steps that do not count, as the history says: outdated; gone with
+            a server or a link, or left out with NaN or Inf.
         missing: of these, those of which nobody has said so.
         denied: of which a worker or the server said that they do not count, and they do.
         miscounted: contributions that the server counts as used and the history does not, or the other way round.
@@ -78,7 +78,7 @@ def books(story: Story, each: int = 1) -> Books | None:
     fates: dict[Place, str] = dict.fromkeys(shares, "pending")
     for one, steps in spans:
         shares |= {(one.rank, step): one.share for step in steps}
-        fates |= {(one.rank, step): one.fate for step in steps}
+        fates |= dict.fromkeys(((one.rank, step) for step in steps), "left out" if _weighs_nothing(one) else one.fate)
     more, less = _compare(marks, shares)
     unused = [place for place, fate in fates.items() if fate != "applied" and place[0] in ends]
     words = _Words(story, spans)
@@ -95,6 +95,11 @@ def books(story: Story, each: int = 1) -> Books | None:
         checked=all(share is not None for share in shares.values()),
         broken=broken,
     )
+
+
+def _weighs_nothing(one: Contribution) -> bool:
+    """Whether it took its turn, and moved nothing: it held NaN or Inf."""
+    return one.fate == "applied" and one.share == 0
 
 
 def _spans(known: Iterable[Contribution], each: int, ends: Mapping[int, int]) -> Iterator[tuple[Contribution, range]]:
