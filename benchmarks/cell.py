@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
-import re
 import secrets
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.audit import Verdict, contributions, verify
 from offbeat.exits import how_it_ended
 from offbeat.fault import Fault, read_fired, unfired
 from offbeat.serve import RESTARTS, Settings, start_shard
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
     from benchmarks.workloads.marked import Held
+    from offbeat.audit import Contribution
     from offbeat.plan import Plan
 
 WORKERS = 3
@@ -63,6 +64,8 @@ class Story:
     Args:
         codes: how each worker ended; None if it did not.
         held: what those hold that came to the end, by rank.
+        known: what became of each contribution to the server, as the job's history has it.
+        verdict: of its audit.
     """
 
     faults: Sequence[Fault]
@@ -70,11 +73,18 @@ class Story:
     lines: list[Line] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
+    known: list[Contribution] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
     took_s: float = 0.0
 
     @property
     def log(self) -> Path:
         return log_of(self.folder)
+
+    @property
+    def history(self) -> Path:
+        """Where its processes record what happens."""
+        return self.folder / "history"
 
     @property
     def fired_s(self) -> float | None:
@@ -99,6 +109,7 @@ def run(plan: Plan, faults: Sequence[Fault], folder: Path, *, shards: int = 1, a
     """Run a job with faults, in an empty folder.
 
     Args:
+        shards: of the server; 0 for none.
         arguments: of the workload.
     """
     story = Story(faults, folder)
@@ -106,7 +117,7 @@ def run(plan: Plan, faults: Sequence[Fault], folder: Path, *, shards: int = 1, a
     run_dir = folder / "run"
     run_dir.mkdir()
     (run_dir / "plan.toml").write_text(plan.to_toml())
-    servers, found = _start_shards(story, shards)
+    servers, found = _start_shards(story, shards) if shards else ([], {})
     workers: list[ForkServerProcess] = []
     try:
         together = {
@@ -117,6 +128,7 @@ def run(plan: Plan, faults: Sequence[Fault], folder: Path, *, shards: int = 1, a
             "OFFBEAT_PLAN": plan.to_toml(),
             "OFFBEAT_RUN_DIR": str(run_dir),
             "OFFBEAT_TIMEOUT_S": str(TIMEOUT_S),
+            "OFFBEAT_HISTORY": str(story.history),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             **found,
@@ -152,6 +164,8 @@ def _read(story: Story) -> None:
     for path in story.folder.glob("held*.json"):
         held = msgspec.json.decode(path.read_bytes(), type=Held)
         story.held[held.rank] = held
+    if story.held:
+        story.known, story.verdict = contributions(story.history), verify(story.history)
 
 
 def _start_shards(story: Story, count: int) -> tuple[list[subprocess.Popen[bytes]], dict[str, str]]:
@@ -166,6 +180,7 @@ def _start_shards(story: Story, count: int) -> tuple[list[subprocess.Popen[bytes
             timeout_s=TIMEOUT_S,
             snapshots=str(story.folder / "server" / f"shard-{number}"),
             every=_SNAPSHOT_EVERY,
+            history=str(story.history),
             is_fresh=True,
             restarts=RESTARTS,
         )
@@ -213,81 +228,3 @@ def _work(output: Connection, own: dict[str, str], arguments: list[str]) -> None
     output.close()
     sys.argv = ["worker", str(_FAULTY), str(_JOB), *arguments]
     worker.main()
-
-
-# -- what became of it -------------------------------------------------------------------------------------------------
-
-
-class Books(msgspec.Struct, kw_only=True, frozen=True):
-    """What became of the contributions.
-
-    Args:
-        applied: contributions that count.
-        twice: that count more than once, or of which a part counts more often.
-        torn: elements in which the two copies differ: of those contributions only a part counts.
-        dropped, reported: that the server says it dropped, as outdated, or lost with a server.
-        missing: steps that a worker which came to the end has behind it, and that neither count nor were reported.
-        denied: contributions of which a worker was told that they do not count, and that do.
-    """
-
-    applied: int
-    twice: int
-    torn: int
-    dropped: int
-    reported: int
-    missing: int
-    denied: int = 0
-
-
-def books(story: Story, each: int = 1) -> Books | None:
-    """Count what counts, by the marks that contributions left; None if nobody came to the end.
-
-    To be replaced by a check of the job's own history.
-
-    Args:
-        each: steps of a contribution.
-    """
-    if not story.held:
-        return None
-    held = next(iter(story.held.values()))
-    shares = [1 / count for count in range(1, WORKERS + 2)]
-    applied = twice = missing = 0
-    dropped = {int(seen["worker"]): each * int(seen["dropped"]) for seen in held.seen}
-    reported = {rank: each * count for rank, count in _reported(story).items()}
-    for rank, row in enumerate(held.marks):
-        weights = [-value for value in row]
-        applied += sum(weight != 0 for weight in weights)
-        twice += sum(weight != 0 and not any(abs(weight / share - 1) < 0.02 for share in shares) for weight in weights)
-        if rank in story.held:
-            counted = sum(weight != 0 for weight in weights)
-            missing += story.held[rank].done - counted - dropped.get(rank, 0) - reported.get(rank, 0)
-    return Books(
-        applied=applied,
-        twice=twice,
-        torn=held.torn,
-        dropped=sum(dropped.values()),
-        reported=sum(reported.values()),
-        missing=missing,
-        denied=sum(held.marks[rank][step] != 0 for rank, step in _denied(story) if step < len(held.marks[rank])),
-    )
-
-
-def _denied(story: Story) -> set[tuple[int, int]]:
-    """Rank and step of contributions that a worker was told were not used."""
-    pattern = re.compile(r"Rank (\d+) is back: what it had computed in step (\d+) was outdated, and is not used")
-    found = (pattern.search(line.text) for line in story.lines)
-    return {(int(one[1]), int(one[2])) for one in found if one}
-
-
-def _reported(story: Story) -> dict[int, int]:
-    """Contributions that were reported as lost with a server, or as left out with NaN or Inf, by rank."""
-    found: dict[int, int] = {}
-    for line in story.lines:
-        if "holds NaN or Inf on this worker; it is left out" in line.text:
-            rank = int(line.who.removeprefix("worker "))
-            found[rank] = found.get(rank, 0) + 1
-    told = {line.text for line in story.lines if "The parameter server was restarted" in line.text}
-    for text in told:
-        for rank, count in re.findall(r"rank (\d+): (\d+)", text):
-            found[int(rank)] = found.get(int(rank), 0) + int(count)
-    return found

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from benchmarks import cell
-from benchmarks.cell import Books
-from offbeat.fabric import ParameterServer
+from benchmarks.books import Books, books
+from offbeat.fabric import Elastic, ParameterServer
 from offbeat.fault import Fault, Link, Script, Stranger, Target
 from offbeat.lab import machine
 from offbeat.plan import Plan
@@ -38,6 +38,7 @@ RESULT = ROOT / "benchmarks/results/faults.json"
 STEP = 12
 _SHORT_S, _LONG_S = 0.5 * cell.TIMEOUT_S, 2 * cell.TIMEOUT_S
 _MOST_SAID = 4
+_AT_STEP = ("nan", "inf", "huge", "stale")
 
 POLICIES: dict[str, Policy] = {
     "bsp": BSP(),
@@ -45,6 +46,7 @@ POLICIES: dict[str, Policy] = {
     "asp": ASP(),
     "round-robin": RoundRobin(),
     "local-sgd": LocalSGD(every=4),
+    "elastic": BSP(),  # without a server
 }
 
 
@@ -153,6 +155,7 @@ class Cell(msgspec.Struct, kw_only=True, frozen=True):
             found.append("nobody is named")
         if self.books is not None:
             found += [f"{count} {words}" for count, words in self._wrong(self.books) if count]
+            found += self.books.broken
         if not self.equal:
             found.append("replicas differ")
         if self.bound is not None and self.lead > max(1, self.bound):
@@ -161,11 +164,12 @@ class Cell(msgspec.Struct, kw_only=True, frozen=True):
 
     def _wrong(self, books: Books) -> list[tuple[int, str]]:
         return [
-            (books.twice, "counted twice"),
-            (max(0, books.missing), "lost without a word"),
-            (max(0, -books.missing), "reported, and counted"),
+            (books.more, "count more than is recorded"),
+            (books.less, "count less than is recorded"),
             (books.torn, "of which a part counts"),
+            (books.missing, "lost without a word"),
             (books.denied, "said not to be used, and are"),
+            (books.miscounted, "that the server counts as something else"),
         ]
 
 
@@ -179,17 +183,31 @@ class Result(msgspec.Struct, kw_only=True):
     cells: list[Cell] = []
 
 
-def play(policy: str, case: Case) -> Cell:
-    """Run one cell."""
+def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
+    """Run one cell.
+
+    Args:
+        stories: where what its processes wrote and said is kept, in a folder of its own; None if it is not.
+    """
+    is_served = policy != "elastic"
     plan = Plan(
         sync=POLICIES[policy],
-        fabric=ParameterServer(block_bytes=16384, patience_s=30),
+        fabric=ParameterServer(block_bytes=16384, patience_s=30) if is_served else Elastic(),
         nonfinite=case.nonfinite,  # type: ignore[arg-type]
     )
     arguments = ["--swap-at", str(STEP)] if case.two_phases else []
-    with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as folder:
-        shards = 2 if case.target == "server" else 1
-        story = cell.run(plan, case.faults, Path(folder), shards=shards, arguments=arguments)
+    shards = is_served + (case.target == "server")
+    with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as passing:
+        folder = Path(passing)
+        if stories is not None:
+            folder = Path(
+                tempfile.mkdtemp(prefix=f"{policy}-{case.target}-{case.name}-".replace(", ", "-"), dir=stories)
+            )
+        story = cell.run(plan, case.faults, folder, shards=shards, arguments=arguments)
+        if stories is not None:
+            (folder / "said.txt").write_text(
+                "".join(f"{one.time_s:.3f} {one.who}: {one.text}\n" for one in story.lines)
+            )
         return judge(story, policy, case)
 
 
@@ -219,7 +237,7 @@ def judge(story: cell.Story, policy: str, case: Case) -> Cell:
         outcome=outcome,
         named=bool(naming),
         detection_s=None if not naming or fired_s is None else round(naming[0].time_s - fired_s, 2),
-        books=cell.books(story, getattr(POLICIES[policy], "every", 1)),
+        books=books(story, getattr(POLICIES[policy], "every", 1)),
         equal=len({held.digest for held in story.held.values()}) <= 1,
         lead=max((int(one["lead"]) for one in seen), default=0),
         bound=POLICIES[policy].bound if policy in ("bsp", "ssp") and not case.two_phases else None,
@@ -256,12 +274,23 @@ def why_not(kind: str, target: Target) -> str:
     return ""
 
 
+def why_not_elastic(kind: str) -> str:
+    """Why a fault does not apply to workers without a server, or ""."""
+    if kind in _AT_STEP:
+        return "it is put into a gradient as the optimizer steps, which is behind the exchange there"
+    if kind == "join":
+        return "joining takes a server"
+    if kind in (*get_args(Link), *get_args(Stranger)):
+        return "there is neither a server nor a link to one"
+    return ""
+
+
 def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
     """The cells that are asked for: each selection is words that all have to be a cell's policy, target or fault."""
     cells = [(policy, case) for case in CASES for policy in POLICIES if _applies(policy, case)]
     if not only:
         return cells
-    wanted = [set(words.split(",")) for words in only]
+    wanted = [set(re.split(r",(?! )", words)) for words in only]  # names have commas, too, with a space behind them
     return [
         (policy, case)
         for policy, case in cells
@@ -270,6 +299,8 @@ def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
 
 
 def _applies(policy: str, case: Case) -> bool:
+    if policy == "elastic":
+        return case.target == "worker" and not why_not_elastic(case.kind)
     return not (case.two_phases and policy == "local-sgd")  # it cannot be swapped
 
 
@@ -298,6 +329,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="policy, target and fault, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; more than one makes detection slower")
     parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--stories", type=Path, help="keep what each cell wrote and said, in a folder of its own here")
     parser.add_argument("--keep", action="store_true", help="with --only: keep cells that are there")
     asked = parser.parse_args()
     result, lock = read(asked.result), threading.Lock()
@@ -307,7 +339,7 @@ def main() -> None:
         sys.exit(f"No cell is {' or '.join(asked.only)}.")
 
     def play_one(which: tuple[str, Case]) -> None:
-        one = play(*which)
+        one = play(*which, asked.stories)
         with lock:
             result.cells = [*(other for other in result.cells if other.key != one.key), one]
             write(result, asked.result)
@@ -317,9 +349,10 @@ def main() -> None:
 
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(play_one, cells))
-    from benchmarks.faults_page import write_page
+    if asked.result == RESULT:
+        from benchmarks.faults_page import write_page
 
-    write_page(result)
+        write_page(result)
 
 
 if __name__ == "__main__":

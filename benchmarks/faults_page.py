@@ -6,28 +6,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks.cell import WORKERS
-from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not
+from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not, why_not_elastic
 from offbeat.fault import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/faults.md"
 _HEAD = """# What survives what
 
 Written by `make faults` from [faults.json](../benchmarks/results/faults.json), where stands what was said and counted.
 Each cell is a job of its own: {workers} workers train on real digits with a parameter server that keeps snapshots, as
-under `offbeat run --servers`; a fault strikes worker 1, or its server, at step {step} (`offbeat.testing.faults`); then
-training goes on until a second after it. "Long" is twice the timeout of {timeout_s:g} s, "short" half of it. A fault
+under `offbeat run --servers`, or without one (elastic: `Elastic()`, with `BSP()`); a fault strikes worker 1, or its
+server, at step {step} (`offbeat.testing.faults`); then training goes on until a second after it. "Long" is twice the timeout of {timeout_s:g} s, "short" half of it. A fault
 that did not fire would be an error.
 
 * **survived**: every worker came to the end that could; those that are killed, raise, or leave are not to. The seconds
   are how long it took until somebody else named the culprit, and are left out where nobody did.
 * **stopped**: a worker did not come to the end; below stands what the user sees.
-* Every contribution leaves a mark in the parameters, so it can be counted what became of it. None counts twice, and
-  none is lost without a word, unless the cell says so. "Lost n" is what a killed server took with it, or was NaN or
-  infinite with `nonfinite="skip"`, and was reported;
-  "dropped n" what came too late, and was said to be.
+* What became of the contributions three witnesses say (`benchmarks/books.py`). The job's history, which is audited as
+  `offbeat verify-run` does: no law is broken. The parameters, in which each contribution leaves a mark: each is there
+  with the share that the history gives it, and nothing else is; without a server all marks of a step add up to 1. What
+  was said: of each that does not count it was said that it does not, and of no other; the server counts as many.
+  Unless the cell says so.
+* "Lost n" and "dropped n" are steps of workers that came to the end which do not count, and were said not to: lost with
+  a killed server, or because they had arrived in part, or not at all, when their worker was lost, or left out because
+  they were NaN or infinite, with `nonfinite="skip"`; dropped because they were outdated, or computed from samples that
+  others were given meanwhile.
 * At the end all replicas are equal, and no worker was further ahead than its policy allows, unless the cell says so.
 """
 _TITLES: dict[Target, str] = {
@@ -69,17 +74,22 @@ def _shown(one: Cell | None) -> str:
 
 def _known(one: Cell) -> list[tuple[str, int]]:
     assert one.books is not None
-    return [("lost", one.books.reported), ("dropped", one.books.dropped)]
+    return [("lost", one.books.lost), ("dropped", one.books.dropped)]
 
 
 def _does_not_apply() -> str:
     lines = ["\n## What does not apply\n", "No cell stands above for these on a server:\n"]
+    lines += _reasons(lambda kind: why_not(kind, "server"))
+    lines += ["\nAnd none for these without a server (elastic):\n", *_reasons(why_not_elastic)]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(why: Callable[[str], str]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for kind in dict.fromkeys(case.kind for case in CASES if case.target == "worker"):
-        if reason := why_not(kind, "server"):
+        if reason := why(kind):
             reasons.setdefault(reason, []).append(f"`{kind}`")
-    lines += [f"* {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
-    return "\n".join(lines) + "\n"
+    return [f"* {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
 
 
 def _seen(cells: Iterable[Cell]) -> str:

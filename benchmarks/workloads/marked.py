@@ -44,6 +44,7 @@ class Held(msgspec.Struct, kw_only=True):
 
     Args:
         done: steps of its loop.
+        idle: those of them for which it had no data, and that weigh nothing.
         marks: [rank][step], of the first copy, up to the last that is not 0; `torn` counts those that differ in the
             second one.
         digest: of all parameters.
@@ -56,7 +57,8 @@ class Held(msgspec.Struct, kw_only=True):
     torn: int
     digest: str
     seen: list[dict[str, Any]]
-    loss: float
+    loss: float | None
+    idle: list[int] = []
 
 
 class Marked(nn.Module):
@@ -109,7 +111,7 @@ def train(asked: Asked, run: offbeat.Run) -> None:
         TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
     )
     model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
-    done, loss = 0, torch.tensor(0.0)
+    done, loss, idle = 0, torch.tensor(0.0), list[int]()
     while not asked.is_over(run.rank, done):
         for x, y in loader:
             output, mark = model(x, run.rank, done)
@@ -117,6 +119,7 @@ def train(asked: Asked, run: offbeat.Run) -> None:
             (loss + mark).backward()
             optimizer.step()
             optimizer.zero_grad()
+            idle += [] if run.has_data else [done]
             done += 1
             if run.rank >= _BEGAN_WITH and done == _NEWCOMERS_STEPS:
                 (folder / NEWCOMER).touch()
@@ -127,15 +130,21 @@ def train(asked: Asked, run: offbeat.Run) -> None:
                 time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
             if run.rank == 0 and done % asked.save_every == 0:
                 _save(module, folder / "checkpoint.pt")
-            if asked.is_over(run.rank, done):
+            if _all_are_over(asked, run, done):
                 break
     run.settle()
-    held = _held(run, module, done, float(loss.detach()))
+    held = _held(run, module, done, float(loss.detach()), idle)
     (folder / f"held{run.rank}.json").write_bytes(msgspec.json.encode(held))
-    run.settle()  # nobody leaves before all have written
+    run.mean(0.0)  # nobody leaves before all have written
 
 
-def _held(run: offbeat.Run, module: Marked, done: int, loss: float) -> Held:
+def _all_are_over(asked: Asked, run: offbeat.Run, done: int) -> bool:
+    """Whether this worker has done enough; without a server all end behind the same step."""
+    is_over = asked.is_over(run.rank, done)
+    return is_over if run._server is not None else run.mean(float(is_over)) > 0
+
+
+def _held(run: offbeat.Run, module: Marked, done: int, loss: float, idle: list[int]) -> Held:
     first, last = module.first.detach(), module.last.detach()
     used = int(first.abs().sum(0).nonzero().max()) + 1 if bool(first.any()) else 0
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
@@ -152,6 +161,7 @@ def _held(run: offbeat.Run, module: Marked, done: int, loss: float) -> Held:
         digest=digest,
         seen=seen,
         loss=loss,
+        idle=idle,
     )
 
 

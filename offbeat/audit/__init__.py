@@ -5,12 +5,14 @@
 * `replicas` - law 1: equal parameters
 * `decisions` - laws 2 and 3: what a coordinator decided, held against its policy
 * `updates` - law 2: what shards made of that, over all lives of a server
+* `contributions` - what became of each, one by one
 * `against` - law 5: the same again, in two runs
 * `verdict` - what was found
 """
 
 from offbeat.audit.against import compare
+from offbeat.audit.contributions import Contribution
 from offbeat.audit.verdict import LAWS, Verdict, Violation
-from offbeat.audit.verify import verify
+from offbeat.audit.verify import contributions, verify
 
-__all__ = ["LAWS", "Verdict", "Violation", "compare", "verify"]
+__all__ = ["LAWS", "Contribution", "Verdict", "Violation", "compare", "contributions", "verify"]

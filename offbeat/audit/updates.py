@@ -131,7 +131,10 @@ class Fates:
     def __init__(self) -> None:
         self.fates: dict[Push, str] = {}
         self.weights: dict[Push, float] = {}
+        self._shares: dict[Push, float] = {}  # of those in updates that shards have recorded
         self._in_part: set[Push] = set()
+        self._brought: set[Push] = set()
+        self._outdated = 0  # contributions that were dropped before they were announced
         self._lives: list[tuple[int, Mapping[int, int]]] = []  # and where each worker went on in it
         self._versions: dict[Push, int] = {}  # of the update that a contribution is in
         self._version = 0
@@ -156,12 +159,19 @@ class Fates:
             else:
                 verdict.notes.append(text)
 
-    def add(self, decisions: Decisions, missing: dict[Push, bool], verdict: Verdict) -> None:
+    def add(self, decisions: Decisions, shards: list[Held], missing: dict[Push, bool], verdict: Verdict) -> None:
         """What a life has decided.
 
         Args:
+            shards: what they made of it.
             missing: contributions that are not in all blocks: whether they are in some.
         """
+        for push in decisions.fates:
+            self._shares.pop(push, None)  # what that number had in an earlier life is undone
+        for made in (one for shard in shards for one in shard.made.values()):
+            total = sum(used.weight for used in made.used)
+            shares = {(u.worker, u.clock): made.rate * u.weight / total if total else 0.0 for u in made.used}
+            self._shares |= {push: share for push, share in shares.items() if push in decisions.fates}
         of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
         for push, fate in decisions.fates.items():
             if self.fates.get(push) == "applied":
@@ -190,8 +200,16 @@ class Fates:
             is_whole: nothing is missing from the coordinator's history.
         """
         pushes = [(rank, number) for number in dict.fromkeys(has.numbers)]
+        for push in self._brought.intersection(pushes):
+            verdict.violated(
+                2, f"Rank {rank} brought contribution {push} in its step {has.step}, and another of that number before."
+            )
+        self._brought.update(pushes)
         known = [self.fates[push] for push in pushes if push in self.fates]
-        if is_whole and pushes and (not known or (has.counted and set(known) <= {"dropped", "pending"})):
+        if not known and not has.counted:  # its worker was lost before it had announced it, and was told so
+            self._outdated += 1
+            return
+        if is_whole and (not known or (has.counted and set(known) <= {"dropped", "pending"})):
             what = f"is {known[0]}" if known else "was never announced"
             verdict.violated(
                 2,
@@ -226,11 +244,15 @@ class Fates:
         self._versions[push], self.weights[push] = 0, has.samples
         verdict.unrecorded += 1
 
+    def share(self, push: Push) -> float | None:
+        """With which a contribution counts in its update, times the update's rate; None if that is not recorded."""
+        return self._shares.get(push) if self.fates.get(push) == "applied" else 0.0
+
     def count(self, verdict: Verdict) -> None:
         """Add up what became of all."""
         fates = list(self.fates.values())
         verdict.applied += fates.count("applied")
-        verdict.dropped += fates.count("dropped")
+        verdict.dropped += fates.count("dropped") + self._outdated
         verdict.pending += fates.count("pending")
         lost = [push for push, fate in self.fates.items() if fate == "lost"]
         verdict.lost += len(lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat.audit.contributions import listed
 from offbeat.audit.decisions import Decisions
 from offbeat.audit.replicas import check_replicas, read_diary
 from offbeat.audit.sources import find_jobs
@@ -15,6 +16,7 @@ from offbeat.history import Adopts, Began, Ended, Made, Returns, Serves, Told
 if TYPE_CHECKING:
     import os
 
+    from offbeat.audit.contributions import Contribution
     from offbeat.audit.replicas import Diary
     from offbeat.audit.sources import Job
     from offbeat.history import Log
@@ -37,15 +39,38 @@ def verify(*paths: str | os.PathLike[str]) -> Verdict:
     return verdict
 
 
+def contributions(*paths: str | os.PathLike[str]) -> list[Contribution]:
+    """What became of each contribution to a server, one by one.
+
+    Args:
+        paths: as `verify` takes them.
+
+    Raises:
+        HistoryError: if one cannot be read.
+    """
+    found: list[Contribution] = []
+    for job in find_jobs(map(Path, paths)):
+        audit = _Audit(job, Verdict())
+        audit.run()
+        found += [one for model, fates in audit.fates.items() for one in listed(model, fates, audit.diaries)]
+    return found
+
+
 class _Audit:
     """Of one job.
 
     Args:
         verdict: what is found goes there.
+
+    Attributes:
+        fates: what became of the contributions to each model.
+        diaries: what each worker process recorded.
     """
 
     def __init__(self, job: Job, verdict: Verdict) -> None:
         self._job, self._verdict = job, verdict
+        self.fates: dict[int, Fates] = {}
+        self.diaries: list[Diary] = []
         self._decisions: list[Decisions] = []  # in their order
         self._held: list[Held] = []
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
@@ -61,7 +86,7 @@ class _Audit:
             self._read_coordinator(log)
         for log in job.shards:
             self._read_shard(log)
-        diaries = [self._read_worker(log) for log in job.workers]
+        self.diaries = diaries = [self._read_worker(log) for log in job.workers]
         verdict.lives += len({decisions.life for decisions in self._decisions})
         if self._decisions:
             verdict.checked |= {2, 3}
@@ -73,7 +98,8 @@ class _Audit:
     def _check_decisions(self, diaries: list[Diary]) -> None:
         verdict = self._verdict
         for model in sorted({decisions.model for decisions in self._decisions}):
-            fates, was_whole = Fates(), True
+            fates = self.fates[model] = Fates()
+            was_whole = True
             for decisions in self._of(model):
                 is_whole = self._is_whole[decisions.life]
                 held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
@@ -82,13 +108,13 @@ class _Audit:
                 if not decisions.is_broken:
                     missing = check_shards(decisions, held, verdict, is_whole=is_whole)
                 fates.begin(decisions, verdict, was_whole=was_whole)
-                fates.add(decisions, missing, verdict)
+                fates.add(decisions, held, missing, verdict)
                 was_whole = is_whole
             is_whole = all(self._is_whole.values())
             is_broken = any(one.is_broken for one in self._of(model))  # then nothing is known of what followed
             for diary in () if is_broken else diaries:
                 for has in diary.has:
-                    if has.model == model and has.numbers:
+                    if has.model == model and has.is_brought:
                         fates.brought(diary.rank, has, verdict, is_whole=is_whole)
             fates.count(verdict)
 

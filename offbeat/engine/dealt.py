@@ -121,7 +121,8 @@ class DealtSource:
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
 
     def _deal(self) -> Lease | Over:
-        while not self._hand.deals:  # nobody else takes any
+        while True:
+            with contextlib.suppress(IndexError):  # what is void is taken away on the event loop, at any time
+                return self._hand.deals.popleft()
             drawn = self._server.client.draw(self._hand)
             self._waiter.wait(drawn, Awaited("the next samples from the server", outlives=True))
-        return self._hand.deals.popleft()

@@ -239,6 +239,11 @@ class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
     numbers: tuple[_Count, ...] = ()
     counted: bool = True
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether it is of a contribution to a server; one that was outdated before it was announced has no number."""
+        return bool(self.numbers) or (self.life > 0 and self.samples > 0)
+
 
 class Loaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """By a worker: a checkpoint is taken over; what it has next is not what the version said before."""

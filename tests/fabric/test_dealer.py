@@ -92,6 +92,19 @@ def test_who_enrols_once_more_counts_once() -> None:
     assert [len(one.hands[worker]) for worker in range(2)] == [1, 1]
 
 
+def test_who_comes_back_is_told_what_is_others() -> None:
+    one = Class(2, ahead=2)
+    for worker in (0, 1):
+        one.enrol(worker)
+    held = tuple(deal.number for deal in one.hands[1] if isinstance(deal, Lease))
+    one.about = msgspec.structs.replace(one.about, holds=held)
+    assert one.dealer.void(1, one.about) == ()
+    one.dealer.lose(1)
+    one.enrol(1)
+    assert one.dealer.void(1, one.about) == held
+    assert len(one.hands[1]) == 4, "as many more"
+
+
 def test_one_that_never_comes_is_not_waited_for() -> None:
     one = Class(3)
     one.enrol(0)

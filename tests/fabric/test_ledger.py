@@ -153,6 +153,23 @@ def test_later_updates_of_a_block_are_made_anew_with_it() -> None:
     assert made(one) == [(0, 1, [(0, 0)]), (0, 2, [(0, 1)]), (1, 1, [(0, 0)])]
 
 
+def test_an_update_is_not_final_while_one_that_was_made_before_it_may_be_undone() -> None:
+    one = ledger()
+    for worker in (0, 1):
+        one.apply(Apply(((worker, 0),), in_order=False), ABOUT)
+    one.arrive((0, 0), 0, "half")
+    for block in (0, 1):
+        one.arrive((1, 0), block, "whole")
+    assert made(one) == [(0, 1, [(0, 0)]), (0, 2, [(1, 0)]), (1, 2, [(1, 0)])]
+    one.commit((1, 0))
+    assert not one.is_final(2), "it is made anew in block 0 if (0, 0) is withdrawn"
+    one.lose(0)
+    one.withdraw((0, 0))
+    assert made(one) == [(0, 1, []), (0, 2, [(1, 0)]), (1, 1, [])]
+    assert one.is_final(1)
+    assert one.is_final(2)
+
+
 def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
     """At every shard alike, also where that was made, and is committed, before the worker was released."""
     one = ledger(blocks=1)

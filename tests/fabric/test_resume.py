@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server import Shard
+from offbeat.fabric.server.deals import Dealt, Enrol
 from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
 from offbeat.fabric.server.messages import Back, Enlist, Go, Open, details_of, from_chief, pack
@@ -171,9 +172,55 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
         here = back(life=shard.life, clock=clock, version=0, holds=True, waits=True, weight=1.0)
         guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         (go,) = [message for message, _ in guest.line.sent if isinstance(message, Go)]
+        assert go.step == clock + 1, "no other contribution is given the number of the one that it came back with"
         return go.fate, go.counted
 
     assert asyncio.run(story()) == expected
+
+
+def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None:
+    """Nobody had heard of that one; the worker would report it as lost when the server is killed."""
+
+    async def story() -> Go:
+        shard = Shard(lambda plan: Parts(ASP()), patience_s=60)
+        team = [Worker(shard, 0), Worker(shard, 1)]
+        await pump(team)
+        clock = team[1].clock
+        team[1].announce()
+        while team[1].clock == clock:
+            team[1].pump()
+            await asyncio.sleep(0)
+        team[1].leave(NetworkError("it is cut off"))
+        guest = Guest(shard, 1)
+        here = back(life=shard.life, clock=clock + 1, version=1, holds=True, waits=True, weight=1.0)
+        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        return next(message for message, _ in guest.line.sent if isinstance(message, Go))
+
+    go = asyncio.run(story())
+    assert (go.fate, go.counted, go.step) == ("was outdated, and is not used", False, 2)
+
+
+def test_who_was_cut_off_is_told_which_data_is_others_now() -> None:
+    about = Enrol(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
+
+    async def story() -> tuple[list[Dealt], list[Dealt]]:
+        shard = Shard(lambda plan: Parts(ASP()), patience_s=60)
+        team = [Worker(shard, 0), Worker(shard, 1)]
+        await pump(team)
+        for worker in team:
+            worker.say(pack(about))
+        before = [message for message, _ in team[1].line.sent if isinstance(message, Dealt)]
+        team[1].leave(NetworkError("it is cut off"))
+        guest = Guest(shard, 1)
+        here = back(life=shard.life, clock=0, version=0, holds=True, waits=True, weight=1.0)
+        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        holds = tuple(deal.number for message in before for deal in message.deals)
+        guest.say(pack(msgspec.structs.replace(about, holds=holds)))
+        return before, [message for message, _ in guest.line.sent if isinstance(message, Dealt)]
+
+    before, after = asyncio.run(story())
+    assert [message.void for message in after] == [tuple(deal.number for message in before for deal in message.deals)]
+    assert len(after[0].deals) == len(before) == 1, "as much is dealt instead"
 
 
 async def pump(workers: list[Worker]) -> None:

@@ -16,12 +16,15 @@ from benchmarks.cell import Line, Story
 from benchmarks.faults import CASES, POLICIES, Case, judge, play, selected
 from benchmarks.faults_page import page
 from benchmarks.workloads.marked import Held
+from offbeat.audit import Contribution
 from offbeat.fault import Fault, Fired, Link, Process, Script, Stranger
 from offbeat.testing.faults import assert_fired, environment
 from tests.cli.commands import COMMAND, TRAIN, clean_environment, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from offbeat.audit.contributions import Fate
 
 ROOT = Path(__file__).parent.parent.parent
 FIRED_S = 1000.0
@@ -90,14 +93,20 @@ def story_of(folder: Path, case: Case) -> Story:
     one = Held(rank=0, done=3, marks=rows, torn=0, digest="same", seen=seen(), loss=1.0)
     story = Story(case.faults, folder, codes=[0, -9, 0])
     story.held = {0: one, 2: msgspec.structs.replace(one, rank=2)}
+    story.known = [applied(rank, step) for rank, done in ((0, 3), (1, 2), (2, 3)) for step in range(done)]
     story.lines = [Line(FIRED_S + 0.4, "shard 0", "offbeat: Rank 1 is gone: it hung up. The others go on.")]
     log = [Fired(number=n, fault=fault, time_s=FIRED_S) for n, fault in enumerate(case.faults)]
     cell.log_of(folder).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in log))
     return story
 
 
+def applied(rank: int, step: int) -> Contribution:
+    return Contribution(0, rank, (step,), step, "applied", 1 / 3, True)
+
+
 def seen(lead: int = 1) -> list[dict[str, Any]]:
-    return [{"worker": rank, "dropped": 0, "lead": lead} for rank in range(3)]
+    done = (3, 2, 3)
+    return [{"worker": rank, "applied": done[rank], "dropped": 0, "lost": 0, "lead": lead} for rank in range(len(done))]
 
 
 def test_all_is_well(tmp_path: Path) -> None:
@@ -107,19 +116,38 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert one.books.applied == 8
 
 
+def _unused(story: Story, fate: Fate = "dropped") -> None:
+    """Step 1 of rank 2 is in no update, and the server says so."""
+    story.known = [
+        replace(o, fate=fate, share=0.0, told=False) if (o.rank, o.step) == (2, 1) else o for o in story.known
+    ]
+    story.held[0].marks[2][1] = 0.0
+    story.held[0].seen[2] |= {"applied": 2, "dropped": 1}
+
+
+def _said(story: Story) -> None:
+    _unused(story, "lost")
+    story.lines.append(Line(FIRED_S + 1, "shard 0", "Contribution 1 of rank 2 (32 samples) is lost: it came in part."))
+
+
 def _twice(story: Story) -> None:
     story.held[0].marks[2][1] = -2 / 3
 
 
-def _lost(story: Story) -> None:
+def _vanished(story: Story) -> None:
     story.held[0].marks[2][1] = 0.0
 
 
-def _reported_and_there(story: Story) -> None:
-    text = (
-        "The parameter server was restarted and goes on from version 0: update 1 is lost (1 contribution; rank 0: 1)."
-    )
-    story.lines.append(Line(FIRED_S + 1, "shard 0", text))
+def _lost(story: Story) -> None:
+    _unused(story)
+
+
+def _miscounted(story: Story) -> None:
+    story.held[0].seen[2] |= {"applied": 2, "dropped": 1}
+
+
+def _broken(story: Story) -> None:
+    story.verdict.violated(2, "Update 3 was made twice.")
 
 
 def _denied(story: Story) -> None:
@@ -142,9 +170,11 @@ def _too_far(story: Story) -> None:
 @pytest.mark.parametrize(
     ("spoil", "trouble"),
     [
-        (_twice, "1 counted twice"),
+        (_twice, "1 count more than is recorded"),
+        (_vanished, "1 count less than is recorded"),
         (_lost, "1 lost without a word"),
-        (_reported_and_there, "1 reported, and counted"),
+        (_miscounted, "2 that the server counts as something else"),
+        (_broken, "law 2: Update 3 was made twice."),
         (_denied, "1 said not to be used, and are"),
         (_torn, "4 of which a part counts"),
         (_differ, "replicas differ"),
@@ -156,6 +186,48 @@ def test_a_broken_law_is_seen(tmp_path: Path, spoil: Callable[[Story], None], tr
     story = story_of(tmp_path, case)
     spoil(story)
     assert judge(story, "ssp", case).troubles == [trouble]
+
+
+def test_what_is_lost_and_said_to_be_is_counted(tmp_path: Path) -> None:
+    case = case_of("worker", "sigkill")
+    story = story_of(tmp_path, case)
+    _said(story)
+    one = judge(story, "ssp", case)
+    assert one.troubles == []
+    assert one.books is not None
+    assert (one.books.lost, one.books.dropped) == (1, 0)
+
+
+def test_a_change_of_several_steps_weighs_alike_in_each(tmp_path: Path) -> None:
+    """Of a worker that was killed the last one is known from the coordinator alone."""
+    case = case_of("worker", "sigkill")
+    story = story_of(tmp_path, case)
+    rows = [[-0.5] * 4 + [-0.25] * 2, [-0.25] * 4, [-0.25] * 4 + [-0.75] * 2]
+    for rank in (0, 2):
+        story.held[rank] = msgspec.structs.replace(story.held[rank], done=6, marks=rows, seen=[])
+    shares = {0: [0.5, 0.25], 1: [0.25], 2: [0.25, 0.75]}
+    story.known = [
+        Contribution(0, rank, (number,), None if rank == 1 else (3, 6)[number], "applied", share, True)
+        for rank, of in shares.items()
+        for number, share in enumerate(of)
+    ]
+    assert judge(story, "local-sgd", case).troubles == []
+    story.known[1] = replace(story.known[1], share=0.75)
+    assert judge(story, "local-sgd", case).troubles == ["2 count less than is recorded"]
+
+
+def test_without_a_server_the_marks_of_a_step_add_up(tmp_path: Path) -> None:
+    case = case_of("worker", "sigkill")
+    story = story_of(tmp_path, case)
+    story.known = []
+    for step in (1, 2):
+        story.held[0].marks[0][step] = story.held[0].marks[2][step] = -0.5
+    story.held[0].marks[1][1] = 0.0
+    assert judge(story, "elastic", case).troubles == []
+    story.held[0].marks[2][1] = 0.0
+    assert judge(story, "elastic", case).troubles == ["1 count less than is recorded", "1 lost without a word"]
+    story.held[2] = msgspec.structs.replace(story.held[2], idle=[1])
+    assert judge(story, "elastic", case).troubles == ["1 count less than is recorded"]
 
 
 def test_who_hangs_does_not_survive(tmp_path: Path) -> None:
@@ -193,6 +265,19 @@ def test_every_fault_stands_in_the_matrix() -> None:
         assert all((kind in struck) != bool(faults.why_not(kind, target)) for kind in kinds)
 
 
+def test_without_a_server_only_what_happens_to_workers_strikes() -> None:
+    kinds = {case.kind for _, case in selected(["elastic"])}
+    assert {case.target for _, case in selected(["elastic"])} == {"worker"}
+    assert {"sigkill", "sigstop", "leave", "forward"} <= kinds
+    assert not kinds & {"join", "partition", "nan", "wrong-token"}
+
+
+def test_a_name_with_a_comma_is_one_word() -> None:
+    assert [(policy, case.name) for policy, case in selected(["bsp,server,partition, long"])] == [
+        ("bsp", "partition, long")
+    ]
+
+
 def test_cells_are_selected_by_words() -> None:
     assert {policy for policy, _ in selected(["bsp"])} == {"bsp"}
     chosen = selected(["asp,coordinator,sigkill", "ssp,flip"])
@@ -217,4 +302,4 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     result.cells = [one]
     faults.write(result, tmp_path / "faults.json")
     assert faults.read(tmp_path / "faults.json") == result
-    assert "| sigkill | - | - | survived, 0.4 s | - | - |" in page(result)
+    assert "| sigkill | - | - | survived, 0.4 s | - | - | - |" in page(result)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from offbeat.audit import verify
+from offbeat.audit import contributions, verify
 from offbeat.audit.updates import Fates
 from offbeat.audit.verdict import Verdict
 from offbeat.history import Has, Log, Made, Told, actions_of, event_of, told
@@ -242,8 +242,15 @@ def never_announced(records: list[Any]) -> None:
     records[at] = msgspec.structs.replace(records[at], numbers=(1000,))
 
 
+def under_one_number(records: list[Any]) -> None:
+    first, second = (at for at, record in enumerate(records) if isinstance(record, Has) and record.step in (2, 3))
+    records[second] = msgspec.structs.replace(records[second], numbers=records[first].numbers)
+
+
 @pytest.mark.parametrize(
-    "change", [under_two_numbers, from_other_samples, never_announced], ids=lambda change: change.__name__
+    "change",
+    [under_two_numbers, under_one_number, from_other_samples, never_announced],
+    ids=lambda change: change.__name__,
 )
 def test_what_workers_say_is_what_was_decided(tmp_path: Path, change: Callable[[list[Any]], None]) -> None:
     Recorded(ASP(), tmp_path, leaves={})
@@ -259,6 +266,37 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     assert verdict.holds, verdict.violations[0]
     assert verdict.unrecorded > 0
     assert len(list(Log(job.coordinator))) < len(job.records)
+
+
+@pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])
+def test_what_a_worker_was_told_is_outdated_is_dropped(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """It was cut off, and the coordinator had heard nothing of it."""
+    Recorded(ASP(), tmp_path, leaves={})
+    before = verify(tmp_path)
+
+    def tell(records: list[Any]) -> None:
+        at = index_of(records, lambda record: isinstance(record, Has))
+        outdated = msgspec.structs.replace(records[at], numbers=numbers, counted=False, digest=None)
+        records.insert(at, outdated)
+
+    rewrite(tmp_path / "worker-1.log", tell)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.applied, verdict.dropped) == (before.applied, before.dropped + 1)
+    (one,) = (one for one in contributions(tmp_path) if one.fate != "applied")
+    assert (one.rank, one.numbers, one.fate, one.share, one.told) == (1, numbers, "dropped", 0.0, False)
+
+
+def test_each_contribution_has_its_share(tmp_path: Path) -> None:
+    """Of three workers, which weigh 1, 2 and 3, one is cut off, and is missed from then on."""
+    Recorded(BSP(), tmp_path, leaves={1: 4})
+    known = contributions(tmp_path)
+    assert {(one.rank, one.step) for one in known if one.step is not None} == {
+        (rank, step) for rank in range(3) for step in range(4 if rank == 1 else 8)
+    }
+    shares = {(one.rank, one.step): one.share for one in known if one.step in (0, 7)}
+    assert shares == pytest.approx({(0, 0): 1 / 6, (1, 0): 2 / 6, (2, 0): 3 / 6, (0, 7): 1 / 4, (2, 7): 3 / 4})
+    assert all(one.told for one in known if one.fate == "applied")
 
 
 def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped() -> None:

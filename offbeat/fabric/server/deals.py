@@ -2,7 +2,8 @@
 
 worker                                       coordinator
   | -- Enrol(loader, samples, batch, ...) ----> |   once per loader
-  | <----- Dealt(loader, deals) --------------- |   the first leases, and one with each release
+  | <----- Dealt(loader, deals) --------------- |   the first leases, and one with each release; to a worker that
+  |                                             |   comes back also which of those it has are void
   | -- Take(loader) --------------------------> |   one more: it used several for one contribution
   | -- Return(loader, numbers) ---------------> |   leases it will not use
   | -- Crowded(loader, count) ----------------> |   it had no memory for so many
@@ -110,11 +111,13 @@ class Dealt(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         afresh: whatever it has from before is void.
+        void: numbers of leases that it had from before, and others have been given.
     """
 
     loader: _Loader
     deals: tuple[Deal, ...]
     afresh: bool = False
+    void: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=1 << 12)] = ()
 
 
 FromData = Enrol | Take | Return | Crowded | Books | Restock

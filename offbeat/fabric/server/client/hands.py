@@ -28,6 +28,7 @@ class Hand:
     Args:
         about: what the worker says about its data.
         deals: that it has not drawn yet.
+        doubtful: those when it enrolled once more; which of them hold is said with the first deals after that.
         held: numbers of leases that it has neither brought nor given back.
         epoch: it is in.
         wanted: called when there is something to draw; None if nobody waits.
@@ -36,10 +37,22 @@ class Hand:
 
     about: Enrol
     deals: deque[Lease | Over] = field(default_factory=deque)
+    doubtful: list[Lease | Over] = field(default_factory=list)
     held: dict[int, None] = field(default_factory=dict)
     epoch: int = 0
     wanted: Callable[[], None] | None = None
     has_begun: bool = False
+
+    def doubt(self) -> None:
+        """What was not drawn may be others' by now."""
+        self.doubtful += [self.deals.popleft() for _ in range(len(self.deals))]
+
+    def keep_all_but(self, void: Iterable[int]) -> None:
+        """These leases are others'; what else was in doubt is still there."""
+        for number in void:
+            self.held.pop(number, None)
+        self.deals.extend(deal for deal in self.doubtful if isinstance(deal, Over) or deal.number in self.held)
+        self.doubtful.clear()
 
     def take_undrawn(self) -> list[int]:
         """Numbers of the leases that were not drawn, which are not there any more; what ends an epoch stays."""
@@ -67,6 +80,7 @@ class Hands:
         """Enrol for all loaders, for the first time or once more after the server was lost; or for `only` this one."""
         for hand in self._hands.values() if only is None else (only,):
             hand.has_begun = False
+            hand.doubt()
             self._say(msgspec.structs.replace(hand.about, epoch=hand.epoch, holds=tuple(hand.held)))
 
     def reseed(self, loader: int, seed: int) -> None:
@@ -92,6 +106,8 @@ class Hands:
         hand = self._hands.get(message.loader)
         if hand is None:
             raise PeerError(f"The server deals out data of loader {message.loader}, which this worker has not.")
+        if not hand.has_begun:
+            hand.keep_all_but(message.void)
         if message.afresh:
             hand.deals.clear()
             hand.held.clear()

@@ -158,6 +158,11 @@ class Dealer:
         new = (worker,) if begun else sorted(deck.ahead)
         return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
 
+    def void(self, worker: int, about: Enrol) -> tuple[int, ...]:
+        """Which of the leases that a worker came back with are not its own any more."""
+        leased = set(self._decks[about.loader].pool.leased_to(worker))
+        return tuple(number for number in about.holds if number not in leased)
+
     def lose(self, worker: int, unclear: Collection[tuple[int, Push]] = ()) -> dict[int, dict[int, list[Lease | Over]]]:
         """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker.
 

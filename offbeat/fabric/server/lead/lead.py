@@ -156,11 +156,15 @@ class Lead:
             if one.coordinator.started:
                 self._tell_joined(one, worker)
         else:
-            actions = one.coordinator.join(worker, least=back.clock, weight=back.weight)
+            # What it holds is not brought any more, or again under a number of this life: that one is not given again.
+            least = back.clock + (back.holds and back.life == self.life)
+            actions = one.coordinator.join(worker, least=least, weight=back.weight)
         self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
-            self._welcome(model, worker, verdict is Verdict.JOIN, again=verdict is Verdict.AGAIN, fate=fate)
+            counted = bool(fate) and back is not None and one.is_counted(worker, back.clock)
+            again = verdict is Verdict.AGAIN
+            self._welcome(model, worker, verdict is Verdict.JOIN, again=again, fate=fate, counted=counted)
             self._start(model)
 
     def _tell_joined(self, one: Model, worker: int) -> None:
@@ -323,8 +327,11 @@ class Lead:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
                 deals = self._dealer.enrol(worker, message, together=together, world=world)
-                if not deals.get(worker, [None]):
-                    self._say(worker, Dealt(loader, ()))
+                if (own := deals.pop(worker, None)) is not None:
+                    first, *others = [dealt(loader, deal) for deal in own] or [Dealt(loader, ())]
+                    self._say(worker, msgspec.structs.replace(first, void=self._dealer.void(worker, message)))
+                    for other in others:
+                        self._say(worker, other)
                 self._deal_out(loader, deals)
             case Take(loader=loader):
                 self._deal_out(loader, {worker: self._dealer.take(worker, loader)})
@@ -492,17 +499,26 @@ class Lead:
 
     # -- what is decided -----------------------------------------------------------------------------------------
 
-    def _welcome(self, model: int, worker: int, values: bool = True, *, again: bool = False, fate: str = "") -> None:
+    def _welcome(
+        self,
+        model: int,
+        worker: int,
+        values: bool = True,
+        *,
+        again: bool = False,
+        fate: str = "",
+        counted: bool = False,
+    ) -> None:
         """Tell a worker that has just joined where it is, and give it the parameters.
 
         Args:
             fate: what became of the contribution that it came back with.
+            counted: whether that is in the parameters.
         """
         one = self.models[model]
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
         version, asked = one.coordinator.state.version, self._questions.next_number
-        counted = bool(fate) and one.is_counted(worker, one.clocks.get(worker, -1))
         go = Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate)
         self._say(worker, go)
         if values:

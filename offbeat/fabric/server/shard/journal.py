@@ -67,6 +67,10 @@ class Journal:
         """The block's lines, the oldest first."""
         return self._lines[block]
 
+    def holds(self, version: int) -> bool:
+        """Whether an update may have to be made anew in some block, perhaps because of one before it."""
+        return any(line.update.version == version for lines in self._lines.values() for line in lines)
+
     def write(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Line | None:
         """An update is made in a block; its line, or None if it need not be undone."""
         if not update.open and not self._lines[block]:

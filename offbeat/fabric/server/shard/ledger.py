@@ -410,7 +410,7 @@ class Ledger:
 
     def is_final(self, version: int) -> bool:
         """Whether an update has been made in all blocks, and none will be undone."""
-        return all(update.version != version for update in self._updates)
+        return all(update.version != version for update in self._updates) and not self._journal.holds(version)
 
     def _update_of(self, push: Push) -> Update | None:
         """The one that it is in."""

@@ -1,0 +1,65 @@
+"""What became of each contribution, one by one: for those who want to hold it against something else, as the fault
+matrix does with marks that contributions leave in the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from offbeat.audit.replicas import Diary
+    from offbeat.audit.updates import Fates
+
+Fate = Literal["pending", "applied", "dropped", "lost"]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a worker brought to a server.
+
+    Args:
+        model: which of several.
+        rank: of the worker.
+        numbers: under which it was announced; more than one if the server was restarted meanwhile, none if it was
+            outdated before.
+        step: in which its worker brought it, or the next one, if all were to bring what they had; None if the worker
+            recorded nothing of it, because it was killed before, or its disk was full.
+        fate: what became of it in the end.
+        share: with which it counts in its update, times the update's rate; 0 if it is in none, None if no shard has
+            recorded that update.
+        told: whether its worker was told that it counts; None if it recorded nothing of it.
+    """
+
+    model: int
+    rank: int
+    numbers: tuple[int, ...]
+    step: int | None
+    fate: Fate
+    share: float | None
+    told: bool | None
+
+
+def listed(model: int, fates: Fates, diaries: Sequence[Diary]) -> Iterator[Contribution]:
+    """All of one model: those that workers recorded, in order of their files, then the others."""
+    seen = set()
+    for diary in diaries:
+        for has in diary.has:
+            if has.model != model or not has.is_brought:
+                continue
+            pushes = [(diary.rank, number) for number in has.numbers]
+            seen.update(pushes)
+            used = [push for push in pushes if fates.fates.get(push) == "applied"]
+            push = (used or pushes or [(diary.rank, -1)])[-1]
+            fate: Fate = _fate(fates, push) if push in fates.fates else "dropped"
+            yield Contribution(model, diary.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
+    for rank, number in sorted(fates.fates.keys() - seen):
+        push = (rank, number)
+        yield Contribution(model, rank, (number,), None, _fate(fates, push), fates.share(push), None)
+
+
+def _fate(fates: Fates, push: tuple[int, int]) -> Fate:
+    fate = fates.fates[push]
+    assert fate in ("pending", "applied", "dropped", "lost"), fate
+    return fate  # type: ignore[return-value]

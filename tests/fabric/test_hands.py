@@ -1,0 +1,43 @@
+"""A worker's leases, as it comes and goes."""
+
+from __future__ import annotations
+
+from offbeat.fabric.server.client.hands import Hands
+from offbeat.fabric.server.deals import Deal, Dealt, Enrol, FromData, Take
+from offbeat.pacing import Lease, Over
+
+ABOUT = Enrol(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
+
+
+def dealt(*numbers: int, void: tuple[int, ...] = ()) -> Dealt:
+    return Dealt(0, tuple(Deal(n, 0, ((0, n, n + 1),)) for n in numbers), void=void)
+
+
+def test_who_comes_back_draws_only_what_is_still_its_own() -> None:
+    """What it had not drawn others may have been given: computing it would be in vain."""
+    said: list[FromData] = []
+    hands, drawn = Hands(said.append), list[bool]()
+    hand = hands.hold(ABOUT)
+    hands.enrol()
+    hands.deal(dealt(1, 2, 3))
+    hand.deals.popleft()
+    hands.enrol()
+    assert isinstance(said[-1], Enrol)
+    assert said[-1].holds == (1, 2, 3)
+    hands.want(hand, lambda: drawn.append(True))
+    assert (drawn, list(hand.deals)) == ([], []), "it is not known yet"
+    hands.deal(dealt(4, void=(1, 2)))
+    assert drawn == [True]
+    assert [deal.number for deal in hand.deals if isinstance(deal, Lease)] == [3, 4]
+    assert list(hand.held) == [3, 4]
+    assert not any(isinstance(message, Take) for message in said), "more than one lease comes unasked"
+
+
+def test_the_end_of_an_epoch_is_nobodys() -> None:
+    hands = Hands(lambda message: None)
+    hand = hands.hold(ABOUT)
+    hands.enrol()
+    hands.deal(Dealt(0, (Deal(1, 0, ((0, 0, 1),)), Deal(0, 0))))
+    hands.enrol()
+    hands.deal(dealt(5, void=(1,)))
+    assert [type(deal) for deal in hand.deals] == [Over, Lease]
