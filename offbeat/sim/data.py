@@ -39,7 +39,7 @@ class Data:
         samples: int,
     ) -> None:
         self._tuning, self._now_s, self._workers = tuning, now_s, workers
-        self._batch, self._samples = batch, samples
+        self._batch, self._samples, self._world = batch, samples, len(workers)
         self.begin()
 
     def begin(self) -> None:
@@ -47,14 +47,13 @@ class Data:
         self._dealer = None if self._tuning is None else Dealer(lambda _: self._tuning, self._now_s)
 
     def enrol(self, workers: Iterable[Contributor], *, together: bool) -> None:
-        """These take part; the first leases are dealt when all of them do."""
+        """These take part; the first leases are dealt when all of the beginning do, or are lost."""
         if self._dealer is None:
             return
-        workers = list(workers)
         about = Enrol(
             loader=0,
             plan="",
-            world=len(workers),
+            world=self._world,
             samples=self._samples,
             seed=0,
             shuffle=False,
@@ -63,7 +62,7 @@ class Data:
         )
         for worker in workers:
             worker.leases = []
-            self._deal(self._dealer.enrol(worker.rank, about, together=together, world=len(workers)))
+            self._deal(self._dealer.enrol(worker.rank, about, together=together, world=self._world))
 
     def next(self, worker: Contributor) -> int | None:
         """Samples of a worker's next step; None for as many as always."""

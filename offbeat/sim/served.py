@@ -442,6 +442,9 @@ class Served:
             least = before.past.get(worker.rank, 0) if member is None else member.step
             self._coordinator.join(worker.rank, least=least)
         self._data.enrol(here, together=self._sync.bound == 0)
+        for worker in self._workers:
+            if not worker.left:
+                self._data.lose(worker.rank)
         self._carry_out(self._coordinator.start_if_all_are_here())
         for worker in here:
             worker.may_push = not self._sync.gated
