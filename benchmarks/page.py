@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from benchmarks import growth
 from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predicted import errors
@@ -46,7 +48,7 @@ def page() -> str:
     missing = [name for name in CLAIMS if name not in measured()]
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
     sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
-    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), simulator(), last])
+    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), simulator(), grown(), last])
 
 
 def section(report: Report) -> str:
@@ -72,17 +74,22 @@ def _recoveries(report: Report) -> str:
     """What each fault cost each row."""
     if not report.recoveries:
         return ""
-    rows = [
-        [
-            one.row,
-            one.fault,
-            *(_seconds(one.others_s), _seconds(one.back_s)),
-            "" if one.redone_steps is None else str(one.redone_steps),
-            " ".join(one.said),
-        ]
-        for one in report.recoveries
-    ]
-    headings = ["row", "fault", "others, s", "back, s", "steps redone", "what the job said"]
+    predicted = {(one.row, number): cost for one in report.simulated for number, cost in enumerate(one.others_s)}
+    struck: Counter[tuple[str, int]] = Counter()
+    rows = []
+    for one in report.recoveries:
+        number = struck[one.row, one.repeat]
+        struck[one.row, one.repeat] += 1
+        rows.append(
+            [
+                one.row,
+                one.fault,
+                *map(_seconds, (one.others_s, predicted.get((one.row, number)), one.back_s)),
+                "" if one.redone_steps is None else str(one.redone_steps),
+                " ".join(one.said),
+            ]
+        )
+    headings = ["row", "fault", "others, s", "simulated, s", "back, s", "steps redone", "what the job said"]
     return f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
 
 
@@ -123,6 +130,20 @@ def simulator() -> str:
         "\n## simulator\n\nBy how much the [simulator](../../docs/simulator.md) is off in the time per step; below 0 "
         f"it is too fast. The median of all {len(off)} rows is {statistics.median(off):.1%}, the largest "
         f"{max(off):.1%}.\n\n{lines}"
+    )
+
+
+def grown() -> str:
+    """How long a simulated step takes; nothing before that was measured."""
+    if not growth.RESULT.exists():
+        return ""
+    found = growth.read()
+    headings = ["plan", *(f"{count:,} workers" for count in growth.counts(found))]
+    return (
+        "\n### A simulated step\n\nMilliseconds on one core for one step of all workers, which compute for a second "
+        f"and, but for all-reduce, share one server's link.\n\n{_lines(headings, growth.rows(found))}\n"
+        f"`{found.command}`, {found.date}, {found.hardware['cores']} cores, {found.hardware['processor']}. "
+        "[Raw records](growth.json).\n"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.control.controller import Metrics, Pace, Reading
-from offbeat.sync import Apply, Drop, Joined, Left, Pushed, Ready
+from offbeat.sync import Adopted, Apply, Drop, Evict, Grant, Joined, Left, Pushed, Ready, Release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,13 +29,14 @@ class _Page:
     """One worker's.
 
     Args:
-        waits: whether it does, since the last event.
+        waits: whether it does, since `since_s`.
         update: contributions that are missing in the update that its own is in, and in those before it.
         brought: when it had its last contributions under the present policy, and of how many samples.
     """
 
     waited_s: float = 0.0
     waits: bool = False
+    since_s: float = 0.0
     update: set[Push] = field(default_factory=set)
     brought: collections.deque[tuple[float, float]] = field(
         default_factory=lambda: collections.deque(maxlen=_PACED + 1)
@@ -47,7 +48,7 @@ class Logbook:
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
-        self._since_s = 0.0
+        self._now_s = 0.0
         self._open: list[tuple[set[Push], bool]] = []  # of each update what is missing, and whether it is in order
         self._arrived: dict[int, int] = {}  # worker: its last contribution that was there
         self._readings: collections.deque[Reading] = collections.deque()
@@ -63,24 +64,31 @@ class Logbook:
             event: None if more was decided after the last one.
             state: after that.
         """
-        self._pass(state.now_s)
+        self._now_s = max(self._now_s, state.now_s)
+        # Only these may begin or end to wait: there may be hundreds, and something happens to one of them at a time.
+        touched = set(self._pages) if isinstance(event, Adopted) else {getattr(event, "worker", -1)}
         match event:
             case Pushed(worker=worker, clock=clock):
                 self._arrived[worker] = clock
-                self._is_there({(worker, clock)})
+                touched |= self._is_there({(worker, clock)})
             case Ready(worker=worker, at_s=at_s, weight=weight) if worker in self._pages:
                 self._pages[worker].brought.append((at_s, weight))
             case Joined(worker=worker):
-                self._pages.setdefault(worker, _Page()).update = set()
+                self._pages.setdefault(worker, _Page(since_s=self._now_s)).update = set()
             case Left(worker=worker):
-                self._is_there({push for missing, _ in self._open for push in missing if push[0] == worker})
+                touched |= self._is_there({push for missing, _ in self._open for push in missing if push[0] == worker})
         for action in actions:
             match action:
                 case Apply(pushes=pushes, in_order=in_order):
                     self._applied(pushes, in_order)
+                    touched |= {worker for worker, _ in pushes}
                 case Drop(pushes=pushes):
-                    self._is_there(set(pushes))
-        for worker, page in self._pages.items():
+                    touched |= self._is_there(set(pushes)) | {worker for worker, _ in pushes}
+                case Grant(worker=worker) | Release(worker=worker) | Evict(worker=worker):
+                    touched.add(worker)
+        for worker in touched & self._pages.keys():
+            page = self._pages[worker]
+            page.waited_s, page.since_s = self._waited_s(page), self._now_s
             page.waits = self._waits(page, state.members.get(worker))
 
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
@@ -103,12 +111,12 @@ class Logbook:
             looks_back_s: readings that are older are forgotten, but for one.
             staleness: mean of it, by worker.
         """
-        self._pass(at_s)
+        self._now_s = max(self._now_s, at_s)
         self._look_at_pace(state.members)
         now = Reading(
             at_s,
             {worker: member.step + member.held for worker, member in state.members.items()},
-            {worker: self._pages[worker].waited_s for worker in state.members},
+            {worker: self._waited_s(self._pages[worker]) for worker in state.members},
         )
         readings = self._readings
         while len(readings) > 1 and readings[1].at_s <= at_s - looks_back_s:
@@ -130,11 +138,9 @@ class Logbook:
         ) / len(each)
         self._per_s = max(self._per_s, per_s)
 
-    def _pass(self, at_s: float) -> None:
-        """Time passes for all."""
-        passed_s, self._since_s = max(0.0, at_s - self._since_s), max(at_s, self._since_s)
-        for page in self._pages.values():
-            page.waited_s += passed_s * page.waits
+    def _waited_s(self, page: _Page) -> float:
+        """For how long a worker has waited until now."""
+        return page.waited_s + (self._now_s - page.since_s) * page.waits
 
     def _applied(self, pushes: tuple[Push, ...], in_order: bool) -> None:
         missing = {push for push in pushes if push[0] in self._pages and self._arrived.get(push[0], -1) < push[1]}
@@ -145,13 +151,15 @@ class Logbook:
         if missing:
             self._open.append((missing, in_order))
 
-    def _is_there(self, pushes: set[Push]) -> None:
-        """Nobody waits for these contributions any longer."""
-        for page in self._pages.values():
+    def _is_there(self, pushes: set[Push]) -> set[int]:
+        """Nobody waits for these contributions any longer; who waits for no others, either."""
+        waited = {worker: page for worker, page in self._pages.items() if not pushes.isdisjoint(page.update)}
+        for page in waited.values():
             page.update -= pushes
         for missing, _ in self._open:
             missing -= pushes
         self._open = [one for one in self._open if one[0]]
+        return {worker for worker, page in waited.items() if not page.update}
 
     def _waits(self, page: _Page, member: Member | None) -> bool:
         if member is None:

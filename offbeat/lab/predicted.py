@@ -25,13 +25,20 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
         steps: instead of the scenario's.
 
     Raises:
-        ScenarioError: if a plan cannot be used.
+        ScenarioError: if a plan cannot be used, or a fault cannot be played.
     """
     from offbeat.plan import Plan
     from offbeat.sim import is_modelled, predict
 
     return [
-        predict(scenario, job.row, Plan.from_toml(job.toml) if job.toml else None, known, steps=steps)
+        predict(
+            scenario,
+            job.row,
+            Plan.from_toml(job.toml) if job.toml else None,
+            known,
+            steps=steps,
+            faults=job.faults,
+        )
         for job in jobs(scenario, folder)
         if is_modelled(job.row)
     ]

@@ -6,6 +6,7 @@ alike. All rows drop the same warm-up and run on the very same links.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import tempfile
 from contextlib import ExitStack, nullcontext
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import DisagreementError, WorkerLostError
+from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.emulated import law_of
 from offbeat.lab.jobs import jobs
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from offbeat.lab.jobs import Job
     from offbeat.scenario import Replay, Scenario, Script
 
+_log = logging.getLogger("offbeat")
 _MAX_EVENTS = 20
 _OF_NO_FAULT = ("stall", "pace")
 """What a job tells without being asked whether anything was lost."""
@@ -88,9 +90,12 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
                 run_folder.mkdir()
                 repeats[job.row.name].append(run_once(job, places, run_folder, index, network))
     report = _report(scenario, text, command, rows, repeats, measured)
-    if scenario.fault:  # which the simulator does not know
+    try:
+        predicted = predictions(scenario, folder, known_of(scenario, report))
+    except ScenarioError as error:  # a fault that cannot be played; what was measured is not to be lost by that
+        _log.warning("%s", error)
         return report
-    return msgspec.structs.replace(report, simulated=predictions(scenario, folder, known_of(scenario, report)))
+    return msgspec.structs.replace(report, simulated=predicted)
 
 
 def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, network: Network | None) -> Repeat:

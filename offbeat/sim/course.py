@@ -21,10 +21,15 @@ class Course:
     """
 
     def __init__(self, scenario: Scenario, rank: int, compute_s: float) -> None:
+        self._scenario = scenario
         self._replay = scenario.workload if isinstance(scenario.workload, Replay) else None
         self._straggler = Straggler(scenario.straggle, rank)
         self._rank, self._compute_s = rank, compute_s
         self._step = 0
+
+    def of_another(self, rank: int) -> Course:
+        """That of a worker on a machine like this one's, from its first step on."""
+        return Course(self._scenario, rank, self._compute_s)
 
     def next_s(self, samples: int | None = None) -> tuple[float, float]:
         """Seconds of the next step: computing, and then lost.

@@ -55,7 +55,7 @@ class Flows:
     """
 
     def __init__(self, timeline: Timeline, rates: Mapping[str, float]) -> None:
-        self._timeline, self._rates = timeline, rates
+        self._timeline, self._rates = timeline, dict(rates)
         self._classes: dict[Way, _Class] = {}
         self._number = itertools.count()
         self._since_s = 0.0
@@ -79,6 +79,11 @@ class Flows:
             self._move()
             self._classes[flow.way].count -= 1
             self._settle_soon()
+
+    def limit(self, rates: Mapping[str, float]) -> None:
+        """These links carry so many bytes per second from now on; 0 for nothing."""
+        self._rates |= rates
+        self._settle_soon()
 
     def on(self, link: str) -> int:
         """How many flows are on their way over that link."""

@@ -11,9 +11,12 @@ import msgspec
 
 from offbeat import profiles
 from offbeat.errors import ScenarioError
+from offbeat.fabric import Elastic
 from offbeat.scenario import Replay
 from offbeat.sim import replicated
+from offbeat.sim.cost import others_s
 from offbeat.sim.course import Course
+from offbeat.sim.faults import Faults, check
 from offbeat.sim.links import Links
 from offbeat.sim.served import Served
 from offbeat.sim.sizes import buckets, narrowing
@@ -22,8 +25,10 @@ from offbeat.sync import BSP
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.fault import Fault
     from offbeat.plan import Plan
     from offbeat.scenario import Row, Scenario
+    from offbeat.sim.played import Played
 
 _PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
 
@@ -37,6 +42,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         wait_share: part of their time that workers do not compute.
         staleness: mean of it, and `most_stale` the maximum.
         simulated_s: virtual seconds until the last worker had done its last step.
+        others_s: for each fault that struck, in order of time, as `offbeat.lab.recovery` has it: how much longer than
+            usual the longest step took of a worker that it did not strike; None if none of them ended a step behind it.
     """
 
     row: str
@@ -46,6 +53,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     staleness: float = 0.0
     most_stale: int = 0
     simulated_s: float = 0.0
+    others_s: list[float | None] = []
 
 
 @dataclass(frozen=True)
@@ -93,54 +101,41 @@ def is_modelled(row: Row) -> bool:
     return row.system == "offbeat" or row.system in _PEERS
 
 
-def predict(scenario: Scenario, row: Row, plan: Plan | None, known: Known, *, steps: int | None = None) -> Prediction:
+def predict(
+    scenario: Scenario,
+    row: Row,
+    plan: Plan | None,
+    known: Known,
+    *,
+    steps: int | None = None,
+    faults: Sequence[Fault] | None = None,
+) -> Prediction:
     """Play a row of a scenario in virtual time.
 
     Args:
         plan: of the row; None for a peer.
         known: what each step computes and sends.
         steps: of each worker, behind those for warming up; None for as many as the scenario says.
+        faults: those that strike this row; None for all of the scenario.
 
     Raises:
-        ScenarioError: if the row's system is not modelled, or something is to go wrong.
+        ScenarioError: if the row's system is not modelled, or a fault cannot be played.
     """
     if not is_modelled(row):
         raise ScenarioError(
             f"Cannot simulate {row.system}: only offbeat and {' and '.join(_PEERS)} are modelled (row.system)."
         )
-    if scenario.fault:
-        raise ScenarioError(
-            f"Cannot simulate {scenario.fault[0].words}: faults are not modelled. Leave them out, or use "
-            "`offbeat lab run` (fault)."
-        )
+    struck = scenario.fault if faults is None else faults
+    for fault in struck:
+        check(fault, elastic=plan is not None and isinstance(plan.fabric, Elastic))
     dropped = scenario.run.warmup_steps
     count = dropped + (scenario.run.steps if steps is None else steps)
-    courses = [Course(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
-    links = Links.of(scenario)
-    if plan is not None and plan.fabric.offers.served:
-        played = Served(
-            plan,
-            courses,
-            links,
-            size_bytes=narrowing(plan) * known.gradient_bytes,
-            pull_bytes=known.gradient_bytes,
-            steps=count,
-            batch=known.batch,
-        ).play()
-    else:
-        played = replicated.play(
-            courses,
-            links,
-            buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
-            policy=BSP() if plan is None else plan.sync,
-            steps=count,
-            batch=known.batch,
-            tune=None if plan is None else plan.tuning,
-        )
-    step_s = [steps_[dropped:] for steps_ in played.step_s]
-    samples = [counts[dropped:] for counts in played.samples]
-    waited_s = [waits[dropped:] for waits in played.waited_s]
-    stale = played.staleness[dropped * len(courses) :] or [0]
+    played = _played(scenario, row, plan, known, count, struck)
+    ranks = [rank for rank in range(len(known.compute_s)) if rank not in played.ended]
+    step_s = [played.step_s[rank][dropped:] for rank in ranks]
+    samples = [played.samples[rank][dropped:] for rank in ranks]
+    waited_s = [played.waited_s[rank][dropped:] for rank in ranks]
+    stale = [one for rank in ranks for one in played.staleness[rank][dropped:]] or [0]
     return Prediction(
         row=row.name,
         seconds_per_step=statistics.fmean(itertools.chain(*step_s)),
@@ -148,5 +143,39 @@ def predict(scenario: Scenario, row: Row, plan: Plan | None, known: Known, *, st
         wait_share=sum(map(sum, waited_s)) / sum(map(sum, step_s)),
         staleness=statistics.fmean(stale),
         most_stale=max(stale),
-        simulated_s=max(map(sum, played.step_s)),
+        simulated_s=max(sum(played.step_s[rank]) for rank in ranks),
+        others_s=others_s(played, dropped),
+    )
+
+
+def _played(
+    scenario: Scenario, row: Row, plan: Plan | None, known: Known, steps: int, struck: Sequence[Fault]
+) -> Played:
+    courses = [Course(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+    links = Links.of(scenario)
+    faults = Faults(
+        struck,
+        sleeps=isinstance(scenario.workload, Replay),
+        there_and_back_s=2 * links.to_worker_s + links.queue_s,
+    )
+    if plan is not None and plan.fabric.offers.served:
+        return Served(
+            plan,
+            courses,
+            links,
+            size_bytes=narrowing(plan) * known.gradient_bytes,
+            pull_bytes=known.gradient_bytes,
+            steps=steps,
+            batch=known.batch,
+            faults=faults,
+        ).play()
+    return replicated.play(
+        courses,
+        links,
+        buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
+        policy=BSP() if plan is None else plan.sync,
+        steps=steps,
+        batch=known.batch,
+        tune=None if plan is None else plan.tuning,
+        faults=faults,
     )

@@ -3,56 +3,43 @@
 All of them end a step together, so a step is worked out rather than played. A bucket is sent when the slowest worker
 has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the slowest link, in 2 (N-1) rounds
 (Patarasuk and Yuan 2009).
+
+A fault strikes before the optimizer's step: behind the exchange of that step's gradients, or before that of a change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.sim.faults import Faults
+from offbeat.sim.notice import MEND_S, retried_s
+from offbeat.sim.played import Played
+from offbeat.sim.troubles import Troubles
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from offbeat.pacing import BatchTuning
     from offbeat.sim.course import Course
     from offbeat.sim.links import Links
     from offbeat.sim.sizes import Bucket
-    from offbeat.sync import Policy, Push
+    from offbeat.sync import Policy
 
 # Of a step with an exchange, beyond what is computed and sent: the fence, the optimizer, Python.
 _STEP_S = 0.002
 _TOLD_EVERY = 5  # steps, where batches are tuned (`offbeat.engine.agreed`)
 
 
-@dataclass(frozen=True)
-class Played:
-    """What became of a row.
+def ring_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
+    """Seconds of one all-reduce.
 
     Args:
-        step_s: of each worker, its steps.
-        samples: of each worker, in each of them.
-        waited_s: of each worker, what its steps took beyond computation.
-        staleness: of each contribution; empty where nothing can be stale.
-        swaps: what controllers decided: when, for which policy, and why.
-        updates: of a server, in order: when each was made everywhere, of which contributions, and which part of a round
-            it is.
-        read: of each contribution of a server, how many updates were in the parameters it was computed on.
+        slowest: bytes per second of the slowest link.
+        to_worker_s: of a message from one worker to another.
     """
-
-    step_s: list[list[float]]
-    samples: list[list[int]]
-    waited_s: list[list[float]]
-    staleness: list[int]
-    swaps: list[tuple[float, Policy, str]] = field(default_factory=list)
-    updates: list[tuple[float, tuple[Push, ...], float]] = field(default_factory=list)
-    read: dict[Push, int] = field(default_factory=dict)
-
-
-def ring_s(size_bytes: float, world: int, links: Links) -> float:
-    """Seconds of one all-reduce."""
     if world == 1:
         return 0.0
-    return 2 * (world - 1) * (size_bytes / world / links.slowest + links.to_worker_s / 2)
+    return 2 * (world - 1) * (size_bytes / world / slowest + to_worker_s / 2)
 
 
 def play(
@@ -64,50 +51,117 @@ def play(
     steps: int,
     batch: int,
     tune: BatchTuning | None = None,
+    faults: Faults | None = None,
 ) -> Played:
     """Play so many steps of all workers.
 
     Args:
         batch: samples of a worker's step, on average.
         tune: how batches follow the machines.
+        faults: what goes wrong.
     """
     world = len(courses)
-    played = Played([[] for _ in courses], [[] for _ in courses], [[] for _ in courses], [])
+    played, circle = Played.of(world), Circle(world, links, faults or Faults())
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
         tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
-    untold: list[list[tuple[int, float, float]]] = []
+    untold: list[dict[int, tuple[int, float, float]]] = []
     clock_s = [0.0] * world
     for step in range(steps):
-        counts = dict.fromkeys(range(world), batch)
+        for rank in circle.strike(step, clock_s, computed=False, played=played):
+            tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
+        counts = dict.fromkeys(circle.here, batch)
         if tune is not None and tuning is not None:
             if step % _TOLD_EVERY == 0:
                 for told in untold:
-                    least_s = min(wait_s for _, _, wait_s in told)
-                    for rank, (count, compute_s, wait_s) in enumerate(told):
-                        tuning = tune.observe(tuning, rank, count, compute_s, least_s, wait_s - least_s)
+                    least_s = min(wait_s for _, _, wait_s in told.values())
+                    for rank, (count, compute_s, wait_s) in told.items():
+                        if rank in circle.here:
+                            tuning = tune.observe(tuning, rank, count, compute_s, least_s, wait_s - least_s)
                 untold.clear()
             tuning, counts = tune.plan(tuning, step)
-        took = [course.next_s(counts[rank] if tune is not None else None) for rank, course in enumerate(courses)]
-        begun_s, own_s = list(clock_s), [sum(times) for times in took]
+        took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
+        begun_s, own_s = list(clock_s), {rank: sum(times) for rank, times in took.items()}
         what = policy.contributes(step)
-        if what is None:
-            clock_s = [at_s + one_s for at_s, one_s in zip(clock_s, own_s, strict=True)]
-        else:
+        for rank in circle.here:
+            clock_s[rank] = circle.computed_s(rank, begun_s[rank], own_s[rank])
+        late_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
+        gone: Collection[int] = ()
+        if what != "gradient":
+            computed_s = list(clock_s)
+            gone = circle.strike(step, clock_s, computed=True, played=played)
+            late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in circle.here}
+        if what is not None:
             end_s = 0.0
             for bucket in buckets:
                 # What is lost to bad luck is lost between the backward pass and the optimizer's step.
                 ready_s = max(
-                    at_s + computing_s * bucket.ready + (lost_s if what != "gradient" else 0.0)
-                    for at_s, (computing_s, lost_s) in zip(begun_s, took, strict=True)
+                    begun_s[rank]
+                    + took[rank][0] * bucket.ready
+                    + (took[rank][1] if what != "gradient" else 0.0)
+                    + late_s[rank]
+                    for rank in circle.here
                 )
-                end_s = max(end_s, ready_s) + ring_s(bucket.size_bytes, world, links)
+                end_s = circle.exchange(max(end_s, ready_s), bucket.size_bytes)
             # Nobody steps before its own bad luck is over; the next exchange begins when all have stepped.
-            clock_s = [max(end_s, at_s + one_s) + _STEP_S for at_s, one_s in zip(begun_s, own_s, strict=True)]
-        waits_s = [now_s - at_s - one_s for now_s, at_s, one_s in zip(clock_s, begun_s, own_s, strict=True)]
-        untold.append([(counts[rank], own_s[rank], waits_s[rank]) for rank in range(world)])
-        for rank in range(world):
+            for rank in circle.here:
+                clock_s[rank] = max(end_s, clock_s[rank]) + _STEP_S
+        if what == "gradient":
+            gone = circle.strike(step, clock_s, computed=True, played=played)
+        for rank in gone:
+            tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
+        waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
+        untold.append({rank: (counts[rank], own_s[rank], waits_s[rank]) for rank in circle.here})
+        for rank in circle.here:
             played.step_s[rank].append(clock_s[rank] - begun_s[rank])
             played.samples[rank].append(counts[rank])
             played.waited_s[rank].append(waits_s[rank])
     return played
+
+
+class Circle:
+    """Those that go on, and what goes wrong among them.
+
+    Args:
+        world: workers of the beginning.
+        links: of the scenario.
+        faults: that strike them.
+    """
+
+    def __init__(self, world: int, links: Links, faults: Faults) -> None:
+        self.here = list(range(world))
+        self._links, self._faults, self._troubles = links, faults, Troubles()
+        self._is_broken = False  # by somebody who is gone, until the next exchange
+
+    def computed_s(self, rank: int, begun_s: float, takes_s: float) -> float:
+        """When a worker has computed its step."""
+        return self._troubles.done_s(rank, begun_s, takes_s)
+
+    def exchange(self, begun_s: float, size_bytes: float) -> float:
+        """When an all-reduce is over that all have been ready for since then."""
+        links, troubles = self._links, self._troubles
+        if not self._faults.all:
+            return begun_s + ring_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
+        if self._is_broken:
+            self._is_broken, begun_s = False, begun_s + MEND_S
+        whole_s = max(troubles.whole_s(rank, begun_s) for rank in self.here)
+        begun_s = retried_s(begun_s, whole_s, self._faults.there_and_back_s)
+        slowest = min(links.worker[rank] * troubles.part(rank, begun_s) for rank in self.here)
+        takes_s = ring_s(size_bytes, len(self.here), slowest, links.to_worker_s)
+        return max(troubles.done_s(rank, begun_s, takes_s) for rank in self.here)
+
+    def strike(self, step: int, clock_s: list[float], *, computed: bool, played: Played) -> list[int]:
+        """Have strike what is due at this step, at each worker's own time; who is gone by it."""
+        gone = []
+        for rank in self.here if self._faults.all else ():
+            for fault in self._faults.due(rank, step, computed=computed):
+                played.struck.append((clock_s[rank], fault))
+                if fault.ends:
+                    gone.append(rank)
+                    self._is_broken |= fault.kind != "leave"
+                    continue
+                self._troubles.add(*self._faults.lasting(fault, clock_s[rank]))
+                clock_s[rank] = self._troubles.done_s(rank, clock_s[rank], 0.0)
+        self.here = [rank for rank in self.here if rank not in gone]
+        played.ended.update(gone)
+        return gone

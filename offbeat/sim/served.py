@@ -5,35 +5,34 @@ tuning of batches (`Dealer`); workers, links and shards are played:
 
 * A worker computes, announces its contribution, pushes it as soon as it may, and has its next parameters when the last
   of them has arrived.
-* A contribution is cut into `_PARTS`, which stand for its blocks: a part of an update is made when that part of all its
+* A contribution is cut into `PARTS`, which stand for its blocks: a part of an update is made when that part of all its
   contributions is there, and of all earlier updates where those go in order; then it travels back.
 * All servers are one, with the sum of their links: parameters are spread over them evenly.
-* TCP shares a link unevenly. Which stream of several gets more changes from step to step (`_WEIGHTS`); an update that
+* TCP shares a link unevenly. Which stream of several gets more changes from step to step (`transfers`); an update that
   needs all of them waits for the one that gets least. With even shares `BSP` came out 16 % too fast on ps_uniform;
   these weights make it right there, and on the scenarios that they were not chosen by.
 * What the plan's controller decides is adopted when word of it has gone to all workers and back, or, while one is
   stopped, when its silence is taken for consent.
 * A message waits behind the data on its way: half a queue where several streams share the link. One alone, which is
   sent as fast as it arrives, leaves none.
+* What goes wrong is done to it from outside (`faults`): workers are given up, come back, end and join; the server
+  begins a new life, in which whoever has a contribution brings it again (`offbeat.fabric.server.lead.resume`).
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.control import Swap
-from offbeat.fabric.server.deals import Enrol
-from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
-from offbeat.fabric.server.lead.dealer import Dealer
+from offbeat.fabric.server.lead.coordinator import Coordinator
 from offbeat.fabric.server.lead.swaps import CONSENT_S
-from offbeat.pacing import Lease
-from offbeat.sim.fair import Way
-from offbeat.sim.flows import Flows
-from offbeat.sim.replicated import Played
+from offbeat.sim.contributor import Contributor
+from offbeat.sim.data import Data
+from offbeat.sim.faults import Faults
+from offbeat.sim.played import Played
 from offbeat.sim.timeline import Timeline
-from offbeat.sim.troubles import Troubles
+from offbeat.sim.transfers import Transfers
+from offbeat.sim.troubles import SERVER, Troubles
 from offbeat.sync import (
     Apply,
     Deadline,
@@ -50,89 +49,22 @@ from offbeat.sync import (
     State,
     Wake,
 )
-from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from offbeat.pacing import Over
     from offbeat.plan import Plan
+    from offbeat.sim.contributor import Update
     from offbeat.sim.course import Course
-    from offbeat.sim.flows import Flow
     from offbeat.sim.links import Links
     from offbeat.sync import Action, Policy, Push
 
-_PARTS = 10  # the last but one of them is when a shard says that a contribution is nearly there
-_WEIGHTS = (0.5, 1.0, 2.0)
-_NOWHERE = Way(())
 _ASKED = 20  # times in the seconds that it looks back
 _STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
 
 
-@dataclass(eq=False)
-class _Update:
-    """An `Apply` that is not everywhere yet.
-
-    Args:
-        missing: for each part, how many of its contributions have not brought it.
-        pushes, rate: what is in it, and which part of a round that is.
-        before: the update that each part of this one waits for.
-        after: the update that waits for this one.
-        made: parts that are.
-    """
-
-    missing: list[int]
-    pushes: tuple[Push, ...]
-    rate: float
-    before: _Update | None = None
-    after: _Update | None = None
-    made: int = 0
-    pullers: list[_Worker] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Worker:
-    """One worker.
-
-    Args:
-        policy: that it goes by.
-        left: steps that it has still to do.
-        alone: steps since its last contribution.
-        read: updates that were in the parameters that it was given last.
-        brought: parts of the contribution at hand that have arrived.
-        update: that this contribution is in.
-        got, due: parts of the next parameters that are here, and that may come.
-    """
-
-    rank: int
-    course: Course
-    policy: Policy
-    left: int
-    alone: int = 0
-    read: int = 0
-    own_step: int = 0
-    begun_s: float = 0.0
-    computed_s: float = 0.0
-    push: Push = (-1, -1)
-    is_announced: bool = False
-    is_change: bool = False
-    ends: bool = False
-    may_push: bool = False
-    samples: int = 0
-    leases: list[Lease] = field(default_factory=list)
-    brought: int = 0
-    arrived_s: float = 0.0
-    way: Way = _NOWHERE
-    flow: Flow | None = None
-    update: _Update | None = None
-    is_pulling: bool = False
-    is_moving: bool = False
-    got: int = 0
-    due: int = 0
-
-
 class Served:
-    """A row whose plan has a server, in virtual time.
+    """A row whose plan has a server, in virtual time. A `Cluster`, and a `Job`.
 
     Args:
         plan: of the row.
@@ -141,7 +73,7 @@ class Served:
         size_bytes: of a contribution on the wire; `pull_bytes` of the parameters.
         steps: of each worker.
         batch: samples of a worker's step, if batches are not tuned.
-        troubles: what goes wrong meanwhile.
+        troubles: what goes wrong meanwhile, at its time; `faults`, at a worker's step.
     """
 
     def __init__(
@@ -155,21 +87,26 @@ class Served:
         steps: int,
         batch: int,
         troubles: Troubles | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self._plan, self._links, self._batch = plan, links, batch
         self._sync, self._is_swapping = plan.sync, False
-        self._troubles = troubles or Troubles()
-        self._push_bytes, self._pull_bytes = size_bytes / _PARTS, pull_bytes / _PARTS
+        self._troubles, self._faults = troubles or Troubles(), faults or Faults()
         self._timeline = timeline = Timeline()
-        self._flows = Flows(timeline, {"in": links.servers, "out": links.servers})
-        self._workers = [_Worker(rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
-        self._shares = [random.Random(f"share {rank}") for rank in range(len(courses))]
-        self._steps = steps
+        self._transfers = Transfers(self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes)
+        self._workers = [Contributor(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
+        self._steps, self._world = steps, len(courses)
+        self._life = 0
         self._coordinator = Coordinator(plan.sync, len(courses), lambda: timeline.now_s, State(hosts=links.shards))
-        self._dealer = None if plan.tuning is None else Dealer(lambda _: plan.tuning, lambda: timeline.now_s)
-        self._last_in_order: _Update | None = None
+        self._data = Data(
+            plan.tuning,
+            lambda: timeline.now_s,
+            self._workers,
+            batch=batch,
+            samples=2 * steps * batch * len(courses),
+        )
         self._wake = 0
-        self.played = Played([[] for _ in courses], [[] for _ in courses], [[] for _ in courses], [])
+        self.played = Played.of(len(courses))
 
     def play(self) -> Played:
         """All steps of all workers.
@@ -179,10 +116,9 @@ class Served:
         """
         for worker in self._workers:
             self._coordinator.join(worker.rank)
-        if self._dealer is not None:
-            self._enrol(self._dealer)
+        self._data.enrol(self._workers, together=self._sync.bound == 0)
         self._carry_out(self._coordinator.start_if_all_are_here())
-        for worker in self._workers:
+        for worker in list(self._workers):
             worker.may_push = not self._sync.gated
             self._compute(worker)
         self._ask_again()
@@ -193,20 +129,25 @@ class Served:
 
     # -- a worker's way through a step ---------------------------------------------------------------------------
 
-    def _compute(self, worker: _Worker) -> None:
+    def _compute(self, worker: Contributor) -> None:
         if not worker.left:
             self._to_server(lambda: self._leave(worker))
             return
+        self._strike(worker, computed=False)
+        if not worker.left:
+            return
         worker.begun_s, worker.samples = self._timeline.now_s, self._batch
-        if self._dealer is not None:
-            worker.samples = worker.leases[-1].count
-        tuned = worker.samples if self._dealer is not None else None
+        tuned = self._data.next(worker)
+        worker.samples = self._batch if tuned is None else tuned
         computing_s, lost_s = worker.course.next_s(tuned)
         worker.computed_s = computing_s + lost_s
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
         self._timeline.at(done_s, lambda: self._computed(worker))
 
-    def _computed(self, worker: _Worker) -> None:
+    def _computed(self, worker: Contributor) -> None:
+        self._strike(worker, computed=True)
+        if not worker.left:
+            return
         before, policy = worker.policy, self._sync
         if before != policy and not isinstance(before, LocalSGD):
             self._goes_over(worker, policy)
@@ -220,17 +161,22 @@ class Served:
             return
         worker.is_change = what == "change"
         worker.ends = worker.is_change and before != policy
+        worker.holds = True
         worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
-        self._timeline.after(_STEP_S / 2, lambda: self._bring(worker))
+        self._later(worker, _STEP_S / 2, lambda: self._bring(worker))
 
-    def _goes_over(self, worker: _Worker, policy: Policy, brings: int = 0) -> None:
+    def _goes_over(self, worker: Contributor, policy: Policy, brings: int = 0) -> None:
         """As `offbeat.engine.swaps_alone` does."""
         member = self._coordinator.state.members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy
         worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
 
-    def _bring(self, worker: _Worker) -> None:
+    def _bring(self, worker: Contributor) -> None:
+        back_s = max(self._troubles.back_s(rank, self.now_s) for rank in (worker.rank, SERVER))
+        if back_s > self.now_s:
+            self._later(worker, back_s - self.now_s, lambda: self._bring(worker))
+            return
         member = self._coordinator.state.members.get(worker.rank)
         if member is None:  # it was evicted while it computed
             self._come_back(worker)
@@ -240,121 +186,65 @@ class Served:
         if worker.may_push:
             # Word of it goes ahead of it on the same link.
             self._ready(worker)
-            self._send(worker)
+            self._transfers.send(worker)
         else:
             self._to_server(lambda: self._ready(worker))
 
-    def _ready(self, worker: _Worker) -> None:
+    def _ready(self, worker: Contributor) -> None:
         rank, clock = worker.push
-        now_s, member = self._timeline.now_s, self._coordinator.state.members.get(worker.rank)
+        member = self._coordinator.state.members.get(worker.rank)
         if member is None:
             self._come_back(worker)
             return
         worker.is_announced = True
-        if self._dealer is not None:
-            used = [(0, lease.number) for lease in worker.leases]
-            computing_s = now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
-            self._dealer.announce(0, worker.push, used, computing_s)
-            worker.leases = []
+        self._data.announce(worker, member)
         weight, worker.alone = float(worker.samples * worker.alone), 0
         self.played.read[worker.push] = worker.read
-        self._carry_out(
-            self._coordinator.bring(Ready(rank, clock, now_s, weight), change=worker.is_change, ends=worker.ends)
-        )
+        ready = Ready(rank, clock, self._timeline.now_s, weight)
+        self._carry_out(self._coordinator.bring(ready, change=worker.is_change, ends=worker.ends))
 
-    def _send(self, worker: _Worker) -> None:
-        """Push the next part."""
-        push, back_s = worker.push, self._troubles.back_s(worker.rank, self._timeline.now_s)
-        if back_s > self._timeline.now_s:
-            self._timeline.at(back_s, lambda: self._send(worker) if worker.push == push else None)
-            return
-        if not worker.brought:
-            weight = self._shares[worker.rank].choice(_WEIGHTS)
-            worker.way = Way(("in",), self._links.worker[worker.rank], weight)
-        if self._troubles.all:
-            worker.way = worker.way._replace(most=self._rate(worker))
-        worker.flow = self._flows.start(worker.way, self._push_bytes, lambda: self._part_arrives(worker, push))
+    def arriving(self, event: Ending | Pushed) -> None:
+        """A contribution is nearly there, or whole."""
+        if isinstance(event, Pushed):
+            self._data.whole((event.worker, event.clock))
+        self._tell(event)
 
-    def _part_arrives(self, worker: _Worker, push: Push) -> None:
-        if worker.push != push:
-            return
-        if worker.update is not None:
-            self._bring_part(worker.update, worker.brought)
-        worker.brought += 1
-        now_s = self._timeline.now_s
-        if worker.brought < _PARTS:
-            self._send(worker)
-            if worker.brought == _PARTS - 1:
-                self._tell(Ending(*push, now_s))
-            return
-        worker.arrived_s = now_s
-        if self._dealer is not None:
-            self._dealer.whole(0, push)
-        self._tell(Pushed(*push, now_s))
+    def made(self, update: Update) -> None:
+        """An update is made everywhere."""
+        self.played.updates.append((self.now_s, update.pushes, update.rate))
 
-    def _pull(self, worker: _Worker) -> None:
-        """The worker may have its next parameters, as far as they are made."""
-        worker.is_pulling, worker.got = True, 0
-        worker.due = _PARTS if worker.update is None else worker.update.made
-        if worker.update is not None:
-            worker.update.pullers.append(worker)
-        self._give(worker)
+    def given(self, worker: Contributor) -> None:
+        """A worker has all of its next parameters."""
+        self._later(worker, self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
 
-    def _give(self, worker: _Worker) -> None:
-        parts, back_s = worker.due - worker.got, self._troubles.back_s(worker.rank, self._timeline.now_s)
-        if worker.is_moving or not parts:
-            return
-        worker.is_moving = True
-        if back_s > self._timeline.now_s:
-            self._timeline.at(back_s, lambda: self._give_now(worker))
-            return
-        way, worker.read = Way(("out",), self._rate(worker)), len(self.played.updates)
-
-        def there() -> None:
-            worker.is_moving, worker.got = False, worker.got + parts
-            if worker.got < _PARTS:
-                self._give(worker)
-            else:
-                worker.is_pulling = False
-                self._timeline.after(self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
-
-        self._flows.start(way, parts * self._pull_bytes, there)
-
-    def _give_now(self, worker: _Worker) -> None:
-        worker.is_moving = False
-        self._give(worker)
-
-    def _rate(self, worker: _Worker) -> float:
-        """Bytes per second of its link, now."""
-        return self._links.worker[worker.rank] * self._troubles.part(worker.rank, self._timeline.now_s)
-
-    def _pulled(self, worker: _Worker) -> None:
-        member = self._coordinator.state.members.get(worker.rank)
-        if member is not None and self._dealer is not None:
-            self._dealer.stepped(worker.rank, *times_s(member, worker.arrived_s, self._timeline.now_s))
+    def _pulled(self, worker: Contributor) -> None:
+        self._data.stepped(worker, self._coordinator.state.members.get(worker.rank))
         self._tell(Pulled(worker.rank, self._timeline.now_s))
         self._pace()
         worker.may_push = not self._sync.gated
         self._stepped(worker)
 
-    def _stepped(self, worker: _Worker) -> None:
+    def _stepped(self, worker: Contributor) -> None:
         took_s = self._timeline.now_s - worker.begun_s
-        self.played.step_s[worker.rank].append(took_s)
-        self.played.samples[worker.rank].append(worker.samples)
-        self.played.waited_s[worker.rank].append(took_s - worker.computed_s)
+        worker.holds = False
+        if worker.rank < self._world:
+            self.played.step_s[worker.rank].append(took_s)
+            self.played.samples[worker.rank].append(worker.samples)
+            self.played.waited_s[worker.rank].append(took_s - worker.computed_s)
         worker.left -= 1
         self._compute(worker)
 
-    def _leave(self, worker: _Worker) -> None:
-        if self._dealer is not None:
-            self._deal(self._dealer.lose(worker.rank).get(0, {}).items())
+    def _leave(self, worker: Contributor) -> None:
+        self._data.lose(worker.rank)
         self._carry_out(self._coordinator.leave(worker.rank))
 
-    def _come_back(self, worker: _Worker) -> None:
+    def _come_back(self, worker: Contributor) -> None:
         """It was evicted: what it computed is outdated, and it begins again with the newest parameters."""
         worker.update = None
         self._carry_out(self._coordinator.join(worker.rank))
-        self._pull(worker)
+        if self._faults.all:
+            self._data.enrol([worker], together=self._sync.bound == 0)
+        self._transfers.pull(worker)
 
     # -- what the policy decides ---------------------------------------------------------------------------------
 
@@ -363,23 +253,24 @@ class Served:
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         actions = tuple(actions)
-        if self._dealer is not None:
-            for rank in sorted(action.worker for action in actions if isinstance(action, Release)):
-                self._deal([(rank, self._dealer.refill(rank).get(0, []))])
+        self._data.release(action.worker for action in actions if isinstance(action, Release))
         for action in actions:
             match action:
                 case Grant(worker=rank):
                     worker = self._workers[rank]
                     if not worker.may_push:
                         self._to_worker(lambda one=worker: self._granted(one))  # type: ignore[misc]
-                case Apply():
-                    self._apply(action)
+                case Apply(pushes=pushes):
+                    for push in pushes:
+                        self._data.applied(push)
+                    self._transfers.apply(action, self._workers)
                 case Drop(pushes=pushes):
                     for push in pushes:
                         self._drop(push)
                 case Release(worker=rank):
-                    self.played.staleness.append(self._coordinator.last_staleness.get(rank, 0))
-                    self._pull(self._workers[rank])
+                    if rank < self._world:
+                        self.played.staleness[rank].append(self._coordinator.last_staleness.get(rank, 0))
+                    self._transfers.pull(self._workers[rank])
                 case Evict(worker=rank):
                     self._evict(self._workers[rank])
                 case Wake(at_s=at_s):
@@ -388,80 +279,25 @@ class Served:
         if any(isinstance(action, Apply) for action in actions):
             self._ask()
 
-    def _granted(self, worker: _Worker) -> None:
+    def _granted(self, worker: Contributor) -> None:
         if worker.is_announced and not worker.brought and worker.flow is None:
-            self._send(worker)
-
-    def _apply(self, action: Apply) -> None:
-        missing = [0] * _PARTS
-        update = _Update(missing, action.pushes, action.rate)
-        for push in action.pushes:
-            if self._dealer is not None:
-                self._dealer.applied(0, push)
-            worker = self._workers[push[0]]
-            if worker.push == push and worker.brought < _PARTS:
-                for part in range(worker.brought, _PARTS):
-                    missing[part] += 1
-            if worker.push == push:
-                worker.update = update
-        if action.in_order:
-            before, self._last_in_order = self._last_in_order, update
-            if before is not None and before.made < _PARTS:
-                update.before, before.after = before, update
-        self._make(update)
-
-    def _bring_part(self, update: _Update, part: int) -> None:
-        update.missing[part] -= 1
-        self._make(update)
-
-    def _make(self, first: _Update) -> None:
-        """Make the parts of an update that can be made, and then of those that wait for it."""
-        update: _Update | None = first
-        while update is not None:
-            most = _PARTS if update.before is None else update.before.made
-            made = update.made
-            while made < most and not update.missing[made]:
-                made += 1
-            if made == update.made:
-                return
-            update.made = made
-            for worker in update.pullers:
-                worker.due = made
-                self._give(worker)
-            if made == _PARTS:
-                self.played.updates.append((self._timeline.now_s, update.pushes, update.rate))
-                update.pullers.clear()
-                if update.after is not None:
-                    update.after.before = None
-            update = update.after
+            self._transfers.send(worker)
 
     def _drop(self, push: Push) -> None:
-        if self._dealer is not None:
-            self._dealer.dropped(0, push)
+        self._data.dropped(push)
         worker = self._workers[push[0]]
         if worker.push == push:
-            self._stop(worker)
+            self._transfers.stop(worker)
 
-    def _evict(self, worker: _Worker) -> None:
-        self._stop(worker)
-        if self._dealer is not None:
-            self._deal(self._dealer.lose(worker.rank).get(0, {}).items())
-        if worker.is_announced and not worker.is_pulling:
+    def _evict(self, worker: Contributor) -> None:
+        self._transfers.stop(worker)
+        self._data.lose(worker.rank)
+        if worker.holds and worker.is_announced and not worker.is_pulling:
             self._to_worker(lambda: self._come_back(worker))
-
-    def _stop(self, worker: _Worker) -> None:
-        """Nothing more of its contribution is sent."""
-        if worker.update is not None:
-            for part in range(worker.brought, _PARTS):
-                worker.update.missing[part] -= 1
-            self._make(worker.update)
-        if worker.flow is not None:
-            self._flows.stop(worker.flow)
-        worker.push, worker.update = (worker.rank, -1), None
 
     def _wake_up(self, number: int) -> None:
         if number == self._wake:
-            self._tell(Deadline(self._timeline.now_s))
+            self._when_up(lambda: self._tell(Deadline(self._timeline.now_s)) if number == self._wake else None)
 
     # -- who swaps the policy ------------------------------------------------------------------------------------
 
@@ -469,7 +305,7 @@ class Served:
         """Ask the controller now, and again while there is somebody to decide about."""
         controller = self._plan.controller
         if controller is not None and any(worker.left for worker in self._workers):
-            self._ask()
+            self._when_up(self._ask)
             self._timeline.after(controller.looks_back_s / _ASKED, self._ask_again)
 
     def _ask(self) -> None:
@@ -479,43 +315,20 @@ class Served:
             return
         decision = controller.decide(metrics)
         if isinstance(decision, Swap):
-            self._is_swapping = True
+            self._is_swapping, life = True, self._life
             now_s = self._timeline.now_s
             silent = any(self._troubles.back_s(worker.rank, now_s) > now_s for worker in self._workers)
             agreed_s = CONSENT_S if silent else 2 * self._links.to_server_s
-            self._timeline.after(agreed_s, lambda: self._adopt(decision))
+            self._timeline.after(agreed_s, lambda: self._adopt(decision) if life == self._life else None)
 
     def _adopt(self, swap: Swap) -> None:
         self._is_swapping, self._sync = False, swap.sync
         self.played.swaps.append((self._timeline.now_s, swap.sync, swap.reason))
-        if self._dealer is not None:
-            self._dealer.together(swap.sync.bound == 0)
+        self._data.together(swap.sync.bound == 0)
         self._carry_out(self._coordinator.swap(swap.sync, by_controller=True))
 
-    # -- data ----------------------------------------------------------------------------------------------------
-
-    def _enrol(self, dealer: Dealer) -> None:
-        world = len(self._workers)
-        about = Enrol(
-            loader=0,
-            plan="",
-            world=world,
-            samples=2 * self._steps * self._batch * world,
-            seed=0,
-            shuffle=False,
-            drop_last=False,
-            batch=self._batch,
-        )
-        for worker in self._workers:
-            together = self._sync.bound == 0
-            self._deal(dealer.enrol(worker.rank, about, together=together, world=world).items())
-
-    def _deal(self, deals: Iterable[tuple[int, Iterable[Lease | Over]]]) -> None:
-        for rank, dealt in deals:
-            self._workers[rank].leases += [deal for deal in dealt if isinstance(deal, Lease)]
-
     def _pace(self) -> None:
-        for rank, every in self._dealer.every().items() if self._dealer is not None else ():
+        for rank, every in self._data.every().items():
             member = self._coordinator.state.members.get(rank)
             if member is not None and member.every != every:
                 self._tell(Paced(rank, every, self._timeline.now_s))
@@ -529,5 +342,113 @@ class Served:
         self._message("out", happen)
 
     def _message(self, link: str, happen: Callable[[], None]) -> None:
-        behind_s = self._links.queue_s if self._flows.on(link) > 1 else 0.0
-        self._timeline.after(self._links.to_server_s + behind_s, happen)
+        life = self._life
+        self._timeline.after(
+            self._links.to_server_s + self._transfers.queue_s(link),
+            lambda: self._when_up(lambda: happen() if life == self._life else None),
+        )
+
+    def _later(self, worker: Contributor, delay_s: float, happen: Callable[[], None]) -> None:
+        """Let it happen, unless the worker is torn out of what it does before."""
+        entry = worker.entry
+        self._timeline.after(delay_s, lambda: happen() if worker.entry == entry else None)
+
+    def _when_up(self, happen: Callable[[], None]) -> None:
+        """Now, or when the server is there again."""
+        back_s = self._troubles.back_s(SERVER, self._timeline.now_s)
+        if back_s > self._timeline.now_s:
+            self._timeline.at(back_s, lambda: self._when_up(happen))
+        else:
+            happen()
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        """Virtual seconds."""
+        return self._timeline.now_s
+
+    def _strike(self, worker: Contributor, *, computed: bool) -> None:
+        if not self._faults.all or worker.rank >= self._world:
+            return
+        for fault in self._faults.due(worker.rank, len(self.played.step_s[worker.rank]), computed=computed):
+            self.played.struck.append((self.now_s, fault))
+            self._faults.strike(fault, self, self._troubles, worker.computed_s if computed else 0.0)
+
+    def end(self, rank: int, missed_s: float | None) -> None:
+        """A worker computes nothing any more; it is missed so much later, or says good-bye if that is None."""
+        worker = self._workers[rank]
+        worker.left, worker.entry = 0, worker.entry + 1
+        self.played.ended.add(rank)
+        if missed_s is None:
+            self._to_server(lambda: self._leave(worker))
+        else:
+            self._timeline.after(missed_s, lambda: self._when_up(lambda: self._give_up(worker)))
+
+    def miss(self, rank: int, after_s: float, until_s: float) -> None:
+        """So much later a worker is given up, which comes back at `until_s`; all of them if it is `SERVER`."""
+        for worker in self._workers if rank == SERVER else [self._workers[rank]]:
+            self._timeline.after(after_s, lambda one=worker: self._give_up(one))  # type: ignore[misc]
+            self._timeline.at(until_s, lambda one=worker: self._return(one))  # type: ignore[misc]
+
+    def _give_up(self, worker: Contributor) -> None:
+        """The server goes on without it."""
+        self._transfers.tear_out(worker)
+        self._leave(worker)
+
+    def _return(self, worker: Contributor) -> None:
+        """Who was given up comes back; whoever computes then comes with what it computes, which is outdated."""
+        if worker.left and worker.holds:
+            worker.entry += 1
+            self._to_server(lambda: self._come_back(worker))
+
+    def join(self, host: int, after_s: float) -> None:
+        """So much later another worker comes, beside this one."""
+
+        def come() -> None:
+            rank = len(self._workers)
+            course = self._workers[host].course.of_another(rank)
+            worker = Contributor(rank, host, course, self._sync, self._steps, may_push=not self._sync.gated)
+            self._workers.append(worker)
+            self._carry_out(self._coordinator.join(rank))
+            self._data.enrol([worker], together=self._sync.bound == 0)
+            self._transfers.give_all(worker, lambda: self._compute(worker))
+
+        self._timeline.after(after_s, lambda: self._when_up(come))
+
+    def throttle(self, at_s: float) -> None:
+        """The troubles of the server change then, and with them what passes it."""
+
+        self._timeline.at(at_s, self._transfers.throttle)
+
+    def restart(self, after_s: float) -> None:
+        """The server is gone; its next life begins so much later."""
+        self._life += 1
+        self._is_swapping, self._wake = False, self._wake + 1
+        for worker in self._workers:
+            self._transfers.tear_out(worker)
+        self._transfers.forget()
+        life = self._life
+        self._timeline.after(after_s, lambda: self._begin_again() if life == self._life else None)
+
+    def _begin_again(self) -> None:
+        """All that are left come back: whoever computes goes on, and whoever has a contribution brings it again."""
+        before, here = self._coordinator.state, [worker for worker in self._workers if worker.left]
+        state = State(hosts=before.hosts, version=before.version)
+        self._coordinator = Coordinator(self._sync, len(here), lambda: self._timeline.now_s, state)
+        self._data.begin()
+        for worker in here:
+            member = before.members.get(worker.rank)
+            least = before.past.get(worker.rank, 0) if member is None else member.step
+            self._coordinator.join(worker.rank, least=least)
+        self._data.enrol(here, together=self._sync.bound == 0)
+        for worker in self._workers:
+            if not worker.left:
+                self._data.lose(worker.rank)
+        self._carry_out(self._coordinator.start_if_all_are_here())
+        for worker in here:
+            worker.may_push = not self._sync.gated
+            if worker.holds:
+                worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
+                worker.alone, worker.entry = max(worker.alone, 1), worker.entry + 1
+                self._later(worker, self._links.to_server_s, lambda one=worker: self._bring(one))  # type: ignore[misc]

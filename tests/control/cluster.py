@@ -21,7 +21,7 @@ from offbeat.sim.troubles import Slowed, Stopped, Troubles
 
 if TYPE_CHECKING:
     from offbeat.control import Controller
-    from offbeat.sim.replicated import Played
+    from offbeat.sim.played import Played
     from offbeat.sync import Policy, Push
 
 WORLD, COMPUTE_S, BATCH = 8, 0.1, 64
