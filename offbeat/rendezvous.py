@@ -6,12 +6,14 @@ waits until all are there; who is not there yet can so be told. Then torch's pro
 
 from __future__ import annotations
 
-import itertools
+import json
+import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from offbeat.engine import Waiter
     from offbeat.engine.waiting import Findings
 
+_log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
 _LOOK_S = 0.02
-_joins = itertools.count()
+_met = 0  # how often the workers met: one process may join several times, one after the other
 
 
 def join(waiter: Waiter) -> Store | None:
@@ -85,8 +88,34 @@ def joins() -> tuple[int, int] | None:
     return rank, world
 
 
+def store_of_job() -> Store | None:
+    """Where the workers of the job met that this worker joins, if it is one without a server."""
+    path, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
+    return PrefixStore(prefix, FileStore(path)) if path and prefix else None
+
+
+def leave_store(folder: Path, world: int) -> None:
+    """Write down in the run folder where the workers met, so that others can join them.
+
+    Args:
+        world: with how many workers the job begins.
+    """
+    path = os.environ.get("OFFBEAT_STORE")
+    if path is None:
+        return
+    about = {"path": path, "prefix": f"offbeat-{_met - 1}", "world": world}
+    part = folder / "store.part"
+    try:
+        part.write_text(json.dumps(about))
+        part.replace(folder / "store.json")
+    except OSError as error:  # a full disk is no reason to end the run
+        _log.warning("Cannot write %s: %s. No worker can join.", folder / "store.json", error.strerror)
+
+
 def _open_store(rank: int, world: int) -> Store:
-    prefix = f"offbeat-{next(_joins)}"  # one process may join several times, one after the other
+    global _met
+    prefix = f"offbeat-{_met}"
+    _met += 1
     if "OFFBEAT_STORE" in os.environ:
         # Told how many workers there are, the last one that leaves a job would remove the file, perhaps when another has
         # written its name there for the next one.

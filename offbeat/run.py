@@ -41,6 +41,7 @@ from offbeat.engine import (
     Diary,
     Meter,
     MetricsFile,
+    Newcomer,
     Reducer,
     Served,
     SwapsAlone,
@@ -50,6 +51,7 @@ from offbeat.engine import (
     connect,
     distinct,
     ignored_names,
+    join_watch,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -58,8 +60,9 @@ from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never
 from offbeat.fabric.server import ParameterServer, describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
+from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
-from offbeat.rendezvous import join, joins
+from offbeat.rendezvous import join, joins, leave_store, store_of_job
 from offbeat.replica import Replica
 from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
@@ -166,11 +169,19 @@ class Run:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self._joins = None if self.world > 1 else joins()
         self.rank, began_with = self._joins or (self.rank, self.world)
+        newcomer, told = None, None
+        if self._joins is not None and isinstance(plan.fabric, Elastic) and (store := store_of_job()) is not None:
+            self.world = began_with
+            newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
+            told = newcomer.ask(plan.to_toml())
+            plan = self.plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
-        self._circle = Circle(_shared(store), self.rank, self.world) if elastic else None
+        self._circle = Circle(_shared(store), self.rank, self.world, timeout) if elastic else None
         self._control = Control(self._bind("gloo"), self._waiter)
+        if newcomer is not None:
+            self._control.compares = newcomer.compare
         self._data = Data(
             plan,
             control=self._control,
@@ -183,19 +194,42 @@ class Run:
             models=self._models,
         )
         self._conference = Conference(self._control, self._clock.now_s, run_dir)
-        self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
+        self._watch, watched = None, None
+        if told is not None:
+            self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
+        elif self.world > 1:
+            self._watch = start_watch(self._control, outlives=elastic)
         if self._watch is not None:
-            self._waiter.witness = self._witness(self._watch, timeout)
+            self._waiter.witness = watched = self._witness(self._watch, timeout)
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
+        self._membership: Membership | None = None
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
             self._server = self._data.server = self._connect(timeout)
+            job = "" if told is None else told.history
             if history is not None:
-                self._open_diary(history)
+                job = self._open_diary(history, job)
+            if self._circle is not None:
+                if run_dir is not None and self.rank == 0:
+                    leave_store(run_dir, self.world)
+                self._membership = Membership(
+                    _shared(store),
+                    version=_version(),
+                    newcomer=newcomer,
+                    control=self._control,
+                    circle=self._circle,
+                    waiter=self._waiter,
+                    watch=self._watch,
+                    watched=watched,
+                    data=self._data,
+                    models=self._models,
+                    exchangers=lambda: self._together,
+                    history=job,
+                )
         except OffbeatError as error:
             self._close(error)
             raise
@@ -250,13 +284,14 @@ class Run:
             place=self._joins,
         )
 
-    def _open_diary(self, folder: Path) -> None:
-        """Have all workers' histories name the same job. Collective."""
+    def _open_diary(self, folder: Path, job: str) -> str:
+        """Have all workers' histories name the same job, this one if it has a name; that. Collective."""
         if self._server is not None:
             job = self._server.job
-        else:
+        elif not job:
             job = self._control.texts("the name of this run's history", secrets.token_hex(8))[0]
         self._diary.open(folder, job=job, rank=self.rank)
+        return job
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -296,7 +331,8 @@ class Run:
         self._claim(model, parameters)
         device = next(iter(parameters.values())).device
         fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
-        self._broadcast(model, fabric)
+        if self._membership is None or not self._membership.is_outside:
+            self._broadcast(model, fabric)
         reducer: Exchanger
         if self._server is not None:
             reducer = self._serve(self._server, parameters, layout, optimizer)
@@ -311,6 +347,9 @@ class Run:
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
         replica = Replica(model, reducer)
+        if self._membership is not None and self._membership.is_due:
+            self._tell_of(came := self._membership.come_in())
+            self.plan = came.plan
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -420,6 +459,8 @@ class Run:
         if isinstance(reducer, SwapsTogether):
             called = reducer.take_call()
             reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+            if self._membership is not None:
+                reducer.calls |= self._membership.calls(self.plan, looks=self.rank == self._first)
             if called:
                 self._confer()
 
@@ -439,8 +480,19 @@ class Run:
             )
             self._tell_all("swap", text)
         self._conference.answer(text, outcome.refusal)
+        if self._membership is not None and (came := self._membership.take_in(self.plan)):
+            self._tell_of(came)
         for one in self._together:
             one.calls = False
+
+    def _tell_of(self, came: Came) -> None:
+        one = len(came.ranks) == 1
+        assert self._circle is not None
+        self._tell_all(
+            "membership",
+            f"Rank {', '.join(map(str, came.ranks))} {'has' if one else 'have'} joined at step {self.step}: "
+            f"{len(self._circle.members)} workers take part; {came.changes}.",
+        )
 
     @property
     def _together(self) -> list[SwapsTogether]:
@@ -527,8 +579,6 @@ class Run:
                     own.copy_(whole)
 
     def _write_start(self, model: torch.nn.Module, reducer: Exchanger) -> None:
-        from offbeat import __version__
-
         buckets = [
             {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
             for b in reducer.layout.buckets
@@ -538,7 +588,7 @@ class Run:
             host=os.uname().nodename,
             pid=os.getpid(),
             torch=str(torch.__version__),
-            offbeat=__version__,
+            offbeat=_version(),
             plan=repr(self.plan),
             model=type(model).__name__,
             buckets=buckets,
@@ -754,6 +804,8 @@ class Run:
         elif self._server is not None:
             self._tell_pace()
             self._server.close()
+        elif self._membership is not None and self._membership.is_outside:
+            _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
             self._tell_pace()
             error = self._leave_together()
@@ -843,6 +895,12 @@ def _number(value: float | torch.Tensor, name: str) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"Cannot take {shown} for {name}: a single number is needed.") from error
+
+
+def _version() -> str:
+    from offbeat import __version__
+
+    return __version__
 
 
 def _shared(store: Store | None) -> Store:
