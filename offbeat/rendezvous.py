@@ -6,6 +6,7 @@ waits until all are there; who is not there yet can so be told. Then torch's pro
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
 _LOOK_S = 0.02
+_held: dict[Path, int] = {}  # locks
 _met = 0  # how often the workers met: one process may join several times, one after the other
 
 
@@ -92,6 +94,31 @@ def store_of_job() -> Store | None:
     """Where the workers of the job met that this worker joins, if it is one without a server."""
     path, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
     return PrefixStore(prefix, FileStore(path)) if path and prefix else None
+
+
+def stay(path: Path | None = None) -> None:
+    """Have others know, as long as this process lives, that the job does: it holds a lock beside the store."""
+    if path is None and "OFFBEAT_STORE" in os.environ:
+        path = Path(os.environ["OFFBEAT_STORE"])
+    if path is not None and path not in _held:
+        _held[path] = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(_held[path], fcntl.LOCK_SH)
+
+
+def ended() -> bool:
+    """Whether no worker of the job lives that this one is to join."""
+    path = Path(os.environ["OFFBEAT_STORE"])
+    try:
+        lock = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def leave_store(folder: Path, world: int) -> None:

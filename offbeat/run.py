@@ -62,7 +62,7 @@ from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
 from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
-from offbeat.rendezvous import join, joins, leave_store, store_of_job
+from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
 from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
@@ -173,7 +173,7 @@ class Run:
         if self._joins is not None and isinstance(plan.fabric, Elastic) and (store := store_of_job()) is not None:
             self.world = began_with
             newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
-            told = newcomer.ask(plan.to_toml())
+            told = newcomer.ask(plan.to_toml(), ended)
             plan = self.plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
@@ -214,6 +214,7 @@ class Run:
             if history is not None:
                 job = self._open_diary(history, job)
             if self._circle is not None:
+                stay()
                 if run_dir is not None and self.rank == 0:
                     leave_store(run_dir, self.world)
                 self._membership = Membership(

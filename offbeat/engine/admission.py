@@ -230,14 +230,24 @@ class Newcomer:
         self._claims: list[Claim] = []
         self._job: Job | None = None
 
-    def ask(self, plan: str) -> Job:
+    def ask(self, plan: str, ended: Callable[[], bool]) -> Job:
         """Say hello.
+
+        Args:
+            plan: of this worker, as TOML.
+            ended: whether nobody trains any more.
 
         Raises:
             PlanError: if this worker is not let in.
+            WorkerLostError: if nobody trains any more.
         """
+
+        def look() -> None:
+            if ended():
+                raise WorkerLostError("Cannot join: the job has ended. Start it again.")
+
         self._say("hello", Hello(self._rank, self._version, plan))
-        answer = self._hear("answer", Answer, "those that train to take notice of this worker", lambda: None)
+        answer = self._hear("answer", Answer, "those that train to take notice of this worker", look)
         if answer.job is None:
             raise PlanError(answer.refusal)
         self._job = answer.job
