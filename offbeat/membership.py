@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 
-from offbeat.engine import Claim, Job, Newcomer, Reception, distinct, hand_over, ignored_names
+from offbeat.engine import Awaited, Claim, Job, Newcomer, Parting, Reception, distinct, hand_over, ignored_names
 from offbeat.errors import PeerError
+from offbeat.fabric.server.memory import bytes_of
 from offbeat.plan import Plan
+from offbeat.wire.culprit import END_OF_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +70,7 @@ class Membership:
         history: str,
     ) -> None:
         self._newcomer, self._control, self._circle = newcomer, control, circle
+        self._waiter = waiter
         self._watch, self._watched, self._data = watch, watched, data
         self._models, self._exchangers, self._history = models, exchangers, history
         self._plan = Plan()
@@ -120,6 +123,14 @@ class Membership:
             "loaders": self._data.hand_over(),
         }
 
+    def part(self) -> None:
+        """This worker is done: wait until all are, or the others have gone on without it.
+
+        Raises:
+            WorkerLostError, NetworkError: as `Waiter.wait`.
+        """
+        self._waiter.wait(Parting(self._circle), Awaited(END_OF_RUN))
+
     # -- as a newcomer -------------------------------------------------------------------------------------------
 
     @property
@@ -161,7 +172,7 @@ class Membership:
         digest = xxhash.xxh3_64()
         for model in self._models:
             for _, tensor in _tensors(model):
-                digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                digest.update(bytes_of(tensor.contiguous().reshape(-1)))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
         told = self._control.texts("the comparison with newcomers", "" if mine is None else said)

@@ -144,8 +144,8 @@ def _open_store(rank: int, world: int) -> Store:
     prefix = f"offbeat-{_met}"
     _met += 1
     if "OFFBEAT_STORE" in os.environ:
-        # Told how many workers there are, the last one that leaves a job would remove the file, perhaps when another has
-        # written its name there for the next one.
+        # Told how many workers there are, the last one that leaves a job would remove the file, perhaps when another
+        # has written its name there for the next one.
         return PrefixStore(prefix, FileStore(os.environ["OFFBEAT_STORE"]))
     store, _, _ = next(rendezvous("env://", rank=rank, world_size=world, timeout=_NEVER))
     return PrefixStore(prefix, store)

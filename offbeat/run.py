@@ -20,6 +20,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import signal
 import sys
 import traceback
 from contextlib import ExitStack, contextmanager, suppress
@@ -152,7 +153,7 @@ class Run:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
-        self._closed = self._told_untuned = False
+        self._closed = self._told_untuned = self._drains = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
@@ -464,6 +465,8 @@ class Run:
                 reducer.calls |= self._membership.calls(self.plan, looks=self.rank == self._first)
             if called:
                 self._confer()
+        if self._drains:
+            self._drain()
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
@@ -826,7 +829,7 @@ class Run:
                 fabric.close()
             else:
                 fabric.abandon()
-        if self._owns_group and orderly and (self._circle is None or len(self._circle.members) == self.world):
+        if self._owns_group and orderly and (self._circle is None or self._circle.is_first):
             dist.destroy_process_group()
         elif self._owns_group and dist.group.WORLD is not None:
             never_destroy(dist.group.WORLD)
@@ -867,11 +870,20 @@ class Run:
     def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.
         try:
-            self._control.sum(END_OF_RUN)
+            if self._membership is None:
+                self._control.sum(END_OF_RUN)
+            else:
+                self._membership.part()
         except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
             return error
         return None
+
+    def _drain(self) -> None:
+        """Leave the others in order, behind a step, and end as one who was told to."""
+        self._close(None)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Run:
         return self
@@ -888,6 +900,15 @@ def say_last_words(error: BaseException) -> None:
         if os.getpid() == run._pid:  # a forked child is not the worker
             run._say_last_words(error)
             run._end_metrics(error)
+
+
+def drain() -> bool:
+    """Have this process leave its job behind its next step; whether it is in one whose others go on then."""
+    asked = False
+    for run in tuple(_runs):
+        if os.getpid() == run._pid and run._membership is not None and not run._membership.is_outside:
+            run._drains = asked = True
+    return asked
 
 
 def _number(value: float | torch.Tensor, name: str) -> float:

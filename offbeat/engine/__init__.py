@@ -28,7 +28,7 @@
 * `diary` - digests of the parameters, for the history of a run
 """
 
-from offbeat.engine.admission import Claim, Job, Newcomer, Reception
+from offbeat.engine.admission import Claim, Job, Newcomer, Parting, Reception
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
 from offbeat.engine.buffers import Buffers, distinct
@@ -71,6 +71,7 @@ __all__ = [
     "MetricsFile",
     "Newcomer",
     "Nobody",
+    "Parting",
     "Reception",
     "Reducer",
     "Served",

@@ -6,7 +6,7 @@
       prepares the same, and compares
       ready                                --->
                                                   calls all together, as for another plan (`confer`)
-                                           <---   entry: behind which circle, how many exchanges were begun (all write it)
+                                           <---   entry: behind which circle, at how many exchanges; all write it
       is in the next circle (`Circle.arrive`, `Circle.admit`), and is handed what the others have (`handover`)
 
 Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second.
@@ -364,6 +364,16 @@ class _Arrival(_Polled):
 
     def done(self) -> bool:
         return self._circle.mend(timedelta())
+
+
+class Parting(_Polled):
+    """Nobody needs this worker any more, which is done."""
+
+    def __init__(self, circle: Circle) -> None:
+        self._circle = circle
+
+    def done(self) -> bool:
+        return self._circle.part(timedelta())
 
 
 class _Admission(_Polled):

@@ -4,6 +4,7 @@ All that is said here is said through the store in which the workers first met. 
 is 0, and each has its own keys.
 
     broken              set by whoever finds out that circle N is no more
+    done, done/RANK     set by a worker that needs the others no more
     border/RANK         this worker has come to where it takes in newcomers
     stands/RANK         where this worker stands: which exchanges of circle N it has completed, and whom it takes in
     members             those that go on, written once, by the lowest of them, when every other is known to be gone
@@ -13,10 +14,14 @@ Whoever waits looks at `broken` between two waits, so it need not be told by a b
 neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is gone
 by mistake (its machine was cut off) finds that the others have gone on without it.
 
+A worker that is done says so, and waits until all are, or the others have gone on without it: whoever waits for it in
+an exchange that it does not begin any more breaks the circle. It stays for one more circle if it has completed what
+another that goes on has not.
+
 Newcomers come in with the next circle. All members have to stand at the same place in the program for that, with no
-exchange under way: each says that it has come there (`admit`), and once all have, the circle is broken. Who decides who
-goes on takes the newcomers in if whoever goes on says that it stands there; else all meet there again, one circle later.
-A newcomer (`arrive`) stands where they do, with nothing of its own, until it is among those that go on.
+exchange under way: each says that it has come there (`admit`), and once all have, the circle is broken. Who decides
+who goes on takes the newcomers in if all that go on say that they stand there; else they meet there again, one circle
+later. A newcomer (`arrive`) stands where they do, with nothing of its own, until it is among those that go on.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 _NEVER = timedelta(days=365)
 _LOOK_S = 0.02  # at the store, while there is nothing else to do
 _ASK_S = 0.25  # who is gone
+_DONE_S = 0.05  # a wait that takes so long may be for somebody who is done
 _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -59,10 +65,23 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """One worker's stands, of each of its fabrics; and the ranks that it takes in, if it stands where that is done."""
+    """One worker's stands, of each of its fabrics.
+
+    Args:
+        admits: the ranks that it takes in, if it stands where that is done.
+        is_done: it needs the others no more.
+    """
 
     stands: tuple[Stand, ...]
     admits: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    is_done: bool = False
+
+    def is_ahead_of(self, other: Standing) -> bool:
+        """Whether it has completed what the other has not."""
+        return any(
+            any(mine.has(number) and not theirs.has(number) for number in range(theirs.below, mine.end))
+            for mine, theirs in zip(self.stands, other.stands, strict=False)
+        )
 
 
 _standing = msgspec.json.Decoder(Standing)
@@ -130,6 +149,7 @@ class Circle:
         self._parties: list[Party] = []
         self._mending: _Mending | None = None
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
+        self._is_done = False  # this worker needs the others no more
         self._turned_away: dict[int, str] = {}  # those of them that did not, and why
         self._asked_s = self._looked_s = 0.0
 
@@ -161,6 +181,11 @@ class Circle:
     def is_whole(self) -> bool:
         """Whether exchanges can go on."""
         return self._mending is None and bool(self.members)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the circle that the job began with: nobody has come or gone."""
+        return self._number == 0
 
     @property
     def number(self) -> int:
@@ -195,6 +220,27 @@ class Circle:
                 return False
             time.sleep(_LOOK_S)
 
+    def part(self, timeout: timedelta) -> bool:
+        """Be done; whether nobody needs this worker any more. Call it again until that is so."""
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        self._is_done = True
+        while True:
+            try:
+                if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
+                    return False
+            except _Left:
+                return True
+            self._store.set(f"{self._number}/done/{self.rank}", "")
+            self._store.set(f"{self._number}/done", "")
+            if self._store.check([f"{self._number}/done/{rank}" for rank in self.members]):
+                return True
+            if self._store.check([f"{self._number}/broken"]) or self.ask(self.members):
+                self.break_()
+            elif time.monotonic() > deadline_s:
+                return False
+            else:
+                time.sleep(_LOOK_S)
+
     def arrive(self, number: int, begun: Sequence[int]) -> None:
         """Come in behind circle `number`, whose workers have begun so many exchanges; then `mend` until it is whole."""
         for party, count in zip(self._parties, begun, strict=True):
@@ -222,7 +268,8 @@ class Circle:
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
-            if self._store.check([f"{self._number}/broken"]):
+            keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
+            if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
                 self.break_()
         # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
         if waited_s > _SUSPECT_S and now_s - self._asked_s > _SUSPECT_S and self.ask(self.members):
@@ -276,6 +323,10 @@ class _NotYet(Exception):
     """This newcomer did not come in with the next circle; it may with the one behind it."""
 
 
+class _Left(Exception):
+    """The others have gone on without this worker, which is done."""
+
+
 class _Mending:
     """From circle `number` to the next one, in steps that do not block.
 
@@ -286,7 +337,7 @@ class _Mending:
     def __init__(self, circle: Circle, number: int, parties: Sequence[Party], *, arrives: bool = False) -> None:
         self._circle, self.number, self._parties, self._arrives = circle, number, tuple(parties), arrives
         self._store = PrefixStore(str(number), circle._store)
-        standing = Standing(tuple(party.stop() for party in parties), circle._admits)
+        standing = Standing(tuple(party.stop() for party in parties), circle._admits, circle._is_done)
         self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
         self._since_s = time.monotonic()
         self._lost: dict[int, str] = {}
@@ -337,6 +388,8 @@ class _Mending:
         if circle.rank not in decided.members:
             if self._arrives and circle.rank not in decided.lost:
                 raise _NotYet
+            if circle._is_done:
+                raise _Left
             others = ", ".join(map(str, decided.members))
             raise WorkerLostError(
                 f"Cannot go on as rank {circle.rank}: nothing was heard of it, and what is left, rank {others}, has "
@@ -356,20 +409,24 @@ class _Mending:
             raise WorkerLostError("Cannot come in: all that trained are lost. Start the job again.")
         if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
             return False
-        came = self._newcomers(left)
+        standing = {rank: _standing.decode(store.get(f"stands/{rank}")) for rank in left}
+        came = self._newcomers(list(standing.values()))
         if came is None:
             return False
+        going = [rank for rank in left if not standing[rank].is_done]
+        if going and not any(standing[a].is_ahead_of(standing[b]) for a in left if a not in going for b in going):
+            self._lost |= {rank: "is done, and takes no further part." for rank in left if rank not in going}
+            left = going
         out = {rank: self._lost[rank] for rank in (*candidates, *circle._admits) if rank in self._lost}
         store.compare_set("members", "", msgspec.json.encode(Decided((*left, *came), out)).decode())
         return True
 
-    def _newcomers(self, left: Sequence[int]) -> tuple[int, ...] | None:
+    def _newcomers(self, standing: Sequence[Standing]) -> tuple[int, ...] | None:
         """Who comes in; None if it is not known yet.
 
         Args:
-            left: who of those in the circle goes on.
+            standing: of those in the circle that are not lost.
         """
-        standing = [_standing.decode(self._store.get(f"stands/{rank}")) for rank in left]
         if not all(one.admits for one in standing):
             return ()
         candidates = self._candidates()
