@@ -171,7 +171,7 @@ class Run:
         self._joins = None if self.world > 1 else joins()
         self.rank, began_with = self._joins or (self.rank, self.world)
         newcomer, told = None, None
-        if self._joins is not None and isinstance(plan.fabric, Elastic) and (store := store_of_job()) is not None:
+        if self._joins is not None and store is None and (store := store_of_job(plan)) is not None:
             self.world = began_with
             newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
             told = newcomer.ask(plan.to_toml(), ended)
@@ -217,7 +217,7 @@ class Run:
             if self._circle is not None:
                 stay()
                 if run_dir is not None and self.rank == 0:
-                    leave_store(run_dir, self.world)
+                    leave_store(run_dir, plan, self.world)
                 self._membership = Membership(
                     _shared(store),
                     version=_version(),
@@ -465,8 +465,10 @@ class Run:
                 reducer.calls |= self._membership.calls(self.plan, looks=self.rank == self._first)
             if called:
                 self._confer()
-        if self._drains:
-            self._drain()
+        if self._drains:  # not before the script is through with this step
+            self._drains = False
+            for model in self._models:
+                model.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
@@ -880,7 +882,7 @@ class Run:
         return None
 
     def _drain(self) -> None:
-        """Leave the others in order, behind a step, and end as one who was told to."""
+        """Leave the others in order, between two steps, and end as one who was told to."""
         self._close(None)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

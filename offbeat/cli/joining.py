@@ -22,12 +22,12 @@ class Meeting(msgspec.Struct, frozen=True):
     """Where the workers of a job without a server met, as its first one leaves it in store.json.
 
     Args:
-        path: of the file through which they did.
+        place: the path of a file, or tcp:// and an address.
         prefix: of this run in it.
         world: with how many workers the job began.
     """
 
-    path: str
+    place: str
     prefix: str
     world: int
 
@@ -101,12 +101,12 @@ def _without_server(folder: Path, workers: int) -> Joining:
         first_rank = _take_ranks(folder / "newcomers", met.world, workers)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.") from error
-    if not Path(met.path).is_file():
+    if not met.place.startswith("tcp://") and not Path(met.place).is_file():
         raise NetworkError(f"Cannot join the job in {folder}: it has ended, or it runs on a machine with other files.")
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(met.world),
-        "OFFBEAT_STORE": met.path,
+        "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
     plan = folder / "plan.toml"

@@ -348,8 +348,11 @@ class _Key(_Polled):
         self._looked_s = time.monotonic()
 
     def done(self) -> bool:
-        if self._store.check([self._key]):
-            return True
+        try:
+            if self._store.check([self._key]):
+                return True
+        except RuntimeError as error:
+            raise WorkerLostError("Cannot join: the job has ended, and so has the store in which it met.") from error
         if time.monotonic() - self._looked_s > _ASK_S:
             self._look()
             self._looked_s = time.monotonic()

@@ -222,8 +222,13 @@ class Circle:
 
     def part(self, timeout: timedelta) -> bool:
         """Be done; whether nobody needs this worker any more. Call it again until that is so."""
-        deadline_s = time.monotonic() + timeout.total_seconds()
         self._is_done = True
+        try:
+            return self._part(time.monotonic() + timeout.total_seconds())
+        except dist.DistError:  # a TCPStore ends with the process it is in, whose worker was done as well
+            return True
+
+    def _part(self, deadline_s: float) -> bool:
         while True:
             try:
                 if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
