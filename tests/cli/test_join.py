@@ -105,17 +105,15 @@ from pathlib import Path
 run = offbeat.init()
 torch.manual_seed(run.rank)
 model = torch.nn.Linear(1, 1)
-data = torch.utils.data.TensorDataset(torch.arange(4000, dtype=torch.float32).unsqueeze(1))
+data = torch.utils.data.TensorDataset(torch.arange(12000, dtype=torch.float32).unsqueeze(1))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
 Path(f"pid-{run.rank}").write_text(str(os.getpid()))
 used = open(f"used-{run.rank}", "a", buffering=1)
 while run.progress < 1:
     for (x,) in loader:
-        if Path("enough").exists():
-            pass
-        else:
-            time.sleep(0.03)
+        if not Path("enough").exists():
+            time.sleep(0.04)
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +142,7 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
             theirs, _ = newcomers.communicate(timeout=60)
         ours, _ = process.communicate(timeout=60)
     assert (process.returncode, newcomers.returncode) == (0, 0), ours + theirs
-    assert sorted(i for rank in range(5) for i in used_by(tmp_path, rank)) == list(range(4000))
+    assert sorted(i for rank in range(5) for i in used_by(tmp_path, rank)) == list(range(12000))
     results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
     assert sorted(int(rank) for rank, *_ in results) == [0, 2, 3, 4]
     assert len({tuple(rest) for _, *rest in results}) == 1, "all end alike"
