@@ -151,6 +151,7 @@ class Circle:
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
         self._turned_away: dict[int, str] = {}  # those of them that did not, and why
+        self._said: set[tuple[int, str]] = set()
         self._asked_s = self._looked_s = 0.0
 
     def enter(self, party: Party) -> dist.ProcessGroup | None:
@@ -211,7 +212,7 @@ class Circle:
             if all(rank in self.members or rank in self._turned_away for rank in newcomers):
                 self._admits = ()
                 return True
-            self._store.set(f"{self._number}/border/{self.rank}", "")
+            self._say(f"border/{self.rank}")
             if self._store.check([f"{self._number}/border/{rank}" for rank in self.members]) or self.ask(self.members):
                 self.break_()
                 continue
@@ -235,8 +236,8 @@ class Circle:
                     return False
             except _Left:
                 return True
-            self._store.set(f"{self._number}/done/{self.rank}", "")
-            self._store.set(f"{self._number}/done", "")
+            self._say(f"done/{self.rank}")
+            self._say("done")
             if self._store.check([f"{self._number}/done/{rank}" for rank in self.members]):
                 return True
             if self._store.check([f"{self._number}/broken"]) or self.ask(self.members):
@@ -316,6 +317,12 @@ class Circle:
             else:
                 time.sleep(_LOOK_S)
         return True
+
+    def _say(self, key: str) -> None:
+        """Set a key of this circle, once: a file that is a store keeps each time."""
+        if (self._number, key) not in self._said:
+            self._said.add((self._number, key))
+            self._store.set(f"{self._number}/{key}", "")
 
     def _connect(self, number: int, index: int, members: Sequence[int]) -> dist.ProcessGroup:
         place = PrefixStore(f"{number}/groups/{index}", self._store)

@@ -229,3 +229,43 @@ def test_who_has_more_steps_goes_on_when_the_others_are_done(tmp_path: Path) -> 
     *results, newcomer = run_workers(2, come, str(tmp_path), "well", 100, newcomers=1)
     assert all(moves == [1.0] * 100 for moves, _, _ in results)
     assert newcomer[0] == [1.0] * 100
+
+
+def swap_often(folder: str, every: int) -> tuple[dict[int, str], list[list[int]], list[str], str]:
+    """Swaps between two kinds of exchange all the while that somebody joins; digests where all are equal."""
+    said, here, newcomer = listen(), Path(folder), rank_here() >= 2
+    if newcomer:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model = nn.Linear(1, 5)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), data)
+    digests, used, policies = {}, [list[int]()], (offbeat.LocalSGD(3), offbeat.BSP())
+    while run.progress < 1:
+        for (x,) in loader:
+            time.sleep(0.05)
+            if run.rank == 0 and run.step % every == 0:
+                run.swap(sync=policies[run.step // every % 2])
+            prepared(x / SAMPLES).square().mean().backward()
+            used[0] += x.flatten().int().tolist() if run.has_data else []
+            optimizer.step()
+            optimizer.zero_grad()
+            (here / f"step-{run.step}").touch()
+            digests[run.step] = digest(model)
+    run.settle()
+    digests[-1] = digest(model)
+    run.close()
+    return digests, used, said, repr(run.plan.sync)
+
+
+@pytest.mark.slow
+def test_swaps_go_on_while_somebody_joins(tmp_path: Path) -> None:
+    results = run_workers(2, swap_often, str(tmp_path), 7, newcomers=1)
+    assert len({policy for *_, policy in results}) == 1
+    assert len({digests[-1] for digests, *_ in results}) == 1
+    assert Counter(itertools.chain(*(used[0] for _, used, _, _ in results))) == Counter(range(SAMPLES))
+    said = results[0][2]
+    assert sum("decides when" in text for text in said) > 5
+    (joined,) = [number for number, text in enumerate(said) if "has joined" in text]
+    assert any("decides when" in text for text in said[joined:])
