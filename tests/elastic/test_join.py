@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from offbeat.clock import WallClock
+from offbeat.engine import Claim, Control, Job, Reception, Waiter
 from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric import Circle, InMemory
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -185,8 +189,10 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     nn.init.zeros_(model.weight)
     try:
         run = offbeat.init(plan, timeout=TIMEOUT)
-        if newcomer and how == "killed":
-            run._circle.arrive = lambda number, begun: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr,method-assign]
+        if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
+            assert run._circle is not None
+            end = getattr(signal, how)
+            run._circle.arrive = lambda number, begun: os.kill(os.getpid(), end)  # type: ignore[method-assign]
         prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     except (PlanError, DisagreementError) as error:
         (here / "refused").touch()
@@ -218,11 +224,35 @@ def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, 
         assert longest_s < 1.0
 
 
-def test_who_is_killed_while_it_joins_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    results = run_workers(2, come, str(tmp_path), "killed", 120, newcomers=1, faulty=2)
+@pytest.mark.parametrize(
+    ("how", "most_s"),
+    [("SIGKILL", 1.5), pytest.param("SIGSTOP", TIMEOUT.total_seconds() + 1, marks=pytest.mark.slow)],
+)
+def test_who_fails_while_it_joins_does_not_hold_up_the_others_for_long(how: str, most_s: float, tmp_path: Path) -> None:
+    results = run_workers(2, come, str(tmp_path), how, 120, newcomers=1, faulty=2)
     for moves, longest_s, _ in results[:2]:
         assert moves == [1.0] * 120
-        assert 0.1 < longest_s < 1.5, longest_s
+        assert 0.1 < longest_s < most_s, longest_s
+
+
+def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -> None:
+    """The first worker's part alone, over a store of its own."""
+    store = HashStore()
+    circle = Circle(store, 0, 1)
+    waiter = Waiter(clock=WallClock(), timeout=TIMEOUT)
+    control = Control(InMemory().bind(), waiter)
+    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
+    reception = Reception(store, control, circle, waiter, job=lambda: job, version="1")
+    newcomers = PrefixStore("newcomers", store)
+    for number, hello in enumerate(['{"rank": 1, "version": "2", "plan": "a plan"}', "{", '{"rank": -1}', "\xff"]):
+        newcomers.set(f"{number}/hello", hello)
+    reception._looked_s -= 2.0  # it looks once a second
+    assert not reception.calls(looks=True)
+    for number, says in enumerate(["Cannot join with offbeat 2: those that train run 1"] + ["another offbeat"] * 3):
+        answer = json.loads(newcomers.get(f"{number}/answer"))
+        assert says in answer["refusal"]
+        assert answer["job"] is None
+    assert reception.admit() == ()
 
 
 def test_who_has_more_steps_goes_on_when_the_others_are_done(tmp_path: Path) -> None:
