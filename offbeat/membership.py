@@ -73,7 +73,7 @@ class Membership:
         self._waiter = waiter
         self._watch, self._watched, self._data = watch, watched, data
         self._models, self._exchangers, self._history = models, exchangers, history
-        self._plan = Plan()
+        self._plan, self._has_come = Plan(), False
         self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
 
     # -- among those that train ----------------------------------------------------------------------------------
@@ -143,6 +143,11 @@ class Membership:
         """Whether this worker is a newcomer that is not in yet."""
         return self._newcomer is not None
 
+    @property
+    def has_come(self) -> bool:
+        """Whether this worker was a newcomer."""
+        return self._has_come
+
     def come_in(self) -> Came:
         """Take part from now on, with what the others have.
 
@@ -153,7 +158,7 @@ class Membership:
         """
         assert self._newcomer is not None
         self._newcomer.come_in(self._circle, lambda: {} if self._watched is None else self._watched.ended())
-        self._newcomer = self._control.compares = None
+        self._newcomer, self._control.compares, self._has_come = None, None, True
         state = self._hand_over(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
         for one, theirs in zip(self._exchangers(), state["models"], strict=True):

@@ -352,6 +352,7 @@ class Run:
         if self._membership is not None and self._membership.is_due:
             self._tell_of(came := self._membership.come_in())
             self.plan = came.plan
+            self._meter.start_anew()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -467,8 +468,8 @@ class Run:
                 self._confer()
         if self._drains:  # not before the script is through with this step
             self._drains = False
-            for model in self._models:
-                model.register_forward_pre_hook(lambda *_: self._drain())
+            for prepared in self._models:
+                prepared.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
@@ -735,10 +736,15 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; after `prepare`. Collective with a parameter server.
 
+        A worker that has joined others without a server has what they have, and leaves the state as it is.
+
         Raises:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
                 damaged; with a server on all ranks, if one of them cannot load its own.
         """
+        if self._membership is not None and self._membership.has_come:
+            _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
+            return
         try:
             self._take_over(state)
         except Exception as error:

@@ -190,9 +190,8 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     try:
         run = offbeat.init(plan, timeout=TIMEOUT)
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
-            assert run._circle is not None
-            end = getattr(signal, how)
-            run._circle.arrive = lambda number, begun: os.kill(os.getpid(), end)  # type: ignore[method-assign]
+            here_it_ends = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
+            setattr(*here_it_ends, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
         prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     except (PlanError, DisagreementError) as error:
         (here / "refused").touch()
@@ -226,7 +225,11 @@ def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, 
 
 @pytest.mark.parametrize(
     ("how", "most_s"),
-    [("SIGKILL", 1.5), pytest.param("SIGSTOP", TIMEOUT.total_seconds() + 1, marks=pytest.mark.slow)],
+    [
+        ("SIGKILL", 1.5),
+        ("SIGKILL later", 1.5),
+        pytest.param("SIGSTOP", TIMEOUT.total_seconds() + 1, marks=pytest.mark.slow),
+    ],
 )
 def test_who_fails_while_it_joins_does_not_hold_up_the_others_for_long(how: str, most_s: float, tmp_path: Path) -> None:
     results = run_workers(2, come, str(tmp_path), how, 120, newcomers=1, faulty=2)
