@@ -80,6 +80,11 @@ class Data:
         if self._leases(loader):
             prepared = self._lease(loader)
         else:
+            if self._control.compares is not None:
+                raise ModelError(
+                    "Cannot join with this loader: each worker has a part of its data for the whole job. Prepare a "
+                    "DataLoader over a dataset with a length, or none."
+                )
             prepared = Loader(
                 loader,
                 control=self._control,
@@ -113,6 +118,27 @@ class Data:
         unused = max((reducer.share.drawn for reducer in self._reducers), default=0)
         for loader in self.leased:
             loader.lost(ranks, unused=unused)
+        return what_changes(self._keeps)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether newcomers can be told where the data is."""
+        return all(loader.is_settled for loader in self.leased)
+
+    def hand_over(self) -> list[dict[str, Any]]:
+        """What newcomers have to know, by loader."""
+        return [loader.hand_over() for loader in self.leased]
+
+    def join(self, ranks: Sequence[int], states: Sequence[Mapping[str, Any]] = ()) -> str:
+        """These workers are there; what becomes of the batches, in words.
+
+        Args:
+            states: what those that were there before handed over, if this worker is one of these.
+        """
+        for loader, state in zip(self.leased, states, strict=False):
+            loader.take_over(state)
+        for loader in self.leased:
+            loader.joined(ranks)
         return what_changes(self._keeps)
 
     def crowded(self) -> None:

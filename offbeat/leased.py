@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
+from offbeat.engine import AgreedSource
 from offbeat.errors import ModelError
 from offbeat.loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 
@@ -127,6 +128,26 @@ class LeasedLoader:
         count = self._put_back([draw for _, draw in self._left])
         self._source.give_back([batch for batch, _ in self._left[len(self._left) - count :]])
         self._left = ()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no batch may yet be given back of which nothing was computed."""
+        return not self._left
+
+    def hand_over(self) -> dict[str, Any]:
+        """What a newcomer has to know, where all work out alike who computes what."""
+        assert isinstance(self._source, AgreedSource)
+        return self._source.hand_over(tuple(self._batches.asked))
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what `hand_over` returned on another worker."""
+        assert isinstance(self._source, AgreedSource)
+        self._source.take_over(state)
+
+    def joined(self, ranks: Iterable[int]) -> None:
+        """These workers take part from now on, where all work out alike who computes what."""
+        assert isinstance(self._source, AgreedSource)
+        self._source.joined(ranks)
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
         """These workers are gone; the last `unused` batches of the loop are in no step yet."""

@@ -6,30 +6,39 @@ waits until all are there; who is not there yet can so be told. Then torch's pro
 
 from __future__ import annotations
 
-import itertools
+import fcntl
+import json
+import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.engine import Awaited, Nobody
-from offbeat.errors import PlanError
+from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric import Elastic
 from offbeat.payload import Reply, Total
 
 if TYPE_CHECKING:
     from offbeat.engine import Waiter
     from offbeat.engine.waiting import Findings
+    from offbeat.plan import Plan
 
+_log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
+_REACH = timedelta(seconds=10)  # the store of a job that is to be joined
 _LOOK_S = 0.02
-_joins = itertools.count()
+_TCP = "tcp://"
+_held: dict[Path, int] = {}  # locks
+_met = 0  # how often the workers met: one process may join several times, one after the other
 
 
 def join(waiter: Waiter) -> Store | None:
@@ -85,8 +94,98 @@ def joins() -> tuple[int, int] | None:
     return rank, world
 
 
+def store_of_job(plan: Plan) -> Store | None:
+    """Where the workers of the job met that this worker joins, if it is one without a server.
+
+    Args:
+        plan: of this worker.
+
+    Raises:
+        PlanError: if that is not for such a job.
+        NetworkError: if it cannot be reached.
+    """
+    place, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
+    if not place or not prefix:
+        return None
+    if not isinstance(plan.fabric, Elastic):
+        raise PlanError(
+            f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
+            "plan (`offbeat run --plan`) - at `plan.fabric`."
+        )
+    if not place.startswith(_TCP):
+        return PrefixStore(prefix, FileStore(place))
+    host, _, port = place.removeprefix(_TCP).rpartition(":")
+    try:
+        return PrefixStore(prefix, TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_REACH))
+    except RuntimeError as error:
+        raise NetworkError(
+            f"Cannot join: the store in which the workers met, at {host}:{port}, cannot be reached. The job has ended, "
+            "or this machine cannot reach the one of its first worker."
+        ) from error
+
+
+def stay() -> None:
+    """Have others know, as long as this process lives, that the job does: it holds a lock beside the store."""
+    if not _is_file():
+        return
+    path = Path(os.environ["OFFBEAT_STORE"])
+    if path not in _held:
+        _held[path] = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(_held[path], fcntl.LOCK_SH)
+
+
+def ended() -> bool:
+    """Whether no worker of the job lives that this one is to join, as far as that is known."""
+    if not _is_file():
+        return False
+    path = Path(os.environ["OFFBEAT_STORE"])
+    try:
+        lock = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def leave_store(folder: Path, plan: Plan, world: int) -> None:
+    """Write down in the run folder where the workers met, so that others can join them.
+
+    Args:
+        plan: that they begin with; written down as well, unless it is there.
+        world: with how many workers the job begins.
+    """
+    prefix = f"offbeat-{_met - 1}"
+    if _is_file():
+        place = os.environ["OFFBEAT_STORE"]
+    else:
+        place = f"{_TCP}{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun, and this is what it adds
+            prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}"
+    about = {"place": place, "prefix": prefix, "world": world}
+    part = folder / "store.part"
+    try:
+        part.write_text(json.dumps(about))
+        if not (folder / "plan.toml").exists():
+            (folder / "plan.toml").write_text(plan.to_toml())
+        part.replace(folder / "store.json")
+    except OSError as error:  # a full disk is no reason to end the run
+        _log.warning("Cannot write %s: %s. No worker can join.", folder / "store.json", error.strerror)
+
+
+def _is_file() -> bool:
+    """Whether the workers meet in a file."""
+    return "OFFBEAT_STORE" in os.environ and not os.environ["OFFBEAT_STORE"].startswith(_TCP)
+
+
 def _open_store(rank: int, world: int) -> Store:
-    prefix = f"offbeat-{next(_joins)}"  # one process may join several times, one after the other
+    global _met
+    prefix = f"offbeat-{_met}"
+    _met += 1
     if "OFFBEAT_STORE" in os.environ:
         # Told how many workers there are, the last to leave a job would remove the file, perhaps when another one has
         # written its name there for the next job.

@@ -20,6 +20,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import signal
 import sys
 import traceback
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,6 +42,7 @@ from offbeat.engine import (
     Diary,
     Meter,
     MetricsFile,
+    Newcomer,
     Reducer,
     Served,
     SwapsAlone,
@@ -50,6 +52,7 @@ from offbeat.engine import (
     connect,
     distinct,
     ignored_names,
+    join_watch,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -58,8 +61,9 @@ from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never
 from offbeat.fabric.server import ParameterServer, describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
+from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
-from offbeat.rendezvous import join, joins
+from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
 from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
@@ -149,7 +153,7 @@ class Run:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
-        self._closed = self._told_untuned = False
+        self._closed = self._told_untuned = self._drains = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
@@ -166,11 +170,19 @@ class Run:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self._joins = None if self.world > 1 else joins()
         self.rank, began_with = self._joins or (self.rank, self.world)
+        newcomer, told = None, None
+        if self._joins is not None and store is None and (store := store_of_job(plan)) is not None:
+            self.world = began_with
+            newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
+            told = newcomer.ask(plan.to_toml(), ended)
+            plan = self.plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
-        self._circle = Circle(_shared(store), self.rank, self.world) if elastic else None
+        self._circle = Circle(_shared(store), self.rank, self.world, timeout) if elastic else None
         self._control = Control(self._bind("gloo"), self._waiter)
+        if newcomer is not None:
+            self._control.compares = newcomer.compare
         self._data = Data(
             plan,
             control=self._control,
@@ -183,19 +195,43 @@ class Run:
             models=self._models,
         )
         self._conference = Conference(self._control, self._clock.now_s, run_dir)
-        self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
+        self._watch, watched = None, None
+        if told is not None:
+            self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
+        elif self.world > 1:
+            self._watch = start_watch(self._control, outlives=elastic)
         if self._watch is not None:
-            self._waiter.witness = self._witness(self._watch, timeout)
+            self._waiter.witness = watched = self._witness(self._watch, timeout)
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
+        self._membership: Membership | None = None
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
             self._server = self._data.server = self._connect(timeout)
+            job = "" if told is None else told.history
             if history is not None:
-                self._open_diary(history)
+                job = self._open_diary(history, job)
+            if self._circle is not None:
+                stay()
+                if run_dir is not None and self.rank == 0:
+                    leave_store(run_dir, plan, self.world)
+                self._membership = Membership(
+                    _shared(store),
+                    version=_version(),
+                    newcomer=newcomer,
+                    control=self._control,
+                    circle=self._circle,
+                    waiter=self._waiter,
+                    watch=self._watch,
+                    watched=watched,
+                    data=self._data,
+                    models=self._models,
+                    exchangers=lambda: self._together,
+                    history=job,
+                )
         except OffbeatError as error:
             self._close(error)
             raise
@@ -250,13 +286,14 @@ class Run:
             place=self._joins,
         )
 
-    def _open_diary(self, folder: Path) -> None:
-        """Have all workers' histories name the same job. Collective."""
+    def _open_diary(self, folder: Path, job: str) -> str:
+        """Have all workers' histories name the same job, this one if it has a name; that. Collective."""
         if self._server is not None:
             job = self._server.job
-        else:
+        elif not job:
             job = self._control.texts("the name of this run's history", secrets.token_hex(8))[0]
         self._diary.open(folder, job=job, rank=self.rank)
+        return job
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -296,7 +333,8 @@ class Run:
         self._claim(model, parameters)
         device = next(iter(parameters.values())).device
         fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
-        self._broadcast(model, fabric)
+        if self._membership is None or not self._membership.is_outside:
+            self._broadcast(model, fabric)
         reducer: Exchanger
         if self._server is not None:
             reducer = self._serve(self._server, parameters, layout, optimizer)
@@ -311,6 +349,10 @@ class Run:
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
         replica = Replica(model, reducer)
+        if self._membership is not None and self._membership.is_due:
+            self._tell_of(came := self._membership.come_in())
+            self.plan = came.plan
+            self._meter.start_anew()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -420,8 +462,14 @@ class Run:
         if isinstance(reducer, SwapsTogether):
             called = reducer.take_call()
             reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+            if self._membership is not None:
+                reducer.calls |= self._membership.calls(self.plan, looks=self.rank == self._first)
             if called:
                 self._confer()
+        if self._drains:  # not before the script is through with this step
+            self._drains = False
+            for prepared in self._models:
+                prepared.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
@@ -439,8 +487,19 @@ class Run:
             )
             self._tell_all("swap", text)
         self._conference.answer(text, outcome.refusal)
+        if self._membership is not None and (came := self._membership.take_in(self.plan)):
+            self._tell_of(came)
         for one in self._together:
             one.calls = False
+
+    def _tell_of(self, came: Came) -> None:
+        one = len(came.ranks) == 1
+        assert self._circle is not None
+        self._tell_all(
+            "membership",
+            f"Rank {', '.join(map(str, came.ranks))} {'has' if one else 'have'} joined at step {self.step}: "
+            f"{len(self._circle.members)} workers take part; {came.changes}.",
+        )
 
     @property
     def _together(self) -> list[SwapsTogether]:
@@ -527,8 +586,6 @@ class Run:
                     own.copy_(whole)
 
     def _write_start(self, model: torch.nn.Module, reducer: Exchanger) -> None:
-        from offbeat import __version__
-
         buckets = [
             {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
             for b in reducer.layout.buckets
@@ -538,7 +595,7 @@ class Run:
             host=os.uname().nodename,
             pid=os.getpid(),
             torch=str(torch.__version__),
-            offbeat=__version__,
+            offbeat=_version(),
             plan=repr(self.plan),
             model=type(model).__name__,
             buckets=buckets,
@@ -679,10 +736,15 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; after `prepare`. Collective with a parameter server.
 
+        A worker that has joined others without a server has what they have, and leaves the state as it is.
+
         Raises:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
                 damaged; with a server on all ranks, if one of them cannot load its own.
         """
+        if self._membership is not None and self._membership.has_come:
+            _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
+            return
         try:
             self._take_over(state)
         except Exception as error:
@@ -754,6 +816,8 @@ class Run:
         elif self._server is not None:
             self._tell_pace()
             self._server.close()
+        elif self._membership is not None and self._membership.is_outside:
+            _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
             self._tell_pace()
             error = self._leave_together()
@@ -773,7 +837,7 @@ class Run:
                 fabric.close()
             else:
                 fabric.abandon()
-        if self._owns_group and orderly and (self._circle is None or len(self._circle.members) == self.world):
+        if self._owns_group and orderly and (self._circle is None or self._circle.is_first):
             dist.destroy_process_group()
         elif self._owns_group and dist.group.WORLD is not None:
             never_destroy(dist.group.WORLD)
@@ -814,11 +878,20 @@ class Run:
     def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.
         try:
-            self._control.sum(END_OF_RUN)
+            if self._membership is None:
+                self._control.sum(END_OF_RUN)
+            else:
+                self._membership.part()
         except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
             return error
         return None
+
+    def _drain(self) -> None:
+        """Leave the others in order, between two steps, and end as one who was told to."""
+        self._close(None)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Run:
         return self
@@ -837,12 +910,27 @@ def say_last_words(error: BaseException) -> None:
             run._end_metrics(error)
 
 
+def drain() -> bool:
+    """Have this process leave its job behind its next step; whether it is in one whose others go on then."""
+    asked = False
+    for run in tuple(_runs):
+        if os.getpid() == run._pid and run._membership is not None and not run._membership.is_outside:
+            run._drains = asked = True
+    return asked
+
+
 def _number(value: float | torch.Tensor, name: str) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"Cannot take {shown} for {name}: a single number is needed.") from error
+
+
+def _version() -> str:
+    from offbeat import __version__
+
+    return __version__
 
 
 def _shared(store: Store | None) -> Store:

@@ -40,6 +40,7 @@ TIERS = {
     "rendezvous": 6,
     "trainable": 6.2,
     "data": 6.3,
+    "membership": 6.4,
     "run": 6.5,
     "report": 7,
     "lab": 7,

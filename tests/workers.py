@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
@@ -35,19 +35,25 @@ def listen() -> list[str]:
 
 
 def run_workers(
-    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 50, faulty: int | None = None
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 50,
+    faulty: int | Collection[int] | None = None,
+    newcomers: int = 0,
 ) -> list[Any]:
     """Call `function(*arguments)` in `world` worker processes and return what they return, in rank order.
 
     Args:
-        faulty: a rank that a test makes fail; what it does or returns is not looked at.
+        faulty: a rank that a test makes fail, or several; what it does or returns is not looked at.
+        newcomers: so many more processes, of the ranks behind, whose `offbeat.init` joins the job of the others.
 
     Raises:
         WorkerFailed: with the tracebacks, if any of them raises or dies.
     """
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
-        for rank in range(world):
+        for rank in range(world + newcomers):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_main, args=(theirs, rank, world, str(Path(folder) / "store"), function, arguments)
@@ -57,7 +63,7 @@ def run_workers(
             ends.append(ours)
             processes.append(process)
         try:
-            return _collect(ends, timeout_s, faulty)
+            return _collect(ends, timeout_s, {faulty} if isinstance(faulty, int) else set(faulty or ()))
         finally:
             for process in processes:
                 process.join(2)
@@ -69,10 +75,10 @@ def run_workers(
                 end.close()
 
 
-def _collect(ends: list[Connection], timeout_s: float, faulty: int | None) -> list[Any]:
+def _collect(ends: list[Connection], timeout_s: float, faulty: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    waiting = {rank: end for rank, end in enumerate(ends) if rank != faulty}
+    waiting = {rank: end for rank, end in enumerate(ends) if rank not in faulty}
     while waiting:
         ready = wait(list(waiting.values()), timeout_s if not failures else 5)
         if not ready:
@@ -107,6 +113,8 @@ def _main(
         OFFBEAT_STORE=store,
         GLOO_SOCKET_IFNAME="lo",
     )
+    if rank >= world:
+        os.environ.update(WORLD_SIZE="1", OFFBEAT_JOINS=str(world), OFFBEAT_STORE_PREFIX="offbeat-0")
     torch.set_num_threads(1)
     try:
         answer = (True, function(*arguments))

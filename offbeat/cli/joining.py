@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from offbeat.cli.onlooker import JobEnded, Onlooker
 from offbeat.cli.target import find
 from offbeat.errors import NetworkError
 
 _PATIENCE_S = 10.0
+_LOOK_S = 0.1
+_MOST_RANKS = 4096
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where the workers of a job without a server met, as its first one leaves it in store.json.
+
+    Args:
+        place: the path of a file, or tcp:// and an address.
+        prefix: of this run in it.
+        world: with how many workers the job began.
+    """
+
+    place: str
+    prefix: str
+    world: int
 
 
 @dataclass(frozen=True)
@@ -19,7 +39,7 @@ class Joining:
     Args:
         environment: by which workers find it.
         first_rank: that nobody in it has had.
-        plan: its plan of the beginning, if it is known here; the server says which one holds.
+        plan: its plan of the beginning, if it is known here; those that train say which one holds.
     """
 
     environment: dict[str, str]
@@ -27,13 +47,19 @@ class Joining:
     plan: Path | None
 
 
-def look_for(where: str) -> Joining:
+def look_for(where: str, workers: int) -> Joining:
     """The job in a run folder, or at host:port with the credentials of the environment.
+
+    Args:
+        workers: how many are to join; each gets a rank of its own.
 
     Raises:
         NetworkError: if there is none, or it does not train yet.
         PeerError: if there are other credentials.
     """
+    folder = Path(where)
+    if not (folder / "server.json").exists() and any((folder / name).is_file() for name in ("store", "store.json")):
+        return _without_server(folder, workers)
     target = find(where, {})
     try:
         with Onlooker(target) as onlooker:
@@ -59,3 +85,48 @@ def look_for(where: str) -> Joining:
         "OFFBEAT_AUTHORITY": target.authority,
     }
     return Joining(environment, first_rank, plan if plan is not None and plan.is_file() else None)
+
+
+def _without_server(folder: Path, workers: int) -> Joining:
+    """The job whose workers sum among themselves.
+
+    Raises:
+        NetworkError: if it cannot be read where they met, or that is gone.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not (folder / "store.json").exists() and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)  # its workers are starting
+    try:
+        met = msgspec.json.decode((folder / "store.json").read_bytes(), type=Meeting)
+        first_rank = _take_ranks(folder / "newcomers", met.world, workers)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.") from error
+    if not met.place.startswith("tcp://") and not Path(met.place).is_file():
+        raise NetworkError(f"Cannot join the job in {folder}: it has ended, or it runs on a machine with other files.")
+    environment = {
+        "WORLD_SIZE": "1",
+        "OFFBEAT_JOINS": str(met.world),
+        "OFFBEAT_STORE": met.place,
+        "OFFBEAT_STORE_PREFIX": met.prefix,
+    }
+    plan = folder / "plan.toml"
+    return Joining(environment, first_rank, plan if plan.is_file() else None)
+
+
+def _take_ranks(folder: Path, world: int, workers: int) -> int:
+    """The first of as many ranks in a row that nobody has had, and nobody gets any more.
+
+    Raises:
+        NetworkError: if there are none.
+    """
+    folder.mkdir(exist_ok=True)
+    first = rank = world
+    while rank < first + workers:
+        if rank >= _MOST_RANKS:
+            raise NetworkError(f"Cannot join the job in {folder.parent}: it has had {_MOST_RANKS} workers.")
+        try:
+            os.close(os.open(folder / f"rank-{rank}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            first = rank + 1
+        rank += 1
+    return first

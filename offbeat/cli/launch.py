@@ -52,6 +52,7 @@ class Job:
         joining: the job that they join, if it trains already.
         history: folder for histories; None for none, or that of the environment.
         hash_every: steps between two digests of the parameters.
+        store: the file in which the workers meet; None for one that ends with them.
     """
 
     script: Path
@@ -64,6 +65,7 @@ class Job:
     joining: Joining | None = None
     history: Path | None = None
     hash_every: int = 1
+    store: Path | None = None
 
 
 class Worker:
@@ -154,7 +156,7 @@ class Launch:
             "WORLD_SIZE": str(job.workers),
             "LOCAL_WORLD_SIZE": str(job.workers),
             # The workers meet through a file: torch's TCPStore would listen on every interface.
-            "OFFBEAT_STORE": str(private / "store"),
+            "OFFBEAT_STORE": str(job.store or private / "store"),
             "OFFBEAT_OUTLIVES": str(self._outlives),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),

@@ -51,7 +51,7 @@ def run(
         str,
         typer.Option(
             help="Have the workers join a job that trains: its run folder, or host:port of the first shard of its "
-            "server.",
+            "server. Without a server its plan has to say fabric = Elastic().",
             show_default=False,
         ),
     ] = "",
@@ -69,11 +69,12 @@ def run(
     """Start SCRIPT on local workers. The same script runs under torchrun unchanged.
 
     The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
-    the workers disagreed; 76 if a worker left while the others still needed it. With a parameter server the others go
-    on without a worker that is lost, and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a
-    worker did.
+    the workers disagreed; 76 if a worker left while the others still needed it. With a parameter server, or on
+    Elastic(), the others go on without a worker that is lost, and the exit code is 0 if one of them ends well; but 2 if
+    offbeat refused what a worker did.
     """
     from offbeat.cli.names import read_part
+    from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 
     if not script.is_file():
@@ -84,7 +85,7 @@ def run(
     if join:
         if servers:
             raise PlanError("Cannot start servers for a job that is joined: it has its own. Leave out --servers.")
-        joining = look_for(join)
+        joining = look_for(join, workers)
         plan = plan or joining.plan
     chosen = Plan(**parts) if plan is None else read_plan(plan, **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
@@ -104,6 +105,7 @@ def run(
         joining=joining,
         history=folder.resolve() / "history" if history else None,
         hash_every=hash_every,
+        store=_store(folder.resolve()) if isinstance(chosen.fabric, Elastic) and joining is None else None,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"
@@ -115,6 +117,24 @@ def run(
         why = error.strerror if isinstance(error, OSError) else str(error)
         console.print(f"Cannot write the report: {why}. `offbeat report {folder}` tries again.", markup=False)
     raise typer.Exit(code)
+
+
+def _store(folder: Path) -> Path:
+    """A file for the workers to meet in, for this user only: what proves that one may speak to them is in it.
+
+    Others may join them, and outlive them and this process: so it lies in the run's folder.
+
+    Raises:
+        PlanError: if it cannot be made.
+    """
+    store = folder / "store"
+    try:
+        for left in (store, folder / "store.json", *(folder / "newcomers").glob("rank-*")):
+            left.unlink(missing_ok=True)
+        os.close(os.open(store, os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with --run-dir.") from error
+    return store
 
 
 def _conclude(folder: Path, console: Console, skip_bytes: int) -> None:

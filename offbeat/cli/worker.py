@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 REFUSED, VICTIM = 2, 76
 _PR_SET_PDEATHSIG = 1
+_DRAIN_S = 1.0  # from SIGTERM to the end of the step at hand; `offbeat run` waits a little longer
+_drains = False
 
 
 def main() -> None:
@@ -78,6 +81,15 @@ def _brief(text: str) -> str:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Leave in order, if the others go on then and the step at hand is soon over; else end now."""
+    global _drains
+    drain = getattr(sys.modules.get("offbeat.run"), "drain", None)
+    if not _drains and drain is not None and drain():
+        _drains = True
+        timer = threading.Timer(_DRAIN_S, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+        return
     _say_last_words(KeyboardInterrupt("SIGTERM"))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

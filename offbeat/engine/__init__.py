@@ -7,6 +7,7 @@
 * `swappable` - goes over from gradients in every step to `local` and back: `swaps_together` without a server,
   `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same
 * `confer` - how workers without a server come to another plan
+* `admission` - how workers come to a job without a server; `handover` - what they are handed
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
 * `server` - how a worker finds its server, and its questions to all through it
@@ -27,6 +28,7 @@
 * `diary` - digests of the parameters, for the history of a run
 """
 
+from offbeat.engine.admission import Claim, Job, Newcomer, Parting, Reception
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
 from offbeat.engine.buffers import Buffers, distinct
@@ -35,6 +37,7 @@ from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.diary import Diary
 from offbeat.engine.exchanger import Exchanger
+from offbeat.engine.handover import hand_over
 from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
@@ -46,7 +49,7 @@ from offbeat.engine.source import Batch, Source
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
-from offbeat.engine.witness import Watched, start_watch
+from offbeat.engine.witness import Watched, join_watch, start_watch
 
 __all__ = [
     "AgreedSource",
@@ -54,6 +57,7 @@ __all__ = [
     "Awaited",
     "Batch",
     "Buffers",
+    "Claim",
     "Conference",
     "Control",
     "DealtSource",
@@ -61,10 +65,14 @@ __all__ = [
     "Draw",
     "Drawn",
     "Exchanger",
+    "Job",
     "Local",
     "Meter",
     "MetricsFile",
+    "Newcomer",
     "Nobody",
+    "Parting",
+    "Reception",
     "Reducer",
     "Served",
     "Source",
@@ -75,7 +83,9 @@ __all__ = [
     "Watched",
     "connect",
     "distinct",
+    "hand_over",
     "ignored_names",
+    "join_watch",
     "samples_in",
     "start_watch",
 ]

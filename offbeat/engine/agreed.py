@@ -116,10 +116,14 @@ class AgreedSource:
         self._at = self._books  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
         self._lost: dict[int, int] = {}
+        self._is_over = False  # the loop has been told the end of the epoch
+        self._before: deque[Batch | None] = deque()  # what others had asked for when this worker came to them
         self.progress = 0.0
 
     def next(self) -> Batch | None:
         """This worker's part of the next step. Collective."""
+        if self._before:
+            return self._before.popleft()
         if self._books.round % _TOLD_EVERY == 0:
             self._tell()
         books, pool, parts = self._books, self._books.pool, dict[int, Lease]()
@@ -132,6 +136,7 @@ class AgreedSource:
                     parts[rank] = deal
         if not parts:
             self._books = dataclasses.replace(books, pool=pool, tuning=tuning, over=frozenset())
+            self._is_over = True
             return None
         over = frozenset(books.members) - parts.keys()
         dealt = tuple((books.round, rank, lease.number) for rank, lease in parts.items())
@@ -150,15 +155,53 @@ class AgreedSource:
 
     def ended(self) -> None:
         """The next epoch begins."""
-        self._at = self._books
+        self._at, self._is_over = self._books, False
         self.progress = max(self.progress, self._reached())
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
             before, now = batches[0].mark.before, self._books
-            self._books = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
-            self._at = self._books
+            books = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
+            self._books = self._at = self._let_in(books, set(now.members) - books.pool.at.keys())
+            self._is_over = False
+            self._before.clear()
+
+    def joined(self, ranks: Iterable[int]) -> None:
+        """These take part from the next batch on that is asked for. On all workers at the same place."""
+        ranks, tuning = sorted(ranks), self._books.tuning
+        for rank in ranks:
+            tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
+        books = self._let_in(self._books, ranks)
+        self._books = dataclasses.replace(books, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+
+    def hand_over(self, asked: Sequence[Batch]) -> dict[str, Any]:
+        """What a newcomer has to know, in dicts, lists and numbers.
+
+        Args:
+            asked: for these the loader has asked, and the loop does not have them.
+        """
+        return {
+            "books": self._plain(self._books),
+            "at": self._plain(self._at),
+            "asked": [[one.first, self._plain(one.mark.before), self._plain(one.mark.after)] for one in asked],
+            "over": self._is_over,
+            "progress": self.progress,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what `hand_over` returned on another worker: this one goes through what was asked for without data.
+
+        Raises:
+            ModelError: if it is of another dataset, or does not add up.
+        """
+        self._books, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
+        for first, before, after in state["asked"]:
+            mark = Mark(self._from_plain(before), self._from_plain(after))
+            self._before.append(Batch(None, 0.0, int(first), mark))
+        if state["over"]:
+            self._before.append(None)
+        self.progress = float(state["progress"])
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
         """These are gone, and what they had for the last `unused` batches that the loop has is in no step."""
@@ -217,6 +260,38 @@ class AgreedSource:
             books = self._leave(books, rank)
         self._books = self._at = self._join(books, [rank for rank in present if rank not in then])
         self.progress = self._reached()
+
+    def _plain(self, books: Books) -> dict[str, Any]:
+        tuning = books.tuning
+        return {
+            "leases": self.leases.to_plain(books.pool),
+            "tuning": None if self._tune is None or tuning is None else self._tune.to_plain(tuning),
+            "members": books.members,
+            "round": books.round,
+            "over": sorted(books.over),
+            "open": books.open,
+        }
+
+    def _from_plain(self, plain: Mapping[str, Any]) -> Books:
+        tuning = self._books.tuning
+        if self._tune is not None and plain["tuning"] is not None:
+            tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._least)
+        return Books(
+            self.leases.from_plain(plain["leases"]),
+            tuning,
+            tuple(plain["members"]),
+            int(plain["round"]),
+            frozenset(plain["over"]),
+            tuple((int(round), int(rank), int(number)) for round, rank, number in plain["open"]),
+        )
+
+    def _let_in(self, books: Books, ranks: Iterable[int]) -> Books:
+        """These are dealt to, in the epoch in which the others are."""
+        at = dict(books.pool.at)
+        epoch = min(at.values(), default=books.pool.epoch)
+        for rank in ranks:
+            at[rank] = epoch
+        return dataclasses.replace(books, pool=dataclasses.replace(books.pool, at=at))
 
     def _reached(self) -> float:
         return self._at.pool.epoch + self._at.pool.fresh / self.leases.samples

@@ -17,10 +17,12 @@ from offbeat.errors import DisagreementError
 from offbeat.payload import Contribution, Gather, Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.engine.waiting import Waiter
     from offbeat.fabric import Fabric
+
+    Compared = Callable[[str, str, str], None]
 
 _MAX_TEXT_BYTES = 64 << 20
 _NUMBERS = 2
@@ -34,11 +36,17 @@ class Control:
     Args:
         fabric: carries sums and gathers of CPU tensors; nobody else uses it.
         waiter: the one waiting primitive.
+
+    Attributes:
+        compares: compares what `agree` is asked to, instead of all workers: this one is not among them yet.
+        compared: what was compared so far: the thing, the text, the advice.
     """
 
     def __init__(self, fabric: Fabric, waiter: Waiter) -> None:
         self._fabric, self._waiter = fabric, waiter
         self.rank, self.world = fabric.rank, fabric.world
+        self.compares: Compared | None = None
+        self.compared: list[tuple[str, str, str]] = []
 
     def sum(self, question: str, numbers: Sequence[float] = ()) -> list[float]:
         """The sum over all workers of up to two numbers. Collective.
@@ -82,16 +90,24 @@ class Control:
         Raises:
             DisagreementError: naming the ranks that differ from the majority and the first line in which they do.
         """
+        self.compared.append((what, text, advice))
+        if self.compares is not None:
+            self.compares(what, text, advice)
+            return
         texts = self.texts(f"the comparison of the {what}", text)
         if len(set(texts.values())) == 1:
             return
         odd, usual = odd_ones(texts)
-        theirs, ours = _first_difference(texts[odd[0]], texts[usual])
+        theirs, ours = first_difference(texts[odd[0]], texts[usual])
         ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
         raise DisagreementError(
             f"The {what} differs between workers: {ranks} against rank {usual}. First difference: "
             f"rank {odd[0]} has {theirs!r}, rank {usual} has {ours!r}. {advice}"
         )
+
+    def broadcast(self, question: str, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` with that of rank `source`. Collective."""
+        self._waiter.wait(self._fabric.broadcast(tensor, source), Awaited(question))
 
     def _gather(self, question: str, text: str) -> dict[int, str]:
         data = torch.frombuffer(bytearray(zlib.compress(text.encode())), dtype=torch.uint8)
@@ -127,7 +143,8 @@ def _unpack(contribution: Contribution) -> str:
         ) from error
 
 
-def _first_difference(theirs: str, ours: str) -> tuple[str, str]:
+def first_difference(theirs: str, ours: str) -> tuple[str, str]:
+    """The first line in which two texts differ, of each."""
     left, right = theirs.splitlines(), ours.splitlines()
     for a, b in zip(left, right, strict=False):
         if a != b:

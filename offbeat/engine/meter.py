@@ -111,6 +111,11 @@ class Meter:
     def now_s(self) -> float:
         return self._clock.now_s()
 
+    def start_anew(self) -> None:
+        """The first step begins now; what was before is no part of it."""
+        self._step_began_s, self._waited_at_step_s = self._clock.now_s(), self._waiter.waited_s
+        self.sent_bytes = self.samples = 0
+
     def forward(self, inputs: Any) -> None:
         """A forward pass that trains begins; its samples count if no prepared loader counts them."""
         if not self.loader_counts:

@@ -189,6 +189,34 @@ class Reducer:
             for key, tensor in tensors.items():
                 self._states[name][key].copy_(tensor)
 
+    def hand_over(self) -> dict[str, Any]:
+        """What a newcomer has to know of the layout."""
+        return {
+            "learnt": self._arrivals is None,
+            "order": [*self.layout.names, *self.layout.sparse],
+            "version": self.layout.version,
+            "expected": {name: entry.expected for name, entry in self._entries.items()},
+            "stamp": self.share.stamp,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what `hand_over` returned on another worker."""
+        self.share.stamp = int(state["stamp"])
+        if not state["learnt"]:
+            return
+        self._arrivals = None
+        for name, expected in state["expected"].items():
+            self._entries[name].expected = int(expected)
+        self._build(
+            arrange(
+                self._parameters,
+                bucket_bytes=self.plan.bucket_bytes,
+                sparse=self.layout.sparse,
+                order=state["order"],
+                version=int(state["version"]),
+            )
+        )
+
     def close(self) -> None:
         """Take the hooks off; `.grad` stays."""
         self._closed = True
@@ -300,7 +328,8 @@ class Reducer:
             assert isinstance(reply, list)
             if not self._is_finite(sparse.combine(entry, reply)):
                 bad.append(entry.name)
-                mine += [] if self._is_finite(reply[channel.rank].tensors[1]) else [entry.name]
+                own = next(one for one in reply if one.worker == channel.rank)
+                mine += [] if self._is_finite(own.tensors[1]) else [entry.name]
         if self._buffers is not None:
             for pending in broadcasts:
                 channel.wait(pending, "broadcast of the buffers")

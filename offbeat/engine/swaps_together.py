@@ -10,9 +10,9 @@ All go over at the same border, behind an exchange in which one of them had call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from offbeat.engine.gathered import average_states
+from offbeat.engine.gathered import average_states, gather_as, gathered_by
 from offbeat.engine.swappable import Swappable
 from offbeat.sync import LocalSGD
 
@@ -69,6 +69,33 @@ class SwapsTogether(Swappable):
         """Whether a worker had called in the last exchange; the same on all. Once."""
         called, self._reducer.called = self._reducer.called, False
         return called
+
+    def even_out(self) -> None:
+        """Have the same parameters on all workers. Collective."""
+        if self._local is not None and not self._local.is_even:
+            self._local.settle()
+
+    def hand_over(self) -> dict[str, Any]:
+        """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""
+        return {
+            "layout": self._reducer.hand_over(),
+            "exchanger": self.state_dict(),
+            "optimizer": gathered_by(self._optimizer, self._parameters),
+        }
+
+    def take_over(self, state: Mapping[str, Any], plan: Plan) -> None:
+        """Take over what `hand_over` returned on another worker.
+
+        Args:
+            plan: that holds there.
+        """
+        self._plan = self._reducer.plan = plan
+        self._reducer.take_over(state["layout"])
+        self._local = None
+        if isinstance(policy := plan.sync, LocalSGD):
+            self._begin_own_steps(policy, begun=0)
+        self.load_state_dict(state["exchanger"])
+        gather_as(self._optimizer, self._parameters, state["optimizer"])
 
     def _go_by(self, plan: Plan) -> None:
         """Collective, at a border that is the same for all."""

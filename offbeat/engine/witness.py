@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 # Part of the run's timeout that an answer may take: who waits begins to ask at 85 % of it, and may ask twice.
 _ASK_PART = 0.12
+_HEARD_S = 10.0  # for a newcomer's sentinel to be heard
 _ASK_LEAST = timedelta(seconds=0.2)
 _MOST_STACKS = 4
 # A stack tells more about these than the reason does.
@@ -51,13 +53,13 @@ class Watched:
         self._watch, self._rank, self._members, self._timeout = watch, rank, members, timeout
         self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
         self._leaving = False
-        self._exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
+        self.exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
 
     def waiting(self, awaited: Awaited) -> None:
         self._leaving = self._leaving or awaited.operation == END_OF_RUN
         self._watch.say(
             "finished" if self._leaving else _phase(awaited),
-            step=self._exchanges,
+            step=self.exchanges,
             model=awaited.model,
             bucket=awaited.bucket,
             buckets=awaited.buckets,
@@ -67,10 +69,10 @@ class Watched:
 
     def resumed(self) -> None:
         phase = "finished" if self._leaving else "computing"
-        self._watch.say(phase, step=self._exchanges, stamp=self._stamp)
+        self._watch.say(phase, step=self.exchanges, stamp=self._stamp)
 
     def exchanged(self, stamp: int) -> None:
-        self._exchanges, self._stamp = self._exchanges + 1, stamp
+        self.exchanges, self._stamp = self.exchanges + 1, stamp
         self.resumed()
 
     def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Diagnosis | None:
@@ -97,6 +99,16 @@ class Watched:
             return {}
         return gone(roster, patience_s=self._timeout.total_seconds())
 
+    def ended(self) -> dict[int, str]:
+        """Who takes no further part, whether it is lost or done."""
+        try:
+            roster = self._watch.roster(self._patience)
+        except NetworkError as error:
+            _log.warning("%s", error)
+            return {}
+        done = {words.rank: "is done." for words in roster.words if words.phase == "finished"}
+        return done | gone(roster, patience_s=self._timeout.total_seconds())
+
     def _explain(self, roster: Roster, awaited: Awaited, waited_s: float) -> Diagnosis:
         if self._members is not None:
             here = set(self._members())
@@ -104,7 +116,7 @@ class Watched:
         return explain(
             roster,
             rank=self._rank,
-            step=self._exchanges,
+            step=self.exchanges,
             phase=_phase(awaited),
             operation=awaited.operation,
             place=str(awaited),
@@ -156,6 +168,30 @@ def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
     except NetworkError as error:
         _log.warning("Rank %d cannot say where it is, and will not hear why it waits: %s", control.rank, error)
         return None
+
+
+def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> Watch:
+    """Give a newcomer a sentinel that those of the others hear.
+
+    Args:
+        rank: of this worker, beyond those of the beginning.
+        hub, token: as the others have them.
+
+    Raises:
+        NetworkError: if that cannot be: nobody would know if this worker was lost.
+    """
+    watch = Watch.start(rank=rank, world=world, token=token, hub=hub)
+    deadline_s = time.monotonic() + _HEARD_S
+    while time.monotonic() < deadline_s:
+        roster = watch.roster(_ASK_LEAST)
+        if roster.hub_lost_s is None and any(words.rank == rank and words.host for words in roster.words):
+            return watch
+        time.sleep(_ASK_LEAST.total_seconds() / 4)
+    watch.close(well=False)
+    raise NetworkError(
+        f"Cannot join: the watch of those that train, at {hub}, cannot be reached from here, so nobody would know if "
+        "this worker was lost. Start it where that address can be reached."
+    )
 
 
 def _with_stacks(roster: Roster, stacks: Roster) -> Roster:

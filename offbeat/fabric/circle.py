@@ -4,13 +4,24 @@ All that is said here is said through the store in which the workers first met. 
 is 0, and each has its own keys.
 
     broken              set by whoever finds out that circle N is no more
-    stands/RANK         where this worker stands: which exchanges of circle N it has completed
-    members             those that stand, written once, by the lowest of them, when every other is known to be gone
+    done, done/RANK     set by a worker that needs the others no more
+    border/RANK         this worker has come to where it takes in newcomers
+    stands/RANK         where this worker stands: which exchanges of circle N it has completed, and whom it takes in
+    members             those that go on, written once, by the lowest of them, when every other is known to be gone
     groups/NUMBER       where circle N + 1 connects, one group for each bound fabric
 
 Whoever waits looks at `broken` between two waits, so it need not be told by a broken connection: in a ring only the
 neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is gone
 by mistake (its machine was cut off) finds that the others have gone on without it.
+
+A worker that is done says so, and waits until all are, or the others have gone on without it: whoever waits for it in
+an exchange that it does not begin any more breaks the circle. It stays for one more circle if it has completed what
+another that goes on has not.
+
+Newcomers come in with the next circle. All members have to stand at the same place in the program for that, with no
+exchange under way: each says that it has come there (`admit`), and once all have, the circle is broken. Who decides
+who goes on takes the newcomers in if all that go on say that they stand there; else they meet there again, one circle
+later. A newcomer (`arrive`) stands where they do, with nothing of its own, until it is among those that go on.
 """
 
 from __future__ import annotations
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
 _NEVER = timedelta(days=365)
 _LOOK_S = 0.02  # at the store, while there is nothing else to do
 _ASK_S = 0.25  # who is gone
+_DONE_S = 0.05  # a wait that takes so long may be for somebody who is done
 _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -52,11 +64,31 @@ class Stand(msgspec.Struct, frozen=True):
         return max(self.beyond, default=self.below - 1) + 1
 
 
-_stands = msgspec.json.Decoder(tuple[Stand, ...])
+class Standing(msgspec.Struct, frozen=True):
+    """One worker's stands, of each of its fabrics.
+
+    Args:
+        admits: the ranks that it takes in, if it stands where that is done.
+        is_done: it needs the others no more.
+    """
+
+    stands: tuple[Stand, ...]
+    admits: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    is_done: bool = False
+
+    def is_ahead_of(self, other: Standing) -> bool:
+        """Whether it has completed what the other has not."""
+        return any(
+            any(mine.has(number) and not theirs.has(number) for number in range(theirs.below, mine.end))
+            for mine, theirs in zip(self.stands, other.stands, strict=False)
+        )
+
+
+_standing = msgspec.json.Decoder(Standing)
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """Who goes on; and who of the circle that is no more does not, and why."""
+    """Who goes on; and who of the circle that is no more, or of those that wanted to come in, does not, and why."""
 
     members: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
     lost: dict[int, str] = {}
@@ -68,6 +100,13 @@ _decided = msgspec.json.Decoder(Decided)
 class Party(Protocol):
     """One fabric of this worker, as its circle sees it."""
 
+    @property
+    def begun(self) -> int:
+        """How many exchanges were begun."""
+
+    def begin_at(self, number: int) -> None:
+        """The first exchange has this number: others are as far."""
+
     def stop(self) -> Stand:
         """Nothing is expected of the group any more; what has been completed until now."""
 
@@ -75,7 +114,7 @@ class Party(Protocol):
         """Use this group from now on, once those that lack what others have completed were `supplied` with it.
 
         Args:
-            stands: by rank, of all members.
+            stands: by rank, of all members, in their order.
         """
 
     def supplied(self, timeout: timedelta) -> bool:
@@ -91,32 +130,40 @@ class Circle:
 
     Args:
         store: where the workers met; it must outlive any of them.
-        rank, world: worker `rank` of the `world` that the job begins with.
+        rank, world: worker `rank` of the `world` that the job begins with; a newcomer's rank is beyond those.
+        patience: how long newcomers that are to come in are waited for.
 
     Attributes:
-        members: ranks that take part.
+        members: ranks that take part, in the order in which they came.
         gone: says who is known to be gone, and why; None as long as that cannot be known.
         changed: called with who is lost, and why, when the others go on.
     """
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(self, store: Store, rank: int, world: int, patience: timedelta = timedelta(seconds=5)) -> None:
         self._store = PrefixStore("circle", store)
-        self.rank, self.world = rank, world
-        self.members = tuple(range(world))
+        self.rank, self.world, self.patience_s = rank, world, patience.total_seconds()
+        self.members = tuple(range(world)) if rank < world else ()
         self.gone: Callable[[], Mapping[int, str]] | None = None
         self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
         self._number = 0
         self._parties: list[Party] = []
         self._mending: _Mending | None = None
+        self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
+        self._is_done = False  # this worker needs the others no more
+        self._turned_away: dict[int, str] = {}  # those of them that did not, and why
+        self._said: set[tuple[int, str]] = set()
         self._asked_s = self._looked_s = 0.0
 
-    def enter(self, party: Party) -> dist.ProcessGroup:
-        """A group for one more fabric. Collective: all call it in the same order.
+    def enter(self, party: Party) -> dist.ProcessGroup | None:
+        """A group for one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
 
         Raises:
             WorkerLostError: if one is gone.
             NetworkError: if they cannot be connected.
         """
+        if not self.members:
+            self._parties.append(party)
+            return None
         connecting = _Connecting(self, self._number, self.members, range(len(self._parties), len(self._parties) + 1))
         while not connecting.is_done:
             if lost := self.ask(self.members):
@@ -134,7 +181,77 @@ class Circle:
     @property
     def is_whole(self) -> bool:
         """Whether exchanges can go on."""
-        return self._mending is None
+        return self._mending is None and bool(self.members)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the circle that the job began with: nobody has come or gone."""
+        return self._number == 0
+
+    @property
+    def number(self) -> int:
+        """Of this circle."""
+        return self._number
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """How many exchanges were begun, by fabric."""
+        return tuple(party.begun for party in self._parties)
+
+    def admit(self, newcomers: Sequence[int], timeout: timedelta) -> bool:
+        """Take these in; whether it is known who is in. Call it again until it is. Collective, between exchanges.
+
+        Raises:
+            WorkerLostError: if the others have gone on without this worker.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        self._admits = tuple(newcomers)
+        while True:
+            if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
+                return False
+            if all(rank in self.members or rank in self._turned_away for rank in newcomers):
+                self._admits = ()
+                return True
+            self._say(f"border/{self.rank}")
+            if self._store.check([f"{self._number}/border/{rank}" for rank in self.members]) or self.ask(self.members):
+                self.break_()
+                continue
+            self.look(0.0)
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+
+    def part(self, timeout: timedelta) -> bool:
+        """Be done; whether nobody needs this worker any more. Call it again until that is so."""
+        self._is_done = True
+        try:
+            return self._part(time.monotonic() + timeout.total_seconds())
+        except dist.DistError:  # a TCPStore ends with the process it is in, whose worker was done as well
+            return True
+
+    def _part(self, deadline_s: float) -> bool:
+        while True:
+            try:
+                if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
+                    return False
+            except _Left:
+                return True
+            self._say(f"done/{self.rank}")
+            self._say("done")
+            if self._store.check([f"{self._number}/done/{rank}" for rank in self.members]):
+                return True
+            if self._store.check([f"{self._number}/broken"]) or self.ask(self.members):
+                self.break_()
+            elif time.monotonic() > deadline_s:
+                return False
+            else:
+                time.sleep(_LOOK_S)
+
+    def arrive(self, number: int, begun: Sequence[int]) -> None:
+        """Come in behind circle `number`, whose workers have begun so many exchanges; then `mend` until it is whole."""
+        for party, count in zip(self._parties, begun, strict=True):
+            party.begin_at(count)
+        self._number, self._mending = number, _Mending(self, number, self._parties, arrives=True)
 
     def break_(self) -> None:
         """This circle is no more: a connection in it broke.
@@ -157,7 +274,8 @@ class Circle:
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
-            if self._store.check([f"{self._number}/broken"]):
+            keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
+            if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
                 self.break_()
         # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
         if waited_s > _SUSPECT_S and now_s - self._asked_s > _SUSPECT_S and self.ask(self.members):
@@ -185,14 +303,26 @@ class Circle:
             except NetworkError:  # one more is lost
                 self._mending = mending.again()
                 continue
+            except _NotYet:
+                self._mending = mending.follow()
+                continue
             if lost is not None:
+                came = set(mending.members) - set(self.members)
                 self.members, self._number, self._mending = mending.members, mending.number + 1, None
-                self.changed(lost)
+                self._turned_away |= {rank: lost[rank] for rank in self._admits if rank in lost}
+                if lost or not came:
+                    self.changed(lost)
             elif time.monotonic() > deadline_s:
                 return False
             else:
                 time.sleep(_LOOK_S)
         return True
+
+    def _say(self, key: str) -> None:
+        """Set a key of this circle, once: a file that is a store keeps each time."""
+        if (self._number, key) not in self._said:
+            self._said.add((self._number, key))
+            self._store.set(f"{self._number}/{key}", "")
 
     def _connect(self, number: int, index: int, members: Sequence[int]) -> dist.ProcessGroup:
         place = PrefixStore(f"{number}/groups/{index}", self._store)
@@ -201,13 +331,27 @@ class Circle:
         return cast("dist.ProcessGroup", group)
 
 
-class _Mending:
-    """From circle `number` to the next one, in steps that do not block."""
+class _NotYet(Exception):
+    """This newcomer did not come in with the next circle; it may with the one behind it."""
 
-    def __init__(self, circle: Circle, number: int, parties: Sequence[Party]) -> None:
-        self._circle, self.number, self._parties = circle, number, tuple(parties)
+
+class _Left(Exception):
+    """The others have gone on without this worker, which is done."""
+
+
+class _Mending:
+    """From circle `number` to the next one, in steps that do not block.
+
+    Args:
+        arrives: this worker was not in circle `number`.
+    """
+
+    def __init__(self, circle: Circle, number: int, parties: Sequence[Party], *, arrives: bool = False) -> None:
+        self._circle, self.number, self._parties, self._arrives = circle, number, tuple(parties), arrives
         self._store = PrefixStore(str(number), circle._store)
-        self._store.set(f"stands/{circle.rank}", msgspec.json.encode([party.stop() for party in parties]).decode())
+        standing = Standing(tuple(party.stop() for party in parties), circle._admits, circle._is_done)
+        self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
+        self._since_s = time.monotonic()
         self._lost: dict[int, str] = {}
         self.members: tuple[int, ...] = ()
         self._connecting: _Connecting | None = None
@@ -220,6 +364,10 @@ class _Mending:
         following = _Mending(self._circle, self.number + 1, self._parties)
         following._lost = self._lost
         return following
+
+    def follow(self) -> _Mending:
+        """This newcomer is to come in behind circle `number` + 1."""
+        return _Mending(self._circle, self.number + 1, self._parties, arrives=True)
 
     def advance(self) -> Mapping[int, str] | None:
         """Do what can be done now; who was lost and why, once all is done.
@@ -246,16 +394,14 @@ class _Mending:
     def _agree(self) -> bool:
         """Whether it is known who goes on."""
         circle, store = self._circle, self._store
-        if not store.check(["members"]):
-            candidates = self._candidates()
-            self._lost |= circle.ask(candidates)
-            left = [rank for rank in candidates if rank not in self._lost]
-            if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
-                return False
-            decided = Decided(tuple(left), {rank: self._lost[rank] for rank in candidates if rank not in left})
-            store.compare_set("members", "", msgspec.json.encode(decided).decode())
+        if not store.check(["members"]) and not self._decide():
+            return False
         decided = self._decided(self.number)
         if circle.rank not in decided.members:
+            if self._arrives and circle.rank not in decided.lost:
+                raise _NotYet
+            if circle._is_done:
+                raise _Left
             others = ", ".join(map(str, decided.members))
             raise WorkerLostError(
                 f"Cannot go on as rank {circle.rank}: nothing was heard of it, and what is left, rank {others}, has "
@@ -264,6 +410,44 @@ class _Mending:
         self.members = decided.members
         self._lost |= decided.lost
         return True
+
+    def _decide(self) -> bool:
+        """Decide who goes on, if that is this worker's to do and all is known that must be; whether it is decided."""
+        circle, store = self._circle, self._store
+        candidates = self._candidates()
+        self._lost |= circle.ask((*candidates, *circle._admits))
+        left = [rank for rank in candidates if rank not in self._lost]
+        if not left:  # this one has come to them
+            raise WorkerLostError("Cannot come in: all that trained are lost. Start the job again.")
+        if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
+            return False
+        standing = {rank: _standing.decode(store.get(f"stands/{rank}")) for rank in left}
+        came = self._newcomers(list(standing.values()))
+        if came is None:
+            return False
+        going = [rank for rank in left if not standing[rank].is_done]
+        if going and not any(standing[a].is_ahead_of(standing[b]) for a in left if a not in going for b in going):
+            self._lost |= {rank: "is done, and takes no further part." for rank in left if rank not in going}
+            left = going
+        out = {rank: self._lost[rank] for rank in (*candidates, *circle._admits) if rank in self._lost}
+        store.compare_set("members", "", msgspec.json.encode(Decided((*left, *came), out)).decode())
+        return True
+
+    def _newcomers(self, standing: Sequence[Standing]) -> tuple[int, ...] | None:
+        """Who comes in; None if it is not known yet.
+
+        Args:
+            standing: of those in the circle that are not lost.
+        """
+        if not all(one.admits for one in standing):
+            return ()
+        candidates = self._candidates()
+        wanted = [rank for rank in standing[0].admits if rank not in candidates and rank not in self._lost]
+        late = [rank for rank in wanted if not self._store.check([f"stands/{rank}"])]
+        if late and time.monotonic() - self._since_s < self._circle.patience_s:
+            return None
+        self._lost |= dict.fromkeys(late, f"did not come within {self._circle.patience_s:g} s.")
+        return tuple(rank for rank in wanted if rank not in late)
 
     def _candidates(self) -> tuple[int, ...]:
         """Members of the circle that is no more."""
@@ -279,7 +463,7 @@ class _Mending:
             raise NetworkError("One more worker is lost.")
 
     def _hand_over(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        stands = {rank: _stands.decode(self._store.get(f"stands/{rank}")) for rank in self.members}
+        stands = {rank: _standing.decode(self._store.get(f"stands/{rank}")).stands for rank in self.members}
         if len({len(one) for one in stands.values()}) > 1:
             raise PeerError("Cannot go on: the workers do not use the same number of groups.")
         for index, (party, group) in enumerate(zip(self._parties, groups, strict=True)):
@@ -321,6 +505,11 @@ class _Connecting:
 
 class _Closed:
     """A fabric that is closed on all workers."""
+
+    begun = 0
+
+    def begin_at(self, number: int) -> None:
+        """Nobody uses it."""
 
     def stop(self) -> Stand:
         return Stand(0)

@@ -105,6 +105,13 @@ class BoundElastic:
 
     # -- a party of its circle -----------------------------------------------------------------------------------
 
+    @property
+    def begun(self) -> int:
+        return self._begun
+
+    def begin_at(self, number: int) -> None:
+        self._begun = number
+
     def stop(self) -> Stand:
         # Gloo's threads may write there as long as the process lives.
         self._left_behind += [self._supply, *(exchange.stop() for exchange in self._exchanges)]
@@ -116,7 +123,7 @@ class BoundElastic:
         return Stand(below, (*complete, *sorted(self._early)))
 
     def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
-        self._group, self._stands, self._members = group, stands, tuple(sorted(stands))
+        self._group, self._stands, self._members = group, stands, tuple(stands)
         first, end = min(stand.below for stand in stands.values()), max(stand.end for stand in stands.values())
         self._lacking = [
             number

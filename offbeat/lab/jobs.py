@@ -70,7 +70,9 @@ class Job:
         """What this row has of all that a fault may take."""
         if self.served:
             return {"a server", "room for newcomers", "others that go on"}
-        return {"others that go on"} if self.elastic or self.restarts else set()
+        if self.elastic:
+            return {"room for newcomers", "others that go on"}
+        return {"others that go on"} if self.restarts else set()
 
     @property
     def restarts(self) -> bool:

@@ -38,11 +38,12 @@ class Hub:
 
     Args:
         token: shared secret of the run.
-        world: number of workers.
+        world: number of workers that the run begins with.
+        grows: more may come, of higher ranks.
     """
 
-    def __init__(self, *, token: bytes, world: int) -> None:
-        self._token, self._world = token, world
+    def __init__(self, *, token: bytes, world: int, grows: bool = False) -> None:
+        self._token, self._world, self._grows = token, world, grows
         self.on_show: Callable[[], None] | None = None  # called when the stack of its own worker, rank 0, is wanted
         self._words: dict[int, tuple[Words, float]] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
@@ -84,10 +85,10 @@ class Hub:
         wanted = [rank for rank in stacks if self._ask_for_stack(rank)]
         await self._wait_for_stacks(wanted)
         now_s = time.monotonic()
-        words = [self._latest(rank, now_s) for rank in range(self._world)]
+        words = {rank: self._latest(rank, now_s) for rank in sorted({*range(self._world), *self._words})}
         for rank in wanted:
             words[rank] = msgspec.structs.replace(words[rank], stack=self._stack(rank) or "")
-        return tuple(words)
+        return tuple(words.values())
 
     def leave(self, rank: int) -> None:
         """The worker is done, and all is well."""
@@ -188,7 +189,7 @@ class Hub:
         if not isinstance(join, Join):
             raise PeerError("it did not prove that it knows the token")
         handshake.check(self._token, hello, join)
-        if join.claim.rank >= self._world:
+        if join.claim.rank >= self._world and not self._grows:
             raise PeerError(f"it says it is rank {join.claim.rank} of {self._world}")
         talk.say(handshake.welcome(self._token, hello, join))
         return join.claim.rank

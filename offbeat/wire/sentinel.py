@@ -197,7 +197,7 @@ async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
     sentinel = Sentinel(config, page, stack_fd)
     _watch_for_death(config.pid, sentinel.died)
     if config.hub is None:
-        hub = Hub(token=config.token, world=config.world)
+        hub = Hub(token=config.token, world=config.world, grows=config.outlives)
         talk.say(Ready(hub=await hub.serve(config.bind)))
         host = Duty(talk, sentinel, Host(hub, config.rank, outlives=config.outlives))
         hub.on_show = host.show

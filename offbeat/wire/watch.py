@@ -52,7 +52,7 @@ class Watch:
         self._heard: list[Message] = []
         self._number = 0
         self._closed = threading.Event()
-        self.hub = ""
+        self.hub, self.token = "", b""
         self.say = page.say
 
     @classmethod
@@ -105,7 +105,7 @@ class Watch:
             self.close()
             reason = ready.error if isinstance(ready, Ready) else "it did not start"
             raise NetworkError(f"Cannot start the sentinel of rank {config.rank}: {reason}")
-        self.hub = ready.hub
+        self.hub, self.token = ready.hub, config.token
         threading.Thread(target=self._tick, name="offbeat-heartbeat", daemon=True).start()
 
     def roster(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> Roster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -95,6 +96,59 @@ def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.
     code, output = offbeat("run", "--join", "job", tmp_path / "train.py", folder=tmp_path)
     assert code == 2
     assert "Traceback" not in output
+
+
+# Without a server: what each step used is written down behind it.
+TOGETHER = """
+import json, os, time, torch, offbeat
+from pathlib import Path
+run = offbeat.init()
+torch.manual_seed(run.rank)
+model = torch.nn.Linear(1, 1)
+data = torch.utils.data.TensorDataset(torch.arange(12000, dtype=torch.float32).unsqueeze(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+Path(f"pid-{run.rank}").write_text(str(os.getpid()))
+used = open(f"used-{run.rank}", "a", buffering=1)
+while run.progress < 1:
+    for (x,) in loader:
+        if not Path("enough").exists():
+            time.sleep(0.04)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.has_data:
+            used.write(json.dumps(x.flatten().int().tolist()) + "\\n")
+print(f"RESULT {run.rank} {run.step} {run.mean(1.0)} {model.module.weight.item():.9f}")
+"""
+
+
+def used_by(folder: Path, rank: int) -> list[int]:
+    return [i for line in (folder / f"used-{rank}").read_text().splitlines() for i in json.loads(line)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing(tmp_path: Path) -> None:
+    path = script(tmp_path, TOGETHER)
+    with start("run", "--workers", 3, "--run-dir", "job", "--fabric", "Elastic()", path, folder=tmp_path) as process:
+        assert soon((tmp_path / "job/store.json").exists)
+        joiner = ("run", "--join", "job", "--workers", 2, "--run-dir", "joined", path)
+        with start(*joiner, folder=tmp_path) as newcomers:
+            assert soon(lambda: all((tmp_path / f"used-{rank}").exists() for rank in range(5)))
+            os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
+            assert soon(lambda: "is done, and takes no further part" in (tmp_path / "job/metrics.jsonl").read_text())
+            (tmp_path / "enough").touch()
+            theirs, _ = newcomers.communicate(timeout=60)
+        ours, _ = process.communicate(timeout=60)
+    assert (process.returncode, newcomers.returncode) == (0, 0), ours + theirs
+    assert sorted(i for rank in range(5) for i in used_by(tmp_path, rank)) == list(range(12000))
+    results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
+    assert sorted(int(rank) for rank, *_ in results) == [0, 2, 3, 4]
+    assert len({tuple(rest) for _, *rest in results}) == 1, "all end alike"
+    code, output = offbeat("run", "--join", "job", path, folder=tmp_path)
+    assert code != 0
+    assert "Cannot join: the job has ended" in " ".join(output.split())
 
 
 def test_what_cannot_be_joined(tmp_path: Path) -> None:

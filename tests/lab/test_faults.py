@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Six steps of the smallest model.
 SCRIPT = """
-import torch
+import time, torch
 from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work
 from offbeat.lab.snapshots import Snapshots
@@ -45,6 +45,7 @@ kept = Snapshots(model, bound.optimizer, work)
 done = kept.load()
 recorder = Recorder(compute_s=0.001, gradient_bytes=36, work=work, done=done)
 for step in range(done, work.warmup_steps + work.steps):
+    time.sleep(PAUSE_S)
     bound.model(torch.ones(4, 8)).sum().backward()
     bound.optimizer.step()
     bound.optimizer.zero_grad()
@@ -87,9 +88,9 @@ save_every = 5
 """
 
 
-def run(folder: Path, row: int, *faults: dict[str, Any]) -> Repeat:
-    (folder / "work.py").write_text(SCRIPT)
-    scenario = Scenario.from_toml(TEXT.replace("BASELINE", "ddp"))
+def run(folder: Path, row: int, *faults: dict[str, Any], steps: int = 20) -> Repeat:
+    (folder / "work.py").write_text(SCRIPT.replace("PAUSE_S", "0.04" if steps > 20 else "0.0"))
+    scenario = Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("steps = 20", f"steps = {steps}"))
     struck = [msgspec.convert({"worker": 1, "step": 5, **table}, Fault) for table in faults]
     scenario = msgspec.structs.replace(scenario, fault=struck)
     job = jobs(scenario, folder)[row]
@@ -128,22 +129,29 @@ def test_who_is_killed_is_missed_by_nobody_and_a_server_comes_back(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
-    """The server's faults and newcomers are left out, and it is said what they take."""
-    left_out: list[dict[str, Any]] = [{"kind": "sigkill", "target": "server"}, {"kind": "join", "worker": 0}]
-    done = run(tmp_path, 2, {"kind": "sigkill"}, *left_out)
+    """The server's faults are left out, and it is said what they take."""
+    done = run(tmp_path, 2, {"kind": "sigkill"}, {"kind": "sigkill", "target": "server"})
     assert [worker.rank for worker in done.workers] == [0]
     assert len(done.workers[0].step_s) == 20
-    assert done.events[:2] == [
-        "left out: sigkill of the server at step 5 of worker 1, which takes a server",
-        "left out: join of worker 0 at its step 5, which takes room for newcomers",
-    ]
-    assert done.events[2].startswith("fault: sigkill of worker 1 at its step 5, ")
+    assert done.events[0] == "left out: sigkill of the server at step 5 of worker 1, which takes a server"
+    assert done.events[1].startswith("fault: sigkill of worker 1 at its step 5, ")
     (cost,) = done.recoveries
     assert cost.fault == "sigkill of worker 1 at its step 5"
     assert cost.others_s is not None
     assert cost.others_s == pytest.approx(max(done.workers[0].step_s), rel=0.2), "usual ones take milliseconds"
     assert cost.others_s < 1.5
     assert any("rank 1" in text.lower() for text in cost.said), cost.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_another_worker_joins_all_reduce(tmp_path: Path) -> None:
+    """It comes in while the others train, through the store that is in the first of them."""
+    done = run(tmp_path, 2, {"kind": "join", "worker": 0, "step": 5}, steps=900)
+    assert any(event.startswith("fault: join of worker 0 at its step 5, ") for event in done.events)
+    assert [len(worker.step_s) for worker in done.workers] == [900, 900]
+    (cost,) = done.recoveries
+    assert any("Rank 2 has joined at step" in text for text in cost.said), cost.said
 
 
 @pytest.mark.slow

@@ -1,0 +1,304 @@
+"""Workers that join a job without a server while it trains: equal to the bit, and each sample is computed once."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.clock import WallClock
+from offbeat.engine import Claim, Control, Job, Reception, Waiter
+from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric import Circle, InMemory
+from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from offbeat.pacing import Keeps
+    from offbeat.sync import Policy
+
+SAMPLES, EPOCHS = 1600, 2
+TIMEOUT = timedelta(seconds=3)
+
+
+class Trained(NamedTuple):
+    """What one worker did.
+
+    Args:
+        digests: of parameters and buffers, by step.
+        used: samples by epoch.
+        sizes: of its batches, by step.
+        longest_s: of its steps.
+        said: what people were told.
+    """
+
+    digests: dict[int, str]
+    used: list[list[int]]
+    sizes: dict[int, int]
+    longest_s: float
+    said: list[str]
+
+
+def wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} never came"
+        time.sleep(0.01)
+
+
+def digest(module: nn.Module) -> str:
+    tensors = (*module.parameters(), *module.buffers())
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def rank_here() -> int:
+    return int(os.environ["RANK"])
+
+
+def train(
+    folder: str, starts: dict[int, int], kills: dict[int, int], keeps: Keeps, num_workers: int, sync: Policy | None
+) -> Trained:
+    """Train to the end of the epochs.
+
+    Args:
+        starts: at which step of the first worker each newcomer starts.
+        kills: at which step each of these is killed; it writes down before which samples it has used.
+    """
+    said, here = listen(), Path(folder)
+    if rank_here() in starts:
+        wait_for(here / f"step-{starts[rank_here()]}")
+    plan = offbeat.Plan(sync=sync or offbeat.BSP(), fabric=offbeat.Elastic(), keeps=keeps)
+    run = offbeat.init(plan, timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model = nn.Sequential(nn.Linear(1, 20), nn.BatchNorm1d(20), nn.Linear(20, 1))
+    samples = TensorDataset(torch.arange(SAMPLES).float()[:, None])
+    data = DataLoader(samples, batch_size=10, shuffle=True, num_workers=num_workers)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3), data)
+    trained = Trained({}, [list[int]() for _ in range(EPOCHS)], {}, 0.0, said)
+    longest_s = 0.0
+    while run.progress < EPOCHS:
+        epoch = int(run.progress)
+        for (x,) in loader:
+            time.sleep(0.03)  # its work: as long as somebody who joins takes, there has to be some
+            began_s = time.monotonic()
+            prepared(x / SAMPLES).square().mean().backward()
+            if run.has_data:
+                trained.used[epoch].extend(x.flatten().int().tolist())
+                trained.sizes[run.step] = len(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            trained.digests[run.step] = digest(model)
+            (here / f"step-{run.step}").touch()
+            if kills.get(run.rank) == run.step:
+                (here / f"used-{run.rank}").write_text(json.dumps(trained.used))
+                os.kill(os.getpid(), signal.SIGKILL)
+    run.close()
+    return trained._replace(longest_s=longest_s)
+
+
+def check(results: list[Trained | None], folder: Path, kills: dict[int, int]) -> None:
+    """All were equal after each step, and each sample was computed once in each epoch."""
+    there = [one for one in results if one is not None]
+    at: dict[int, set[str]] = {}
+    for one in there:
+        for step, found in one.digests.items():
+            at.setdefault(step, set()).add(found)
+    assert all(len(found) == 1 for found in at.values()), [step for step, found in at.items() if len(found) > 1]
+    assert len({max(one.digests) for one in there}) == 1
+    used = [one.used for one in there] + [json.loads((folder / f"used-{rank}").read_text()) for rank in kills]
+    for epoch in range(EPOCHS):
+        assert Counter(itertools.chain(*(one[epoch] for one in used))) == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "num_workers"),
+    [("local_batch", 0), pytest.param("global_batch", 2, marks=pytest.mark.slow)],
+)
+def test_who_joins_is_equal_to_the_bit_and_takes_its_share(keeps: Keeps, num_workers: int, tmp_path: Path) -> None:
+    results = run_workers(4, train, str(tmp_path), {4: 2}, {}, keeps, num_workers, None, newcomers=1)
+    check(results, tmp_path, {})
+    newcomer = results[4]
+    assert 2 < min(newcomer.digests) < max(newcomer.digests) - 15
+    step = max(newcomer.sizes) - 10
+    assert sum(one.sizes[step] for one in results) == (50 if keeps == "local_batch" else 40)
+    (told,) = [text for text in results[0].said if "Rank 4 has joined at step" in text]
+    assert "5 workers take part; " in told
+    assert ("each keeps its batch" if keeps == "local_batch" else "add up to the same") in told
+    assert "learning rate" in told
+
+
+@pytest.mark.slow
+def test_two_at_once_and_one_that_is_killed_later(tmp_path: Path) -> None:
+    kills = {1: 20, 4: 60}
+    results = run_workers(
+        3, train, str(tmp_path), {3: 2, 4: 2}, kills, "local_batch", 0, None, newcomers=2, faulty=set(kills)
+    )
+    check(results, tmp_path, kills)
+    assert min(results[3].digests) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_comes_and_goes_each_sample_is_used_once(seed: int, tmp_path: Path) -> None:
+    r = random.Random(seed)
+    starts = {rank: r.randrange(2, 40) for rank in (3, 4, 5)}
+    kills = {rank: r.randrange(5, 60) for rank in r.sample([0, 1, 2], 2)}
+    results = run_workers(
+        3, train, str(tmp_path), starts, kills, "local_batch", 0, None, newcomers=3, faulty=set(kills)
+    )
+    check(results, tmp_path, kills)
+    assert any(results[rank].used[1] for rank in starts)
+
+
+@pytest.mark.slow
+def test_who_joins_local_steps_enters_at_an_average(tmp_path: Path) -> None:
+    results = run_workers(3, train, str(tmp_path), {3: 2}, {}, "local_batch", 0, offbeat.LocalSGD(4), newcomers=1)
+    newcomer = results[3]
+    first = min(newcomer.digests)
+    assert first % 4 == 1
+    averages = [step for step in newcomer.digests if step % 4 == 0]
+    assert len(averages) > 5
+    for step in averages:
+        assert len({one.digests[step] for one in results}) == 1
+    for epoch in range(EPOCHS):
+        assert Counter(itertools.chain(*(one.used[epoch] for one in results))) == Counter(range(SAMPLES))
+
+
+def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
+    """Each step moves every element by -1, whoever takes part. Moves, the longest step, and why it could not join."""
+    here, newcomer = Path(folder), rank_here() >= 2
+    if newcomer:
+        wait_for(here / "step-3")
+    plan = offbeat.Plan(fabric=offbeat.Elastic(), bucket_bytes=1 << 20 if newcomer and how == "plan" else 25 << 20)
+    model = nn.Linear(2 if newcomer and how == "model" else 1, 50, bias=False)
+    nn.init.zeros_(model.weight)
+    try:
+        run = offbeat.init(plan, timeout=TIMEOUT)
+        if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
+            here_it_ends = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
+            setattr(*here_it_ends, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    except (PlanError, DisagreementError) as error:
+        (here / "refused").touch()
+        return [], 0.0, str(error)
+    moves, longest_s = [], 0.0
+    for step in range(steps):
+        time.sleep(0.03)
+        before, began_s = model.weight.detach().clone(), time.monotonic()
+        prepared(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        longest_s = max(longest_s, time.monotonic() - began_s)
+        moves += (before - model.weight.detach()).unique().tolist()
+        (here / f"step-{step}").touch()
+    run.close()
+    return moves, longest_s, ""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("model", "the model differs from that of those that train"), ("plan", "Cannot join with another plan")],
+)
+def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, says: str, tmp_path: Path) -> None:
+    *results, newcomer = run_workers(2, come, str(tmp_path), how, 100, newcomers=1)
+    assert says in newcomer[2]
+    assert "26214400" in newcomer[2] if how == "plan" else "[50, 2]" in newcomer[2]
+    for moves, longest_s, _ in results:
+        assert moves == [1.0] * 100
+        assert longest_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("how", "most_s"),
+    [
+        ("SIGKILL", 1.5),
+        ("SIGKILL later", 1.5),
+        pytest.param("SIGSTOP", TIMEOUT.total_seconds() + 1, marks=pytest.mark.slow),
+    ],
+)
+def test_who_fails_while_it_joins_does_not_hold_up_the_others_for_long(how: str, most_s: float, tmp_path: Path) -> None:
+    results = run_workers(2, come, str(tmp_path), how, 120, newcomers=1, faulty=2)
+    for moves, longest_s, _ in results[:2]:
+        assert moves == [1.0] * 120
+        assert 0.1 < longest_s < most_s, longest_s
+
+
+def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -> None:
+    """The first worker's part alone, over a store of its own."""
+    store = HashStore()
+    circle = Circle(store, 0, 1)
+    waiter = Waiter(clock=WallClock(), timeout=TIMEOUT)
+    control = Control(InMemory().bind(), waiter)
+    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
+    reception = Reception(store, control, circle, waiter, job=lambda: job, version="1")
+    newcomers = PrefixStore("newcomers", store)
+    for number, hello in enumerate(['{"rank": 1, "version": "2", "plan": "a plan"}', "{", '{"rank": -1}', "\xff"]):
+        newcomers.set(f"{number}/hello", hello)
+    reception._looked_s -= 2.0  # it looks once a second
+    assert not reception.calls(looks=True)
+    for number, says in enumerate(["Cannot join with offbeat 2: those that train run 1"] + ["another offbeat"] * 3):
+        answer = json.loads(newcomers.get(f"{number}/answer"))
+        assert says in answer["refusal"]
+        assert answer["job"] is None
+    assert reception.admit() == ()
+
+
+def test_who_has_more_steps_goes_on_when_the_others_are_done(tmp_path: Path) -> None:
+    *results, newcomer = run_workers(2, come, str(tmp_path), "well", 100, newcomers=1)
+    assert all(moves == [1.0] * 100 for moves, _, _ in results)
+    assert newcomer[0] == [1.0] * 100
+
+
+def swap_often(folder: str, every: int) -> tuple[dict[int, str], list[list[int]], list[str], str]:
+    """Swaps between two kinds of exchange all the while that somebody joins; digests where all are equal."""
+    said, here, newcomer = listen(), Path(folder), rank_here() >= 2
+    if newcomer:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model = nn.Linear(1, 5)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), data)
+    digests, used, policies = {}, [list[int]()], (offbeat.LocalSGD(3), offbeat.BSP())
+    while run.progress < 1:
+        for (x,) in loader:
+            time.sleep(0.05)
+            if run.rank == 0 and run.step % every == 0:
+                run.swap(sync=policies[run.step // every % 2])
+            prepared(x / SAMPLES).square().mean().backward()
+            used[0] += x.flatten().int().tolist() if run.has_data else []
+            optimizer.step()
+            optimizer.zero_grad()
+            (here / f"step-{run.step}").touch()
+            digests[run.step] = digest(model)
+    run.settle()
+    digests[-1] = digest(model)
+    run.close()
+    return digests, used, said, repr(run.plan.sync)
+
+
+@pytest.mark.slow
+def test_swaps_go_on_while_somebody_joins(tmp_path: Path) -> None:
+    results = run_workers(2, swap_often, str(tmp_path), 7, newcomers=1)
+    assert len({policy for *_, policy in results}) == 1
+    assert len({digests[-1] for digests, *_ in results}) == 1
+    assert Counter(itertools.chain(*(used[0] for _, used, _, _ in results))) == Counter(range(SAMPLES))
+    said = results[0][2]
+    assert sum("decides when" in text for text in said) > 5
+    (joined,) = [number for number, text in enumerate(said) if "has joined" in text]
+    assert any("decides when" in text for text in said[joined:])
