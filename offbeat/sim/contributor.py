@@ -50,7 +50,7 @@ class Update:
 
         Args:
             give: called for each worker that waits for parts of it.
-            whole: called when all are made.
+            whole: called when all are made, before the last of them are given.
         """
         update: Update | None = self
         while update is not None:
@@ -61,11 +61,12 @@ class Update:
             if made == update.made:
                 return
             update.made = made
+            if made == PARTS:
+                whole(update)  # before what is given with it
             for worker in update.pullers:
                 worker.due = made
                 give(worker)
             if made == PARTS:
-                whole(update)
                 update.pullers.clear()
                 if update.after is not None:
                     update.after.before = None
