@@ -116,9 +116,13 @@ def read(path: Path = RESULT) -> Growth:
 
 def rows(growth: Growth) -> list[list[str]]:
     """A line for each plan: milliseconds per step, by number of workers."""
-    cells = {(cell.row, cell.workers): f"{1e3 * min(cell.wall_s):,.3g}" for cell in growth.cells}
+    cells = {(cell.row, cell.workers): _ms(min(cell.wall_s)) for cell in growth.cells}
     names = list(dict.fromkeys(cell.row for cell in growth.cells))
     return [[name, *(cells[name, count] for count in counts(growth))] for name in names]
+
+
+def _ms(wall_s: float) -> str:
+    return f"{1e3 * wall_s:,.0f}" if wall_s >= 0.1 else f"{1e3 * wall_s:.2g}"
 
 
 def counts(growth: Growth) -> list[int]:

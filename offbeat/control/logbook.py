@@ -30,7 +30,8 @@ class _Page:
 
     Args:
         waits: whether it does, since `since_s`.
-        update: contributions that are missing in the update that its own is in, and in those before it.
+        update: contributions that are missing in the update that its own is in, and in those before it; one set for
+            all whose update it is.
         brought: when it had its last contributions under the present policy, and of how many samples.
     """
 
@@ -145,21 +146,24 @@ class Logbook:
     def _applied(self, pushes: tuple[Push, ...], in_order: bool) -> None:
         missing = {push for push in pushes if push[0] in self._pages and self._arrived.get(push[0], -1) < push[1]}
         before = [rest for rest, ordered in self._open if ordered and in_order]
+        update = missing.union(*before)  # one for all of them
         for worker, _ in pushes:
             if worker in self._pages:
-                self._pages[worker].update = missing.union(*before)
+                self._pages[worker].update = update
         if missing:
             self._open.append((missing, in_order))
 
     def _is_there(self, pushes: set[Push]) -> set[int]:
         """Nobody waits for these contributions any longer; who waits for no others, either."""
-        waited = {worker: page for worker, page in self._pages.items() if not pushes.isdisjoint(page.update)}
-        for page in waited.values():
-            page.update -= pushes
+        emptied = set()
+        for update in {id(page.update): page.update for page in self._pages.values() if page.update}.values():
+            update -= pushes
+            if not update:
+                emptied.add(id(update))
         for missing, _ in self._open:
             missing -= pushes
         self._open = [one for one in self._open if one[0]]
-        return {worker for worker, page in waited.items() if not page.update}
+        return {worker for worker, page in self._pages.items() if id(page.update) in emptied} if emptied else set()
 
     def _waits(self, page: _Page, member: Member | None) -> bool:
         if member is None:

@@ -9,10 +9,15 @@ objects that decide are those of the parameter server and of the workers, not co
 * `flows` - what is on its way over them
 * `course` - how long each step of each worker computes
 * `links` - what the links carry, seen from above the transport
-* `troubles` - what goes wrong for a while: stopped processes, slow links
+* `troubles` - what goes wrong for a while: stopped processes, links that are cut or slow
+* `faults` - a scenario's faults, as what goes wrong
+* `notice` - when somebody is missed, and is back
 * `sizes` - what a step sends, in which buckets, and when they are ready
-* `served` - workers and a parameter server
+* `served` - workers and a parameter server; `contributor` is one of them, `transfers` what is on its way, `data` what
+  they are dealt
 * `replicated` - workers that all hold the parameters
+* `played` - what became of a row
+* `cost` - what each fault cost
 * `predict` - a row's prediction, as it stands beside the measurement
 
 What is not modelled: the cores that the lab's processes share, and TCP beyond how it shares a link (`served`). Where
