@@ -35,8 +35,8 @@ class Books(msgspec.Struct, kw_only=True, frozen=True):
         applied: steps that count: their marks are not 0.
         more, less: of which the mark is larger, or smaller, than the history says.
         torn: elements in which the two copies differ: of those contributions only a part counts.
-        dropped, lost: of workers that came to the end, steps that do not count, as the history says: outdated; gone with
-            a server or a link, or left out with NaN or Inf.
+        dropped, lost: of workers that came to the end, steps that do not count, as the history says: outdated; gone
+            with a server or a link, or left out with NaN or Inf.
         missing: of these, those of which nobody has said so.
         denied: of which a worker or the server said that they do not count, and they do.
         miscounted: contributions that the server counts as used and the history does not, or the other way round.
@@ -79,9 +79,12 @@ def books(story: Story, each: int = 1) -> Books | None:
     for one, steps in spans:
         shares |= {(one.rank, step): one.share for step in steps}
         fates |= dict.fromkeys(((one.rank, step) for step in steps), "left out" if _weighs_nothing(one) else one.fate)
+    words = _Words(story, spans)
+    # A change of several steps counts, without the one in which there was NaN or Inf.
+    shares |= dict.fromkeys(words.left_out & shares.keys(), 0.0)
+    fates |= dict.fromkeys(words.left_out & fates.keys(), "left out")
     more, less = _compare(marks, shares)
     unused = [place for place, fate in fates.items() if fate != "applied" and place[0] in ends]
-    words = _Words(story, spans)
     return Books(
         applied=len(marks),
         more=more,
@@ -168,6 +171,7 @@ class _Words:
 
     Attributes:
         places: by name.
+        left_out: of these, those with NaN or Inf.
         counts: by rank, of those that were only counted: they were lost with a killed server.
     """
 
@@ -181,6 +185,7 @@ class _Words:
             numbered |= {(one.rank, number): steps for number in one.numbers}
             ending[(one.rank, steps.stop - 1)] = steps
         self.places: set[Place] = set()
+        self.left_out: set[Place] = set()
         self.counts: Counter[int] = Counter()
         for line in story.lines:
             if found := self._WORKERS.search(line.text):
@@ -192,6 +197,7 @@ class _Words:
             elif found := self._LEFT_OUT.search(line.text):
                 rank, step = int(line.who.removeprefix("worker ")), int(found[1])
                 self._take(rank, range(step, step + 1))
+                self.left_out.add((rank, step))
         for text in {line.text for line in story.lines if "restarted" in line.text}:
             for rank, count in re.findall(r"rank (\d+): (\d+)", text):
                 self.counts[int(rank)] += int(count)

@@ -18,8 +18,8 @@ _HEAD = """# What survives what
 Written by `make faults` from [faults.json](../benchmarks/results/faults.json), where stands what was said and counted.
 Each cell is a job of its own: {workers} workers train on real digits with a parameter server that keeps snapshots, as
 under `offbeat run --servers`, or without one (elastic: `Elastic()`, with `BSP()`); a fault strikes worker 1, or its
-server, at step {step} (`offbeat.testing.faults`); then training goes on until a second after it. "Long" is twice the timeout of {timeout_s:g} s, "short" half of it. A fault
-that did not fire would be an error.
+server, at step {step} (`offbeat.testing.faults`); then training goes on until a second after it. "Long" is twice the
+timeout of {timeout_s:g} s, "short" half of it. A fault that did not fire would be an error.
 
 * **survived**: every worker came to the end that could; those that are killed, raise, or leave are not to. The seconds
   are how long it took until somebody else named the culprit, and are left out where nobody did.

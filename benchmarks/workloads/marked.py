@@ -112,7 +112,8 @@ def train(asked: Asked, run: offbeat.Run) -> None:
     )
     model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
     done, loss, idle = 0, torch.tensor(0.0), list[int]()
-    while not asked.is_over(run.rank, done):
+    is_over = False
+    while not is_over:
         for x, y in loader:
             output, mark = model(x, run.rank, done)
             loss = F.cross_entropy(output, y)
@@ -130,7 +131,8 @@ def train(asked: Asked, run: offbeat.Run) -> None:
                 time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
             if run.rank == 0 and done % asked.save_every == 0:
                 _save(module, folder / "checkpoint.pt")
-            if _all_are_over(asked, run, done):
+            is_over = _all_are_over(asked, run, done)
+            if is_over:
                 break
     run.settle()
     held = _held(run, module, done, float(loss.detach()), idle)
