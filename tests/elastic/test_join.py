@@ -190,8 +190,8 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     try:
         run = offbeat.init(plan, timeout=TIMEOUT)
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
-            here_it_ends = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
-            setattr(*here_it_ends, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
+            where, name = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
+            setattr(where, name, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
         prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     except (PlanError, DisagreementError) as error:
         (here / "refused").touch()
@@ -212,7 +212,10 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("model", "the model differs from that of those that train"), ("plan", "Cannot join with another plan")],
+    [
+        ("model", "the model differs from that of those that train"),
+        pytest.param("plan", "Cannot join with another plan", marks=pytest.mark.slow),
+    ],
 )
 def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, says: str, tmp_path: Path) -> None:
     *results, newcomer = run_workers(2, come, str(tmp_path), how, 100, newcomers=1)
@@ -227,7 +230,7 @@ def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, 
     ("how", "most_s"),
     [
         ("SIGKILL", 1.5),
-        ("SIGKILL later", 1.5),
+        pytest.param("SIGKILL later", 1.5, marks=pytest.mark.slow),
         pytest.param("SIGSTOP", TIMEOUT.total_seconds() + 1, marks=pytest.mark.slow),
     ],
 )
@@ -258,6 +261,7 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
     assert reception.admit() == ()
 
 
+@pytest.mark.slow
 def test_who_has_more_steps_goes_on_when_the_others_are_done(tmp_path: Path) -> None:
     *results, newcomer = run_workers(2, come, str(tmp_path), "well", 100, newcomers=1)
     assert all(moves == [1.0] * 100 for moves, _, _ in results)
