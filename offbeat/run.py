@@ -31,37 +31,31 @@ import torch
 import torch.distributed as dist
 
 from offbeat.clock import WallClock
+from offbeat.crossing import Crossing
 from offbeat.data import Data
 from offbeat.engine import (
-    AllReduced,
     Awaited,
-    Buffers,
     Conference,
     Control,
     Diary,
+    Either,
     Meter,
     MetricsFile,
-    Reducer,
-    Served,
-    SwapsAlone,
     SwapsTogether,
     Waiter,
     Watched,
     connect,
-    distinct,
     ignored_names,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
+from offbeat.exchanging import Exchanging, Prepared
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import ParameterServer, describe
-from offbeat.fabric.server.optimizers import lines_of
-from offbeat.layout import arrange
+from offbeat.fabric.server import ParameterServer
 from offbeat.plan import Plan
 from offbeat.rendezvous import join, joins
 from offbeat.replica import Replica
-from offbeat.sync import LocalSGD
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
@@ -70,11 +64,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.engine import Exchanger
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
-    from offbeat.layout import Layout
-    from offbeat.sync import OuterSGD
     from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
@@ -143,8 +134,10 @@ class Run:
         self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
+        self._timeout = timeout
         self._pid = os.getpid()
-        self._reducers: list[Exchanger] = []
+        self._reducers: list[Either] = []
+        self._prepared_models: list[Prepared] = []
         self._models: list[torch.nn.Module] = []
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
@@ -181,19 +174,31 @@ class Run:
             outlives=elastic,
             reducers=self._reducers,
             models=self._models,
+            begins=self._at_border,
         )
-        self._conference = Conference(self._control, self._clock.now_s, run_dir)
+        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
+        self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
+        self._crossing = Crossing(
+            control=self._control,
+            waiter=self._waiter,
+            data=self._data,
+            diary=self._diary,
+            exchanging=self._exchanging,
+            prepared=self._prepared_models,
+            reducers=self._reducers,
+        )
+        self._conference = Conference(self._control, self._clock.now_s, run_dir, self._crossing.check)
         self._watch = start_watch(self._control, outlives=elastic) if self.world > 1 else None
         if self._watch is not None:
             self._waiter.witness = self._witness(self._watch, timeout)
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
-        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
+        self._had_server = False
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
-            self._server = self._data.server = self._connect(timeout)
+            self._server = self._data.server = self._connect(plan)
             if history is not None:
                 self._open_diary(history)
         except OffbeatError as error:
@@ -225,8 +230,8 @@ class Run:
             )
         self._tell_all("membership", text)
 
-    def _connect(self, timeout: timedelta) -> Server | None:
-        fabric = self.plan.fabric
+    def _connect(self, plan: Plan) -> Server | None:
+        fabric = plan.fabric
         if not isinstance(fabric, ParameterServer):
             if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
                 _log.warning(
@@ -239,16 +244,26 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
+        return self._reach(plan)
+
+    def _reach(self, plan: Plan, **how: Any) -> Server:
+        assert isinstance(plan.fabric, ParameterServer)
         return connect(
-            self.plan,
-            fabric,
+            plan,
+            plan.fabric,
             self._control,
             self._waiter,
-            timeout,
+            self._timeout,
             self.run_dir,
             self._tell_of_server,
             place=self._joins,
+            stays=self._stays,
+            **how,
         )
+
+    def _stays(self) -> str:
+        """Why this worker could not leave the server, or ""."""
+        return "It has joined the job later." if self._joins else self._crossing.stays(self.plan)
 
     def _open_diary(self, folder: Path) -> None:
         """Have all workers' histories name the same job. Collective."""
@@ -286,22 +301,23 @@ class Run:
         check_modules(model)
         parameters = trainable(model)
         check_optimizer(optimizer, model)
+        device = next(iter(parameters.values())).device
+        backend = "nccl" if device.type == "cuda" else "gloo"
         sparse = sparse_names(model) & set(parameters) if self._server is None else set()
-        layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse)
         self._control.agree(
             "model",
-            inventory(model, layout.sparse),
+            inventory(model, sparse),
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
         self._claim(model, parameters)
-        device = next(iter(parameters.values())).device
-        fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
-        self._broadcast(model, fabric)
-        reducer: Exchanger
+        one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(backend))
+        self._exchanging.broadcast(one)
         if self._server is not None:
-            reducer = self._serve(self._server, parameters, layout, optimizer)
+            self._exchanging.agree_on_optimizer(one)
+            reducer = Either(self._exchanging.serve(one, self.plan, self._server))
         else:
-            reducer = self._replicate(model, parameters, layout, fabric, optimizer)
+            reducer = Either(self._exchanging.replicate(one, self.plan))
+        self._prepared_models.append(one)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
         self._models.append(model)
@@ -317,75 +333,6 @@ class Run:
             return replica, optimizer
         return replica, optimizer, prepared_loader
 
-    def _serve(
-        self,
-        server: Server,
-        parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
-        optimizer: torch.optim.Optimizer,
-    ) -> Exchanger:
-        self._control.agree(
-            "optimizer",
-            "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
-            "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
-        )
-        served = Served(
-            parameters=parameters,
-            layout=layout,
-            plan=self.plan,
-            optimizer=optimizer,
-            server=server,
-            waiter=self._waiter,
-            meter=self._meter,
-            diary=self._diary,
-            in_place=not isinstance(self.plan.sync, LocalSGD),
-            model=len(self._reducers),
-        )
-        return SwapsAlone(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
-
-    def _replicate(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
-        fabric: Fabric,
-        optimizer: torch.optim.Optimizer,
-    ) -> Exchanger:
-        number = len(self._reducers)
-        buffers = Buffers(model, fabric) if self.world > 1 else None
-        reducer = Reducer(
-            parameters=parameters,
-            layout=layout,
-            plan=self.plan,
-            fabric=fabric,
-            control=self._control,
-            buffers=buffers,
-            waiter=self._waiter,
-            meter=self._meter,
-            model=number,
-        )
-
-        def average(outer: OuterSGD | None) -> AllReduced:
-            return AllReduced(
-                reducer=reducer,
-                parameters=parameters,
-                fabric=fabric,
-                buffers=buffers,
-                waiter=self._waiter,
-                outer=outer,
-                model=number,
-            )
-
-        return SwapsTogether(
-            reducer=reducer,
-            average=average,
-            parameters=parameters,
-            optimizer=optimizer,
-            control=self._control,
-            waiter=self._waiter,
-            model=number,
-        )
-
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
         if taken:
@@ -397,7 +344,7 @@ class Run:
         ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Exchanger) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Either) -> None:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
@@ -412,39 +359,90 @@ class Run:
                         "before prepare."
                     )
 
-    def _after_step(self, reducer: Exchanger, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _after_step(self, reducer: Either, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         reducer.after_step()
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
-        if isinstance(reducer, SwapsTogether):
-            called = reducer.take_call()
-            reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+        if isinstance(reducer.now, SwapsTogether):
+            called = reducer.now.take_call()
+            reducer.now.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
             if called:
                 self._confer()
+        elif not self._data.leased:
+            self._at_border()
 
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
         before, outcome = self.plan, self._conference.decide(self.plan)
-        text = f"The plan stays as it is: {before.sync!r}."
-        if outcome.refusal:
-            self._tell_all("swap", f"The plan stays as it is. {outcome.refusal}")
-        elif outcome.plan.digest != before.digest:
-            began_s = self._clock.now_s()
-            self._adopt(outcome.plan)
-            took_ms = 1000 * (self._clock.now_s() - began_s)
-            text = (
-                f"From step {self.step} on {self.plan.sync!r} decides when workers may go on, not {before.sync!r} any "
-                f"more (plan {self.plan.digest[:12]}, was {before.digest[:12]}; it took {took_ms:.0f} ms)."
-            )
-            self._tell_all("swap", text)
-        self._conference.answer(text, outcome.refusal)
+        refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
+        if outcome.plan.is_served and self._data.leased and not refusal:
+            self._crossing.due = outcome.plan
+            text = f"All go over to {outcome.plan.fabric!r} where the next loop over the data begins."
+        elif outcome.plan.digest != before.digest and not refusal:
+            text, refusal = self._go_by(outcome.plan)
+        if refusal:
+            self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        self._conference.answer(text, refusal)
         for one in self._together:
             one.calls = False
 
+    def _go_by(self, plan: Plan) -> tuple[str, str]:
+        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
+        before, began_s, refusal = self.plan, self._clock.now_s(), ""
+        if plan.is_served:
+            how = {"patience": self._timeout, "again": self._had_server}
+            self._server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+        return ("", refusal) if refusal else (self._tell_swap(before, plan, began_s), "")
+
+    def _tell_swap(self, before: Plan, plan: Plan, began_s: float) -> str:
+        """Go by it from now on; what is said of it."""
+        self._adopt(plan)
+        where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
+        policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
+        text = (
+            f"From step {self.step} on {plan.sync!r} decides when workers may go on{policy}{where} "
+            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
+            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
+        )
+        self._tell_all("swap", text)
+        return text
+
+    def _at_border(self) -> None:
+        """Here all workers may come together to go over to a server, or to leave it."""
+        server, due = self._server, self._crossing.due
+        if due is not None:
+            self._crossing.due = None
+            _, refusal = self._go_by(due)
+            if refusal:
+                self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        elif server is not None and server.plans.border.is_here(self._waiter):
+            self._leave_server(server)
+
+    def _leave_server(self, server: Server) -> None:
+        """Go on without it, unless somebody is gone since all had agreed to. Collective."""
+        before, began_s = self.plan, self._clock.now_s()
+        for reducer in self._reducers:
+            reducer.settle()
+        self._data.give_back()
+        there = server.leave(self._waiter)
+        for reducer in self._reducers:
+            reducer.refreshed()
+        self._take_plan()
+        plan = server.plans.present
+        if there < self.world or plan.is_served:
+            return
+        self._crossing.to_group(plan, server)
+        self._server, self._had_server = None, True
+        if self.run_dir is not None and self.rank == 0:
+            (self.run_dir / "server.json").unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        self._tell_swap(before, plan, began_s)
+
     @property
     def _together(self) -> list[SwapsTogether]:
-        return [reducer for reducer in self._reducers if isinstance(reducer, SwapsTogether)]
+        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
 
     @property
     def _first(self) -> int:
@@ -510,23 +508,7 @@ class Run:
         self._fabrics.append(fabric)
         return fabric
 
-    def _broadcast(self, model: torch.nn.Module, fabric: Fabric) -> None:
-        """Give every rank rank 0's parameters (frozen ones too) and buffers."""
-        if self.world == 1:
-            return
-        ignored = ignored_names(model)
-        named = [*model.named_parameters(), *model.named_buffers()]
-        with torch.no_grad():
-            for name, tensor in named:
-                if name in ignored or not tensor.numel():
-                    continue
-                own = distinct(tensor.detach())
-                whole = own.contiguous()
-                self._waiter.wait(fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
-                if whole.data_ptr() != own.data_ptr():
-                    own.copy_(whole)
-
-    def _write_start(self, model: torch.nn.Module, reducer: Exchanger) -> None:
+    def _write_start(self, model: torch.nn.Module, reducer: Either) -> None:
         from offbeat import __version__
 
         buckets = [
@@ -653,11 +635,13 @@ class Run:
 
     def _take_plan(self) -> None:
         """Go by the plan that the server says holds."""
-        if self._server is None or self._server.plans.present is self.plan:
+        if self._server is None or (plans := self._server.plans).present is plans.taken:
             return
-        self._adopt(self._server.plans.present)
-        while self._server.plans.told:
-            self._meter.event("swap", self._server.plans.told.popleft(), self.step)
+        plan = plans.taken = plans.present
+        # One without a server holds once it is left.
+        self._adopt(plan if plan.is_served else dataclasses.replace(plan, fabric=self.plan.fabric))
+        while plans.told:
+            self._meter.event("swap", plans.told.popleft(), self.step)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan

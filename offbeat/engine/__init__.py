@@ -1,6 +1,7 @@
 """Runs a plan for real: gradients out of autograd, through codec and fabric, back into `.grad`.
 
-* `exchanger` - what the front end needs of one model's exchange, whichever of the next three it is
+* `exchanger` - what the front end needs of one model's exchange, whichever of the next three it is; `either` - stands
+  before it, so that it may be exchanged
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
@@ -9,7 +10,7 @@
 * `confer` - how workers without a server come to another plan
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
-* `server` - how a worker finds its server, and its questions to all through it
+* `server` - how a worker finds its server, and its questions to all through it; `border` - where it leaves it again
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
 * `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
@@ -22,7 +23,8 @@
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
 * `witness` - ties the waiting primitive to the sentinel beside each worker
 * `control` - collective questions beside the data's path: are we the same, who has data
-* `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all
+* `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all;
+  `place` - the place in the data, from one to the other
 * `meter` - one record per step, written by a background thread
 * `diary` - digests of the parameters, for the history of a run
 """
@@ -34,6 +36,7 @@ from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.diary import Diary
+from offbeat.engine.either import Either
 from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
@@ -60,6 +63,7 @@ __all__ = [
     "Diary",
     "Draw",
     "Drawn",
+    "Either",
     "Exchanger",
     "Local",
     "Meter",

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
-from offbeat.fabric.server import Client, ParameterServer
+from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
@@ -39,23 +40,44 @@ class Plans:
 
     Args:
         plan: the present one.
+        stays: why this worker could not do without the server, or "".
+
+    Attributes:
+        taken: the one that the training thread goes by.
+        border: where it leaves the server.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.present = plan
+    def __init__(self, plan: Plan, stays: Callable[[], str] = lambda: "") -> None:
+        self.present = self.taken = plan
         self.told: collections.deque[str] = collections.deque()  # what has changed, for people
+        self.border = Border()
+        self._stays = stays
 
-    def judge(self, plan: str) -> tuple[str, str]:
-        """The digest of a plan that is proposed; or why this worker cannot go by it."""
+    def judge(self, plan: str) -> tuple[str, str, int]:
+        """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+
+        If it is to leave the server, it passes no other place until it hears what becomes of it.
+        """
         try:
-            return self.present.swapped(plan, whole=True).digest, ""
+            new = self.present.swapped(plan, whole=True)
         except PlanError as error:
-            return "", str(error)
+            return "", str(error), 0
+        if new.is_served:
+            return new.digest, "", 0
+        if refusal := self._stays():
+            return "", refusal, 0
+        return new.digest, "", self.border.hold()
 
-    def adopt(self, plan: str, text: str) -> None:
-        """It holds from now on."""
-        self.present = Plan.from_toml(plan)
-        self.told.append(text or f"The plan of this job has become {self.present!r}.")
+    def adopt(self, plan: str, text: str, border: int | None = None) -> None:
+        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+        before, self.present = self.present, Plan.from_toml(plan)
+        if text or self.present != before:
+            self.told.append(text or f"The plan of this job has become {self.present!r}.")
+        self.border.settle(border)
+
+    def let_go(self) -> None:
+        """The server is away."""
+        self.border.settle()
 
 
 class Server:
@@ -149,6 +171,16 @@ class Server:
         if asked.refused:
             raise PlanError(asked.refused)
 
+    def leave(self, waiter: Waiter) -> int:
+        """Come together with all workers that are there, and take the newest parameters; how many they are. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(LEAVING, (1.0,), refresh=True)
+        waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
+        return int(asked.numbers[0])
+
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
         self.client.abort()
@@ -169,6 +201,9 @@ def connect(
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
     place: tuple[int, int] | None = None,
+    stays: Callable[[], str] = lambda: "",
+    patience: timedelta = _FIRST_PATIENCE,
+    again: bool = False,
 ) -> Server:
     """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
@@ -178,6 +213,9 @@ def connect(
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
         place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
+        stays: why this worker could not leave the server, or "".
+        patience: for how long to dial it for the first time.
+        again: this job had left a server, which has ended: it is not the one in the environment any more.
 
     Raises:
         PlanError: if there is a server, and the plan wants shards beside the workers.
@@ -189,7 +227,8 @@ def connect(
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect as dial_shard
 
-    addresses = spec.addresses or tuple(filter(None, os.environ.get("OFFBEAT_SERVERS", "").split(",")))
+    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
+    addresses = spec.addresses or tuple(filter(None, named.split(",")))
     settings = from_environment("default", timeout)
     if addresses and spec.collocated:
         raise PlanError(
@@ -217,7 +256,7 @@ def connect(
             patience=patience,
         )
 
-    plans = Plans(plan)
+    plans = Plans(plan, stays)
     client = Client(
         loop,
         rank=rank,
@@ -229,7 +268,11 @@ def connect(
         plans=plans,
     )
     dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
-    waiter.call(lambda: loop.run(client.connect(_FIRST_PATIENCE)), dialling)
+    try:
+        waiter.call(lambda: loop.run(client.connect(patience)), dialling)
+    except OffbeatError:
+        loop.close()
+        raise
     waiter.ask_server = client.trouble
     return Server(client, spec, loop, len(addresses), plans, settings.job)
 

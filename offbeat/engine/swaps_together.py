@@ -70,6 +70,17 @@ class SwapsTogether(Swappable):
         called, self._reducer.called = self._reducer.called, False
         return called
 
+    def go_on_from(self, step: int, *, were_apart: bool) -> None:
+        """Begin where workers are that had a server. Collective.
+
+        Args:
+            step: they have made.
+            were_apart: each worker's optimizer has stepped by itself: what it has gathered is made the same.
+        """
+        self._reducer.step = step
+        if were_apart:
+            average_states(self._optimizer, self._parameters, self._reducer.channel, self._control)
+
     def _go_by(self, plan: Plan) -> None:
         """Collective, at a border that is the same for all."""
         before, self._reducer.plan = self.plan.sync, plan

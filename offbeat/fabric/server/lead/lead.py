@@ -18,6 +18,7 @@ from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
+    LEAVING,
     Admit,
     Applied,
     Committed,
@@ -363,7 +364,8 @@ class Lead:
 
     def swap(self, part: str, tell: Tell, *, whole: bool = False) -> None:
         """Somebody wants another plan; see `Swaps.swap`."""
-        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole)
+        world = max((one.world for one in self.models.values()), default=0)
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, world=world)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -647,6 +649,8 @@ class Lead:
         if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
             return  # not everyone is back
         for asked in self._questions.settle(self._workers):
+            if any(ask.question == LEAVING for ask in asked.values()):
+                self._swaps.left()
             for worker, ask in sorted(asked.items()):
                 self._step_in(worker, refresh=ask.refresh)
             self._answer_those_who_are_ready()
