@@ -379,6 +379,7 @@ class Run:
         if outcome.plan.is_served and self._data.leased and not refusal:
             self._crossing.due = outcome.plan
             text = f"All go over to {outcome.plan.fabric!r} where the next loop over the data begins."
+            self._tell_all("swap", text)
         elif outcome.plan.digest != before.digest and not refusal:
             text, refusal = self._go_by(outcome.plan)
         if refusal:
@@ -689,11 +690,6 @@ class Run:
                     "Prepare the same models and loaders before load_state_dict."
                 )
         self._compare_plans(state["plan"])
-        if self._server is None and any(one.get("reducer", one).get("server") for one in state["models"]):
-            _log.warning(
-                "The checkpoint has the optimizer's state (such as momentum) from a parameter server; on %r it begins "
-                "anew.", self.plan.fabric
-            )  # fmt: skip
         self._seed = int(state["seed"])
         try:
             for reducer, one in zip(self._reducers, state["models"], strict=True):

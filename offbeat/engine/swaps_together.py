@@ -10,10 +10,13 @@ All go over at the same border, behind an exchange in which one of them had call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.gathered import average_states
 from offbeat.engine.swappable import Swappable
+from offbeat.engine.take_over import load
+from offbeat.fabric.server.checkpoint import from_bytes
+from offbeat.fabric.server.optimizers import OUTER
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
@@ -64,6 +67,18 @@ class SwapsTogether(Swappable):
     @calls.setter
     def calls(self, calls: bool) -> None:
         self._reducer.calls = calls
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; of one made with a server, what the server's optimizer had gathered.
+
+        Raises:
+            ModelError: if that is damaged, or of another model.
+        """
+        super().load_state_dict(state)
+        if brought := state.get("reducer", state).get("server"):
+            states = {name: one for name, one in from_bytes(brought).items() if name in self._parameters}
+            own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
+            load(self._optimizer, self._parameters, own)
 
     def take_call(self) -> bool:
         """Whether a worker had called in the last exchange; the same on all. Once."""
