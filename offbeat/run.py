@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
+_SERVER_PLAN = "server.toml"  # in a run's folder: the plan of a job that has gone over to a server
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -394,6 +395,8 @@ class Run:
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server}
             self._server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if not refusal:
+                self._leave_plan(plan)
         return ("", refusal) if refusal else (self._tell_swap(before, plan, began_s), "")
 
     def _tell_swap(self, before: Plan, plan: Plan, began_s: float) -> str:
@@ -408,6 +411,15 @@ class Run:
         )
         self._tell_all("swap", text)
         return text
+
+    def _leave_plan(self, plan: Plan) -> None:
+        """Have workers that join from now on begin with it, not with the job's first."""
+        if self.run_dir is None or self.rank:
+            return
+        try:
+            (self.run_dir / _SERVER_PLAN).write_text(plan.to_toml())
+        except OSError as error:  # a full disk is no reason to end the run
+            _log.warning("Cannot write to %s: %s. Who joins needs --plan.", self.run_dir, error.strerror)
 
     def _at_border(self) -> None:
         """Here all workers may come together to go over to a server, or to leave it."""
@@ -436,7 +448,8 @@ class Run:
         self._crossing.to_group(plan, server)
         self._server, self._had_server = None, True
         if self.run_dir is not None and self.rank == 0:
-            (self.run_dir / "server.json").unlink(missing_ok=True)
+            for name in ("server.json", _SERVER_PLAN):
+                (self.run_dir / name).unlink(missing_ok=True)
         if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
         self._tell_swap(before, plan, began_s)

@@ -19,7 +19,7 @@ class Joining:
     Args:
         environment: by which workers find it.
         first_rank: that nobody in it has had.
-        plan: its plan of the beginning, if it is known here; the server says which one holds.
+        plan: its plan of the beginning, with this server, if it is known here; the server says which one holds.
     """
 
     environment: dict[str, str]
@@ -47,7 +47,7 @@ def look_for(where: str) -> Joining:
         )
     began_with = scenes[0].world
     first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
-    plan = Path(target.folder) / "plan.toml" if target.folder else None
+    plans = [Path(target.folder) / name for name in ("server.toml", "plan.toml")] if target.folder else []
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -58,4 +58,4 @@ def look_for(where: str) -> Joining:
         "OFFBEAT_KEY": target.key,
         "OFFBEAT_AUTHORITY": target.authority,
     }
-    return Joining(environment, first_rank, plan if plan is not None and plan.is_file() else None)
+    return Joining(environment, first_rank, next((plan for plan in plans if plan.is_file()), None))

@@ -318,6 +318,7 @@ class Lead:
         """
         match message:
             case Enrol(loader=loader, plan=plan):
+                self._check_joins_data(worker, message)
                 try:
                     together = (self._swaps.present or self._read_plan(plan)).sync.bound == 0
                 except PlanError as error:
@@ -333,6 +334,21 @@ class Lead:
                 self._dealer.give_back(worker, loader, numbers)
             case Crowded(loader=loader, count=count):
                 self._dealer.crowded(worker, loader, count)
+
+    def _check_joins_data(self, worker: int, about: Enrol) -> None:
+        """See that who joins later is to have a part of data that this server deals out.
+
+        Raises:
+            PeerError: if not.
+        """
+        if worker >= about.world and about.loader not in self._dealer.epochs():
+            text = (
+                f"Cannot deal out data to rank {worker}: this job began without a server, and its workers still go "
+                "through the parts that they were given then. Train with workers that join from the beginning of a "
+                "job with a server."
+            )
+            self._say(worker, Refused(text))
+            raise PeerError(text)
 
     def books(self) -> bytes:
         """Where the data is."""
