@@ -172,7 +172,8 @@ class Exchanging:
         Raises:
             NetworkError: if the server is gone.
         """
-        were_apart = before.leave()
+        told = self._control.texts("whose optimizer has stepped by itself", "itself" if before.leave() else "")
+        were_apart = any(told.values())
         after = self.replicate(one, dataclasses.replace(plan, sync=BSP()), before.share)
         after.go_on_from(step, were_apart=were_apart)
         after.sync = before.sync

@@ -652,8 +652,8 @@ class Run:
         if self._server is None or (plans := self._server.plans).present is plans.taken:
             return
         plan = plans.taken = plans.present
-        # One without a server holds once it is left.
-        self._adopt(plan if plan.is_served else dataclasses.replace(plan, fabric=self.plan.fabric))
+        if plan.is_served:  # one without a server holds once it is left
+            self._adopt(plan)
         while plans.told:
             self._meter.event("swap", plans.told.popleft(), self.step)
 

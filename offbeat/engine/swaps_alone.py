@@ -55,12 +55,12 @@ class SwapsAlone(Swappable):
         """Do without the server from here, behind a `settle`; the optimizer here goes on from where the server's is.
 
         Returns:
-            Whether it had stepped by itself instead, so that it is not as those of the other workers.
+            Whether it has stepped by itself instead, so that it is not as those of the other workers.
 
         Raises:
             WorkerLostError, NetworkError: if the server is gone.
         """
-        is_own = self._local is not None
+        is_own = self._local is not None and self._local.is_anchored
         if not is_own:
             self._served.take_over_optimizer()
         self._served.land(in_place=False)

@@ -390,8 +390,10 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
-        self._record(Adopts(adopt.plan))
         self._have_adopted(adopt)
+        if not plan.is_served:  # it holds once all have left
+            return
+        self._record(Adopts(adopt.plan))
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():

@@ -4,8 +4,8 @@ What the controller of the plan decides is proposed as well. But a worker that i
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
 is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
 
-Under a plan without a server all are about to leave, at a border that they have agreed upon with it. If one is lost
-before, the plan that was there before comes to hold again, and all stay.
+Under a plan without a server all are about to leave, at a border that they have agreed upon with it; until then the
+policy before decides. If one is lost before, its plan comes to hold again, and all stay.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Swaps:
         Returns:
             None if it has to wait, since another plan is under way, or is refused.
         """
-        if self.present is None or self._proposal is not None:
+        if self.present is None or self._proposal is not None or self._before is not None:
             return None
         try:
             parts = self.present.controlled(sync)
@@ -233,18 +233,18 @@ class Swaps:
         old, self.present, self.count = self.present, new, count
         assert old is not None
         text = f"{new.sync!r} decides when workers may go on"
+        if border is not None:
+            text += ", once all have left the server, where none has come to yet"
         text += "" if new.sync == old.sync else f", not {old.sync!r} any more"
         text += f": {reason}" if reason else ""
-        if isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+        if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
-        if isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
+        if border is None and isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
             text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {old.controller!r} has let go of it"
         if new.controller is not None and new.controller != old.controller:
             text += f"; {new.controller!r} swaps it from now on"
-        if not new.is_served and old.is_served:
-            text += "; all leave the server where none has come to yet"
         agreed = "" if took_ms is None else f"agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
         self._adopted(new, Adopt(plan, count, text, border))
