@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
@@ -147,8 +148,24 @@ class Data:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, seed: int) -> None:
         """Go on where `state_dict` was called, in a run of that seed."""
         self._seed = seed
-        for loader, state in zip(self.loaders, states, strict=True):
+        for loader, state in zip(self.loaders, self._as_here(states, seed), strict=True):
             loader.load_state_dict(state, seed=seed)
+
+    def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
+        """The same places as a server takes them, if there is one, and the job had left its own when it was saved."""
+        places = {
+            number: (
+                msgspec.structs.replace(self._abouts[number], seed=seed % SEEDS),
+                dataclasses.replace(loader.source.leases, seed=seed % SEEDS),
+                state,
+            )
+            for number, (loader, state) in enumerate(zip(self.loaders, states, strict=True))
+            if isinstance(loader, LeasedLoader) and isinstance(loader.source, DealtSource) and "leases" in state
+        }
+        if not places:
+            return states
+        books = place.for_coordinator(places)
+        return [{"place": books} if number in places else state for number, state in enumerate(states)]
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1

@@ -74,6 +74,7 @@ def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> N
     assert "Cannot understand what was left in" in " ".join(output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_job_goes_over_to_a_server_and_back(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)

@@ -143,6 +143,7 @@ def lease(epochs: int) -> tuple[list[list[int]], list[str], list[int]]:
     return seen, said, steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_leased_data_goes_over_where_a_loop_begins_and_each_sample_is_computed_once_in_an_epoch() -> None:
     (mine, said, _), (other, _, _) = run_workers(2, lease, 6, timeout_s=110)
@@ -151,6 +152,44 @@ def test_leased_data_goes_over_where_a_loop_begins_and_each_sample_is_computed_o
     assert any("on ProcessGroup()" in text for text in said)
     assert any("where the next loop over the data begins" in text for text in said)
     assert any("ASP() decides when workers may go on, not BSP() any more, on ParameterServer(" in text for text in said)
+
+
+def go_on(folder: Path, begin: bool) -> list[list[int]]:
+    """Save in the middle of a loop, without the server that the job had begun with; go on with one."""
+    seen: list[list[int]] = []
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.arange(101.0).reshape(-1, 1))
+    with offbeat.init(offbeat.Plan(sync=SSP(3), fabric=SERVER)) as run:
+        prepared, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1e-6), DataLoader(data, batch_size=5, shuffle=True)
+        )
+        path = folder / f"{run.rank}.pt"
+        if not begin:
+            run.load_state_dict(torch.load(path, weights_only=False))
+        for epoch in range(0 if begin else 1, 2 if begin else 3):
+            seen.append([])
+            for index, (x,) in enumerate(loader):
+                if begin and run.rank == 0 and epoch == 0 and index == 2:
+                    run.swap(offbeat.Plan())
+                seen[-1] += x.flatten().int().tolist() if run.has_data else []
+                prepared(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if begin and epoch == 1 and index == 4:
+                    torch.save(run.state_dict(), path)
+                    break
+        run.settle()
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_place_in_data_that_was_saved_without_the_server_is_gone_on_from_with_one(tmp_path: Path) -> None:
+    (mine, other), (again, others) = (run_workers(2, go_on, tmp_path, begin, timeout_s=90) for begin in (True, False))
+    assert sorted(mine[0] + other[0]) == list(range(101))
+    assert len(mine[1]) == len(other[1]) == 25
+    assert sorted(mine[1] + other[1] + again[0] + others[0]) == list(range(101))
+    assert sorted(again[1] + others[1]) == list(range(101))
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -214,6 +253,7 @@ def stay(folder: Path) -> tuple[list[str], str, float]:
         return refusals, repr(run.plan), float(model.weight.detach().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_who_is_left_stays_at_the_server(tmp_path: Path) -> None:
     (refusals, plan, _), _ = run_workers(2, stay, tmp_path, timeout_s=110)
@@ -247,6 +287,7 @@ def steps_of(run: offbeat.Run, folder: Path) -> Iterator[int]:
         yield step
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_if_one_is_lost_before_the_border_the_others_stay(tmp_path: Path) -> None:
     results = run_workers(3, lose_one, tmp_path, timeout_s=110, faulty=2)
@@ -281,6 +322,7 @@ def resume(folder: Path, begin: int, end: int) -> Any:
         return model.weight.detach().clone(), run.plan.is_served
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_checkpoint_made_after_a_swap_is_gone_on_from_with_the_first_plan(tmp_path: Path) -> None:
     whole = run_workers(2, resume, tmp_path, 0, 12, timeout_s=90)
