@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from offbeat.data import Data
     from offbeat.engine import Control, Diary, Either, Waiter
-    from offbeat.engine.server import Server
+    from offbeat.engine.server import Server, Starting
     from offbeat.exchanging import Exchanging, Prepared
     from offbeat.plan import Plan
 
@@ -40,7 +40,9 @@ class Crossing:
         prepared, reducers: the models, and what keeps each of them together; more may come.
 
     Attributes:
-        due: the plan with a server that all go over to where the next loop over leased data begins, if any.
+        due: the plan with a server that all go over to, when that is started, or where the next loop over leased data
+            begins; None if there is none.
+        starting: its server, if that is started here.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Crossing:
         self._control, self._waiter, self._data, self._diary = control, waiter, data, diary
         self._exchanging, self._prepared, self._reducers = exchanging, prepared, reducers
         self.due: Plan | None = None
+        self.starting: Starting | None = None
 
     def check(self, plan: Plan) -> None:
         """See that this worker, which has no server, can go by another plan.
@@ -66,8 +69,8 @@ class Crossing:
         """
         if self.due is not None:
             raise PlanError(
-                f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}, where the next "
-                "loop over the data begins. Try again when they have."
+                f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}. Try again when "
+                "they have."
             )
         plan.check_world(self._control.world)
         if not plan.is_served:
@@ -88,6 +91,19 @@ class Crossing:
             return str(error)
         return self._data.stays
 
+    @property
+    def calls(self) -> bool:
+        """Whether this worker wants all to confer, because the server is there that it has started."""
+        return self.due is not None and self.starting is not None and self.starting.done() and not self._control.rank
+
+    def is_due(self) -> bool:
+        """Whether all go over now. Collective, behind a step of all."""
+        if self.due is None or self._data.leased:
+            return False
+        is_there = self.starting is None or self.starting.done()
+        told = self._control.texts("whether the server has been started", "" if is_there else "not yet")
+        return not any(told.values())
+
     def to_server(self, plan: Plan, connect: Callable[[], Server]) -> tuple[Server | None, str]:
         """Go over to a server, or say why that cannot be. Collective, behind a step of all.
 
@@ -98,11 +114,14 @@ class Crossing:
             OffbeatError: if another worker, or the server, is lost meanwhile.
         """
         server, refusal = self._connect(connect)
+        starting, self.due, self.starting = self.starting, None, None
         refusals = self._control.texts("whether all can reach the server", refusal)
         refusal = next((text for text in refusals.values() if text), "")
         if server is None or refusal:
             if server is not None:
                 server.abort()
+            if starting is not None:
+                starting.abandon()
             self._waiter.ask_server = str
             return None, refusal
         pairs = list(zip(self._prepared, self._reducers, strict=True))

@@ -44,8 +44,10 @@ from offbeat.engine import (
     SwapsTogether,
     Waiter,
     Watched,
+    addresses_of,
     connect,
     ignored_names,
+    start_beside,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -56,6 +58,7 @@ from offbeat.fabric.server import ParameterServer
 from offbeat.plan import Plan
 from offbeat.rendezvous import join, joins
 from offbeat.replica import Replica
+from offbeat.sync import ASP
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
@@ -367,7 +370,8 @@ class Run:
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
         if isinstance(reducer.now, SwapsTogether):
             called = reducer.now.take_call()
-            reducer.now.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+            wanted = self._conference.calls(self.plan, looks=self.rank == self._first)
+            reducer.now.calls = wanted or self._crossing.calls
             if called:
                 self._confer()
         elif not self._data.leased:
@@ -377,23 +381,41 @@ class Run:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
         before, outcome = self.plan, self._conference.decide(self.plan)
         refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
-        if outcome.plan.is_served and self._data.leased and not refusal:
-            self._crossing.due = outcome.plan
-            text = f"All go over to {outcome.plan.fabric!r} where the next loop over the data begins."
-            self._tell_all("swap", text)
+        if outcome.plan.is_served and not refusal:
+            text = self._expect_server(outcome.plan)
         elif outcome.plan.digest != before.digest and not refusal:
             text, refusal = self._go_by(outcome.plan)
         if refusal:
             self._tell_all("swap", f"The plan stays as it is. {refusal}")
-        self._conference.answer(text, refusal)
+        if self._crossing.is_due():
+            assert self._crossing.due is not None
+            text, refusal = self._go_by(self._crossing.due)
+            if refusal:
+                self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        if self._crossing.due is None or self._data.leased:
+            self._conference.answer(text, refusal)
         for one in self._together:
             one.calls = False
+
+    def _expect_server(self, plan: Plan) -> str:
+        """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
+        assert isinstance(plan.fabric, ParameterServer)
+        self._crossing.due, when = plan, "now"
+        if not addresses_of(plan.fabric, again=self._had_server):
+            self._crossing.starting = start_beside(self._control, self._timeout, self.run_dir)
+            when = "when the server has been started"
+        if self._data.leased:
+            when = "where the next loop over the data begins"
+        text = f"All go over to {plan.fabric!r} {when}."
+        if when != "now":
+            self._tell_all("swap", text)
+        return text
 
     def _go_by(self, plan: Plan) -> tuple[str, str]:
         """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
         before, began_s, refusal = self.plan, self._clock.now_s(), ""
         if plan.is_served:
-            how = {"patience": self._timeout, "again": self._had_server}
+            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self._server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
             if not refusal:
                 self._leave_plan(plan)
@@ -425,7 +447,6 @@ class Run:
         """Here all workers may come together to go over to a server, or to leave it."""
         server, due = self._server, self._crossing.due
         if due is not None:
-            self._crossing.due = None
             _, refusal = self._go_by(due)
             if refusal:
                 self._tell_all("swap", f"The plan stays as it is. {refusal}")
@@ -652,8 +673,8 @@ class Run:
         if self._server is None or (plans := self._server.plans).present is plans.taken:
             return
         plan = plans.taken = plans.present
-        if plan.is_served:  # one without a server holds once it is left
-            self._adopt(plan)
+        # One without a server holds once that is left; steps of the own end before.
+        self._adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
         while plans.told:
             self._meter.event("swap", plans.told.popleft(), self.step)
 
@@ -738,6 +759,8 @@ class Run:
             self._release(orderly=False)
             return
         atexit.unregister(self._close_at_exit)
+        if self._crossing.starting is not None:
+            self._crossing.starting.abandon()
         _runs.discard(self)
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:

@@ -43,7 +43,7 @@ from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.served import Served
-from offbeat.engine.server import connect
+from offbeat.engine.server import addresses_of, connect, start_beside
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.swaps_alone import SwapsAlone
@@ -77,9 +77,11 @@ __all__ = [
     "Timing",
     "Waiter",
     "Watched",
+    "addresses_of",
     "connect",
     "distinct",
     "ignored_names",
     "samples_in",
+    "start_beside",
     "start_watch",
 ]

@@ -66,7 +66,13 @@ class Conference:
             looks: whether it is the one that looks for wishes, now and then.
         """
         now_s = self._now_s()
-        if looks and self._folder is not None and not self._wanted and now_s - self._looked_s > _LOOK_S:
+        if (
+            looks
+            and self._folder is not None
+            and self._wish is None
+            and not self._wanted
+            and now_s - self._looked_s > _LOOK_S
+        ):
             self._looked_s = now_s
             self._look(self._folder, present)
         return bool(self._wanted)

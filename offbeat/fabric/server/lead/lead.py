@@ -35,7 +35,23 @@ from offbeat.fabric.server.messages import (
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.history import Adopts, Began
-from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.sync import (
+    ASP,
+    BSP,
+    Apply,
+    Deadline,
+    Drop,
+    Ending,
+    Evict,
+    Grant,
+    Paced,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    State,
+    Wake,
+)
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
@@ -390,14 +406,13 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
-        self._have_adopted(adopt)
-        if not plan.is_served:  # it holds once all have left
-            return
         self._record(Adopts(adopt.plan))
+        self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():
-            self._carry_out(model, one.coordinator.swap(plan.sync, by_controller=plan.controller is not None))
+            sync = plan.sync if plan.is_served else _until_left(one)
+            self._carry_out(model, one.coordinator.swap(sync, by_controller=plan.controller is not None))
 
     def _metrics(self, controller: Controller) -> Metrics | None:
         """What the controller is told: of the model that was prepared first."""
@@ -710,6 +725,17 @@ class Lead:
                 raise PeerError(f"A shard speaks of model {model}, which is not trained.")
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
+
+
+def _until_left(one: Model) -> Policy:
+    """Who decides until all have come where they leave the server.
+
+    Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
+    all are in step they come there together.
+    """
+    policy = one.coordinator.policy
+    steps = {member.step for member in one.coordinator.state.members.values()}
+    return policy if isinstance(policy, BSP) and len(steps) == 1 else ASP()
 
 
 def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:

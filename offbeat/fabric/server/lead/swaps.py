@@ -4,8 +4,9 @@ What the controller of the plan decides is proposed as well. But a worker that i
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
 is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
 
-Under a plan without a server all are about to leave, at a border that they have agreed upon with it; until then the
-policy before decides. If one is lost before, its plan comes to hold again, and all stay.
+Under a plan without a server all are about to leave, at a border that they have agreed upon with it. Until then each
+comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
+again, and all stay.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Swaps:
         text += f": {reason}" if reason else ""
         if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
-        if border is None and isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
+        if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
             text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {old.controller!r} has let go of it"
