@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import msgspec
 from torch.utils.data import DataLoader, RandomSampler
 
-from offbeat.engine import AgreedSource, DealtSource, Draw, Drawn, Timing
+from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place
 from offbeat.errors import ModelError
 from offbeat.fabric.server import Enrol
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
@@ -14,7 +16,7 @@ from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases, what_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -38,6 +40,7 @@ class Data:
         seed: of the order of samples.
         outlives: whether the others go on without one that is lost, and without a server.
         reducers, models: that were prepared; more may come.
+        begins: called when a loop over leased data begins.
 
     Attributes:
         server: that deals out data, if there is one.
@@ -56,10 +59,12 @@ class Data:
         outlives: bool,
         reducers: Sequence[Exchanger],
         models: Sequence[torch.nn.Module],
+        begins: Callable[[], None],
     ) -> None:
         self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
         self._world, self._seed, self._outlives = world, seed, outlives
-        self._reducers, self._models = reducers, models
+        self._reducers, self._models, self._begins = reducers, models, begins
+        self._abouts: dict[int, Enrol] = {}  # what was said of leased loaders, by number
         self.server: Server | None = None
         self.loaders: list[Loader | LeasedLoader] = []
         self.has_data = True
@@ -169,8 +174,24 @@ class Data:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, seed: int) -> None:
         """Go on where `state_dict` was called, in a run of that seed."""
         self._seed = seed
-        for loader, place in zip(self.loaders, states, strict=True):
-            loader.load_state_dict(place, seed=seed)
+        for loader, state in zip(self.loaders, self._as_here(states, seed), strict=True):
+            loader.load_state_dict(state, seed=seed)
+
+    def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
+        """The same places as a server takes them, if there is one, and the job had left its own when it was saved."""
+        places = {
+            number: (
+                msgspec.structs.replace(self._abouts[number], seed=seed % SEEDS),
+                dataclasses.replace(loader.source.leases, seed=seed % SEEDS),
+                state,
+            )
+            for number, (loader, state) in enumerate(zip(self.loaders, states, strict=True))
+            if isinstance(loader, LeasedLoader) and isinstance(loader.source, DealtSource) and "leases" in state
+        }
+        if not places:
+            return states
+        books = place.for_coordinator(places)
+        return [{"place": books} if number in places else state for number, state in enumerate(states)]
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1
@@ -201,21 +222,93 @@ class Data:
         told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
         told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
         self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
-        source: Source
-        if self.server is not None:
-            source = DealtSource(self.server, self._waiter, about)
-        else:
-            source = AgreedSource(
-                Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
-                self._plan.tuning,
-                batch=about.batch,
-                least=about.least,
-                control=self._control,
-                take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
-                kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
-                keeps=self._keeps,
-            )
-        return LeasedLoader(loader, source=source, drawn=self._on_batch, put_back=self._put_back, world=self._world)
+        server = self.server
+        source: Source = self._agreed(about) if server is None else DealtSource(server, self._waiter, about)
+        self._abouts[about.loader] = about
+        return LeasedLoader(
+            loader,
+            source=source,
+            drawn=self._on_batch,
+            put_back=self._put_back,
+            world=self._world,
+            begins=self._begins,
+        )
+
+    def _agreed(self, about: Enrol) -> AgreedSource:
+        return AgreedSource(
+            Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
+            self._plan.tuning,
+            batch=about.batch,
+            least=about.least,
+            control=self._control,
+            take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+            kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
+            keeps=self._keeps,
+        )
+
+    # -- from one fabric to the other ----------------------------------------------------------------------------
+
+    @property
+    def stays(self) -> str:
+        """Why the workers cannot do without a server; "" if they can."""
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader) and not loader.can_go_together:
+                return (
+                    f"Cannot leave the server: every worker goes through loader {number} by itself, and without a "
+                    "server all have to make the same steps. Prepare a DataLoader over a dataset with a length."
+                )
+        return ""
+
+    def to_server(self, server: Server) -> None:
+        """Have a server deal out from now on, at the beginning of a loop over leased data, if there is any. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        self.server = server
+        places: dict[int, tuple[Enrol, Leases, Mapping[str, Any]]] = {}
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                loader.go_alone()
+                continue
+            about = msgspec.structs.replace(self._abouts[number], seed=loader.source.leases.seed)
+            places[number] = (about, loader.source.leases, loader.source.state_dict())
+            loader.change_source(DealtSource(server, self._waiter, about, loader.progress))
+        if not places:
+            return
+        server.sum("the data to be dealt out by the server", (), self._waiter)
+        if self._control.rank == 0:
+            told = server.client.restock(place.for_coordinator(places))
+            self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+
+    def give_back(self) -> None:
+        """Others may have what the server has dealt out beforehand: it is about to be left."""
+        for loader in self.leased:
+            if isinstance(loader.source, DealtSource):
+                loader.source.give_back_undrawn()
+
+    def to_group(self, server: Server) -> None:
+        """Have the workers work out by themselves who computes what; all have given back what they had. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        self.server = None
+        said = ""
+        if self.leased and self._control.rank == 0:
+            asked = server.client.books()
+            self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+            said = bytes(asked.place).decode()
+        books = self._control.texts("the place in the data", said)[0]
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                loader.go_together()
+                continue
+            leases, reached = loader.source.leases, loader.progress
+            source = self._agreed(self._abouts[number])
+            source.load_state_dict(place.for_workers(books, number, leases), seed=leases.seed)
+            source.progress = max(source.progress, reached)
+            loader.change_source(source)
 
     @property
     def _keeps(self) -> Keeps:

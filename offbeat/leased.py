@@ -23,7 +23,7 @@ from offbeat.errors import ModelError
 from offbeat.loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
@@ -43,15 +43,15 @@ class Batches(Sampler[list[int]]):
     """
 
     def __init__(self, source: Source, length: int) -> None:
-        self._source, self._length = source, length
+        self.source, self._length = source, length
         self.asked: deque[Batch] = deque()  # for, and not yet loaded
         self._last = list(range(min(_NORMALIZED, source.leases.samples)))
 
     def __iter__(self) -> Iterator[list[int]]:
-        while (batch := self._source.next()) is not None:
+        while (batch := self.source.next()) is not None:
             self.asked.append(batch)
             if batch.lease is not None:
-                self._last = self._source.leases.indices(batch.lease).tolist()
+                self._last = self.source.leases.indices(batch.lease).tolist()
             yield self._last
 
     def __len__(self) -> int:
@@ -67,10 +67,20 @@ class LeasedLoader:
         drawn: called with each batch.
         put_back: called with those in whose middle the loop was left.
         world: number of workers.
+        begins: called when a loop begins, before anything is asked for; it may `change_source`.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, source: Source, drawn: Drawn, put_back: PutBack, world: int) -> None:
-        self._source, self._drawn, self._put_back = source, drawn, put_back
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        source: Source,
+        drawn: Drawn,
+        put_back: PutBack,
+        world: int,
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._source, self._drawn, self._put_back, self._begins = source, drawn, put_back, begins
         self._loop = 0  # the present one
         self._given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)  # in it
         self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
@@ -89,6 +99,7 @@ class LeasedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._leave()  # there is one loop at a time
         self._give_back_left()
+        self._begins()
         asked, given = self._batches.asked, self._given
         self._loop += 1
         loop = self._loop
@@ -110,6 +121,15 @@ class LeasedLoader:
         finally:
             if self._loop == loop:
                 self._leave()
+
+    @property
+    def source(self) -> Source:
+        """Where its batches come from."""
+        return self._source
+
+    def change_source(self, source: Source) -> None:
+        """Have another one decide from the next loop on; the place in the data is for it to know."""
+        self._source = self._batches.source = source
 
     def _leave(self) -> None:
         """The loop is over."""

@@ -94,6 +94,8 @@ class Loader:
         seed: of the permutation.
         together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
             agreed on after this.
+
+    Where the workers come to have a server, and leave it, `go_alone` and `go_together` are called.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class Loader:
         self.loader = _deal_out(loader, control.rank, control.world, seed)
         if control.world > 1:
             control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
+        self._goes_alone = False  # the workers have a server since, and agree on nothing more
+        self._agreed: list[Course] = []  # each rank's epoch, as it was agreed on last; empty if lengths are not known
         lengths = [course.length for course in self._courses()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
         if 0 in lengths:
@@ -141,6 +145,19 @@ class Loader:
         courses = self._courses()
         self._longest = max((course.length for course in courses), default=0)
         return self._iterate(courses, epoch, skip)
+
+    def go_alone(self) -> None:
+        """The workers have a server from now on: nothing is agreed on, and loops stay as long as they were."""
+        self._goes_alone = True
+
+    def go_together(self) -> None:
+        """The workers have no server any more, as before `go_alone`; all are at the same batch."""
+        self._goes_alone = False
+
+    @property
+    def can_go_together(self) -> bool:
+        """Whether all workers go through the same number of batches, in each loop."""
+        return self._control.world == 1 or (not self._apart and bool(self._agreed))
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its batches were given out to each of how many workers, and samples of a usual one.
@@ -219,7 +236,7 @@ class Loader:
             last = batch if real else last
             if last is _END:
                 raise ModelError(f"The loader of rank {self._control.rank} gave no batch at all while others did.")
-            if self._unchecked:
+            if self._unchecked and not self._goes_alone:
                 self._unchecked = False
                 self._compare_first(last)
             weight = self._weight(last, real, relative_size(courses, index, self._place))
@@ -234,7 +251,7 @@ class Loader:
         return 0 if self._apart else self._control.rank
 
     def _weight(self, batch: Any, real: bool, relative: float | None) -> float:
-        if relative is not None or self._apart:
+        if relative is not None or self._apart or self._goes_alone:
             return (1.0 if relative is None else relative) if real else 0.0
         samples = samples_in(batch) if real else 0
         if self._usual is None:
@@ -262,16 +279,19 @@ class Loader:
 
     def _courses(self) -> list[Course]:
         """Each rank's epoch; empty if a rank does not know its length."""
+        if self._goes_alone:
+            return self._agreed
         mine = course_of(self.loader)
         courses = [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
             courses = [Course.from_text(text) for text in texts.values()]
-        return courses if all(course.length >= 0 for course in courses) else []
+        self._agreed = courses if all(course.length >= 0 for course in courses) else []
+        return self._agreed
 
     def _who_has_data(self, mine: bool) -> list[bool]:
         world, question = self._control.world, "the agreement on who has data"
-        if self._apart:
+        if self._apart or self._goes_alone:
             return [mine]
         if world > _MOST_BITS:
             texts = self._control.texts(question, str(int(mine)))

@@ -181,7 +181,7 @@ class Plan:
                 _check_crowds(policy, "workers", [list(range(world))], "plan.controller")
 
     def swapped(self, part: str, *, whole: bool = False) -> Plan:
-        """This plan with another part, such as ``[sync]``, as it may come to hold while a job trains with a server.
+        """This plan with another part, such as ``[sync]``, as it may come to hold while a job trains.
 
         A controller that is not named in the part lets go when a person swaps the policy: it would swap back.
 
@@ -210,11 +210,26 @@ class Plan:
 
     def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name not in ("sync", "controller"):
+            if name == "fabric" and {type(here), type(there)} == {ProcessGroup, ParameterServer}:
+                self._check_crossing(here, there)
+            elif name not in ("sync", "controller"):
                 raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, and "
-                    f"its controller. Save a checkpoint, and start again with the other plan - at `plan.{name}`."
+                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "
+                    "controller, and ProcessGroup() for ParameterServer() or back. Save a checkpoint, and start again "
+                    f"with the other plan - at `plan.{name}`."
                 )
+
+    def _check_crossing(self, here: FabricSpec, there: FabricSpec) -> None:
+        if self.tuning is not None:
+            raise PlanError(
+                f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
+                "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
+            )
+
+    @property
+    def is_served(self) -> bool:
+        """Whether parameters live at a server."""
+        return self.fabric.offers.served
 
     @property
     def digest(self) -> str:

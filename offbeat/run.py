@@ -32,40 +32,37 @@ import torch
 import torch.distributed as dist
 
 from offbeat.clock import WallClock
+from offbeat.crossing import Crossing
 from offbeat.data import Data
 from offbeat.engine import (
-    AllReduced,
     Awaited,
-    Buffers,
     Conference,
     Control,
     Diary,
+    Either,
     Meter,
     MetricsFile,
     Newcomer,
-    Reducer,
-    Served,
-    SwapsAlone,
     SwapsTogether,
     Waiter,
     Watched,
+    addresses_of,
     connect,
-    distinct,
     ignored_names,
     join_watch,
+    start_beside,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
+from offbeat.exchanging import Exchanging, Prepared
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import ParameterServer, describe
-from offbeat.fabric.server.optimizers import lines_of
-from offbeat.layout import arrange
+from offbeat.fabric.server import ParameterServer
 from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
 from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
-from offbeat.sync import LocalSGD
+from offbeat.sync import ASP
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
@@ -74,15 +71,13 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.engine import Exchanger
     from offbeat.engine.server import Server
     from offbeat.fabric import Fabric
-    from offbeat.layout import Layout
-    from offbeat.sync import OuterSGD
     from offbeat.wire import Watch
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
+_SERVER_PLAN = "server.toml"  # in a run's folder: the plan of a job that has gone over to a server
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -147,8 +142,10 @@ class Run:
         self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
+        self._timeout = timeout
         self._pid = os.getpid()
-        self._reducers: list[Exchanger] = []
+        self._reducers: list[Either] = []
+        self._prepared_models: list[Prepared] = []
         self._models: list[torch.nn.Module] = []
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
@@ -193,8 +190,20 @@ class Run:
             outlives=elastic,
             reducers=self._reducers,
             models=self._models,
+            begins=self._at_border,
         )
-        self._conference = Conference(self._control, self._clock.now_s, run_dir)
+        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
+        self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
+        self._crossing = Crossing(
+            control=self._control,
+            waiter=self._waiter,
+            data=self._data,
+            diary=self._diary,
+            exchanging=self._exchanging,
+            prepared=self._prepared_models,
+            reducers=self._reducers,
+        )
+        self._conference = Conference(self._control, self._clock.now_s, run_dir, self._crossing.check)
         self._watch, watched = None, None
         if told is not None:
             self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
@@ -205,12 +214,12 @@ class Run:
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._server: Server | None = None
+        self._had_server = False
         self._membership: Membership | None = None
-        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
-            self._server = self._data.server = self._connect(timeout)
+            self._server = self._data.server = self._connect(plan)
             job = "" if told is None else told.history
             if history is not None:
                 job = self._open_diary(history, job)
@@ -261,8 +270,8 @@ class Run:
             )
         self._tell_all("membership", text)
 
-    def _connect(self, timeout: timedelta) -> Server | None:
-        fabric = self.plan.fabric
+    def _connect(self, plan: Plan) -> Server | None:
+        fabric = plan.fabric
         if not isinstance(fabric, ParameterServer):
             if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
                 _log.warning(
@@ -275,16 +284,26 @@ class Run:
         # A worker that is alone needs no server, unless one is there.
         if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
             return None
+        return self._reach(plan)
+
+    def _reach(self, plan: Plan, **how: Any) -> Server:
+        assert isinstance(plan.fabric, ParameterServer)
         return connect(
-            self.plan,
-            fabric,
+            plan,
+            plan.fabric,
             self._control,
             self._waiter,
-            timeout,
+            self._timeout,
             self.run_dir,
             self._tell_of_server,
             place=self._joins,
+            stays=self._stays,
+            **how,
         )
+
+    def _stays(self) -> str:
+        """Why this worker could not leave the server, or ""."""
+        return "It has joined the job later." if self._joins else self._crossing.stays(self.plan)
 
     def _open_diary(self, folder: Path, job: str) -> str:
         """Have all workers' histories name the same job, this one if it has a name; that. Collective."""
@@ -323,23 +342,24 @@ class Run:
         check_modules(model)
         parameters = trainable(model)
         check_optimizer(optimizer, model)
+        device = next(iter(parameters.values())).device
+        backend = "nccl" if device.type == "cuda" else "gloo"
         sparse = sparse_names(model) & set(parameters) if self._server is None else set()
-        layout = arrange(parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse)
         self._control.agree(
             "model",
-            inventory(model, layout.sparse),
+            inventory(model, sparse),
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
         self._claim(model, parameters)
-        device = next(iter(parameters.values())).device
-        fabric = self._bind("nccl" if device.type == "cuda" else "gloo")
+        one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(backend))
         if self._membership is None or not self._membership.is_outside:
-            self._broadcast(model, fabric)
-        reducer: Exchanger
+            self._exchanging.broadcast(one)
         if self._server is not None:
-            reducer = self._serve(self._server, parameters, layout, optimizer)
+            self._exchanging.agree_on_optimizer(one)
+            reducer = Either(self._exchanging.serve(one, self.plan, self._server))
         else:
-            reducer = self._replicate(model, parameters, layout, fabric, optimizer)
+            reducer = Either(self._exchanging.replicate(one, self.plan))
+        self._prepared_models.append(one)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
         self._models.append(model)
@@ -359,75 +379,6 @@ class Run:
             return replica, optimizer
         return replica, optimizer, prepared_loader
 
-    def _serve(
-        self,
-        server: Server,
-        parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
-        optimizer: torch.optim.Optimizer,
-    ) -> Exchanger:
-        self._control.agree(
-            "optimizer",
-            "\n".join(lines_of(describe(optimizer, {id(p): name for name, p in parameters.items()}))),
-            "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
-        )
-        served = Served(
-            parameters=parameters,
-            layout=layout,
-            plan=self.plan,
-            optimizer=optimizer,
-            server=server,
-            waiter=self._waiter,
-            meter=self._meter,
-            diary=self._diary,
-            in_place=not isinstance(self.plan.sync, LocalSGD),
-            model=len(self._reducers),
-        )
-        return SwapsAlone(served=served, parameters=parameters, waiter=self._waiter, model=len(self._reducers))
-
-    def _replicate(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
-        fabric: Fabric,
-        optimizer: torch.optim.Optimizer,
-    ) -> Exchanger:
-        number = len(self._reducers)
-        buffers = Buffers(model, fabric) if self.world > 1 else None
-        reducer = Reducer(
-            parameters=parameters,
-            layout=layout,
-            plan=self.plan,
-            fabric=fabric,
-            control=self._control,
-            buffers=buffers,
-            waiter=self._waiter,
-            meter=self._meter,
-            model=number,
-        )
-
-        def average(outer: OuterSGD | None) -> AllReduced:
-            return AllReduced(
-                reducer=reducer,
-                parameters=parameters,
-                fabric=fabric,
-                buffers=buffers,
-                waiter=self._waiter,
-                outer=outer,
-                model=number,
-            )
-
-        return SwapsTogether(
-            reducer=reducer,
-            average=average,
-            parameters=parameters,
-            optimizer=optimizer,
-            control=self._control,
-            waiter=self._waiter,
-            model=number,
-        )
-
     def _claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         taken = [name for name, p in parameters.items() if id(p) in self._prepared]
         if taken:
@@ -439,7 +390,7 @@ class Run:
         ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Exchanger) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Either) -> None:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
@@ -454,18 +405,22 @@ class Run:
                         "before prepare."
                     )
 
-    def _after_step(self, reducer: Exchanger, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _after_step(self, reducer: Either, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         reducer.after_step()
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
-        if isinstance(reducer, SwapsTogether):
-            called = reducer.take_call()
-            reducer.calls = self._conference.calls(self.plan, looks=self.rank == self._first)
+        if isinstance(reducer.now, SwapsTogether):
+            called = reducer.now.take_call()
+            looks = self.rank == self._first
+            wanted = self._conference.calls(self.plan, looks=looks) or self._crossing.calls
             if self._membership is not None:
-                reducer.calls |= self._membership.calls(self.plan, looks=self.rank == self._first)
+                wanted |= self._membership.calls(self.plan, looks=looks)
+            reducer.now.calls = wanted
             if called:
                 self._confer()
+        elif not self._data.leased:
+            self._at_border()
         if self._drains:  # not before the script is through with this step
             self._drains = False
             for prepared in self._models:
@@ -474,19 +429,20 @@ class Run:
     def _confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
         before, outcome = self.plan, self._conference.decide(self.plan)
-        text = f"The plan stays as it is: {before.sync!r}."
-        if outcome.refusal:
-            self._tell_all("swap", f"The plan stays as it is. {outcome.refusal}")
-        elif outcome.plan.digest != before.digest:
-            began_s = self._clock.now_s()
-            self._adopt(outcome.plan)
-            took_ms = 1000 * (self._clock.now_s() - began_s)
-            text = (
-                f"From step {self.step} on {self.plan.sync!r} decides when workers may go on, not {before.sync!r} any "
-                f"more (plan {self.plan.digest[:12]}, was {before.digest[:12]}; it took {took_ms:.0f} ms)."
-            )
-            self._tell_all("swap", text)
-        self._conference.answer(text, outcome.refusal)
+        refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
+        if outcome.plan.is_served and not refusal:
+            text = self._expect_server(outcome.plan)
+        elif outcome.plan.digest != before.digest and not refusal:
+            text, refusal = self._go_by(outcome.plan)
+        if refusal:
+            self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        if self._crossing.is_due():
+            assert self._crossing.due is not None
+            text, refusal = self._go_by(self._crossing.due)
+            if refusal:
+                self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        if self._crossing.due is None or self._data.leased:
+            self._conference.answer(text, refusal)
         if self._membership is not None and (came := self._membership.take_in(self.plan)):
             self._tell_of(came)
         for one in self._together:
@@ -501,9 +457,87 @@ class Run:
             f"{len(self._circle.members)} workers take part; {came.changes}.",
         )
 
+    def _expect_server(self, plan: Plan) -> str:
+        """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
+        assert isinstance(plan.fabric, ParameterServer)
+        self._crossing.due, when = plan, "now"
+        if not addresses_of(plan.fabric, again=self._had_server):
+            self._crossing.starting = start_beside(self._control, self._timeout, self.run_dir)
+            when = "when the server has been started"
+        if self._data.leased:
+            when = "where the next loop over the data begins"
+        text = f"All go over to {plan.fabric!r} {when}."
+        if when != "now":
+            self._tell_all("swap", text)
+        return text
+
+    def _go_by(self, plan: Plan) -> tuple[str, str]:
+        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
+        before, began_s, refusal = self.plan, self._clock.now_s(), ""
+        if plan.is_served:
+            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
+            self._server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if not refusal:
+                self._leave_plan(plan)
+        return ("", refusal) if refusal else (self._tell_swap(before, plan, began_s), "")
+
+    def _tell_swap(self, before: Plan, plan: Plan, began_s: float) -> str:
+        """Go by it from now on; what is said of it."""
+        self._adopt(plan)
+        where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
+        policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
+        text = (
+            f"From step {self.step} on {plan.sync!r} decides when workers may go on{policy}{where} "
+            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
+            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
+        )
+        self._tell_all("swap", text)
+        return text
+
+    def _leave_plan(self, plan: Plan) -> None:
+        """Have workers that join from now on begin with it, not with the job's first."""
+        if self.run_dir is None or self.rank:
+            return
+        try:
+            (self.run_dir / _SERVER_PLAN).write_text(plan.to_toml())
+        except OSError as error:  # a full disk is no reason to end the run
+            _log.warning("Cannot write to %s: %s. Who joins needs --plan.", self.run_dir, error.strerror)
+
+    def _at_border(self) -> None:
+        """Here all workers may come together to go over to a server, or to leave it."""
+        server, due = self._server, self._crossing.due
+        if due is not None:
+            _, refusal = self._go_by(due)
+            if refusal:
+                self._tell_all("swap", f"The plan stays as it is. {refusal}")
+        elif server is not None and server.plans.border.is_here(self._waiter):
+            self._leave_server(server)
+
+    def _leave_server(self, server: Server) -> None:
+        """Go on without it, unless somebody is gone since all had agreed to. Collective."""
+        before, began_s = self.plan, self._clock.now_s()
+        for reducer in self._reducers:
+            reducer.settle()
+        self._data.give_back()
+        there = server.leave(self._waiter)
+        for reducer in self._reducers:
+            reducer.refreshed()
+        self._take_plan()
+        plan = server.plans.present
+        if there < self.world or plan.is_served:
+            return
+        self._crossing.to_group(plan, server)
+        self._server, self._had_server = None, True
+        if self.run_dir is not None and self.rank == 0:
+            for name in ("server.json", _SERVER_PLAN):
+                (self.run_dir / name).unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        self._tell_swap(before, plan, began_s)
+
     @property
     def _together(self) -> list[SwapsTogether]:
-        return [reducer for reducer in self._reducers if isinstance(reducer, SwapsTogether)]
+        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
 
     @property
     def _first(self) -> int:
@@ -569,23 +603,7 @@ class Run:
         self._fabrics.append(fabric)
         return fabric
 
-    def _broadcast(self, model: torch.nn.Module, fabric: Fabric) -> None:
-        """Give every rank rank 0's parameters (frozen ones too) and buffers."""
-        if self.world == 1:
-            return
-        ignored = ignored_names(model)
-        named = [*model.named_parameters(), *model.named_buffers()]
-        with torch.no_grad():
-            for name, tensor in named:
-                if name in ignored or not tensor.numel():
-                    continue
-                own = distinct(tensor.detach())
-                whole = own.contiguous()
-                self._waiter.wait(fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
-                if whole.data_ptr() != own.data_ptr():
-                    own.copy_(whole)
-
-    def _write_start(self, model: torch.nn.Module, reducer: Exchanger) -> None:
+    def _write_start(self, model: torch.nn.Module, reducer: Either) -> None:
         buckets = [
             {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
             for b in reducer.layout.buckets
@@ -710,11 +728,13 @@ class Run:
 
     def _take_plan(self) -> None:
         """Go by the plan that the server says holds."""
-        if self._server is None or self._server.plans.present is self.plan:
+        if self._server is None or (plans := self._server.plans).present is plans.taken:
             return
-        self._adopt(self._server.plans.present)
-        while self._server.plans.told:
-            self._meter.event("swap", self._server.plans.told.popleft(), self.step)
+        plan = plans.taken = plans.present
+        # One without a server holds once that is left; steps of the own end before.
+        self._adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
+        while plans.told:
+            self._meter.event("swap", plans.told.popleft(), self.step)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
@@ -767,11 +787,6 @@ class Run:
                     "Prepare the same models and loaders before load_state_dict."
                 )
         self._compare_plans(state["plan"])
-        if self._server is None and any(one.get("reducer", one).get("server") for one in state["models"]):
-            _log.warning(
-                "The checkpoint has the optimizer's state (such as momentum) from a parameter server; on %r it begins "
-                "anew.", self.plan.fabric
-            )  # fmt: skip
         self._seed = int(state["seed"])
         try:
             for reducer, one in zip(self._reducers, state["models"], strict=True):
@@ -807,6 +822,8 @@ class Run:
             self._release(orderly=False)
             return
         atexit.unregister(self._close_at_exit)
+        if self._crossing.starting is not None:
+            self._crossing.starting.abandon()
         _runs.discard(self)
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:

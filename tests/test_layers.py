@@ -40,6 +40,8 @@ TIERS = {
     "rendezvous": 6,
     "trainable": 6.2,
     "data": 6.3,
+    "exchanging": 6.3,
+    "crossing": 6.4,
     "membership": 6.4,
     "run": 6.5,
     "report": 7,

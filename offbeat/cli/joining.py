@@ -39,7 +39,7 @@ class Joining:
     Args:
         environment: by which workers find it.
         first_rank: that nobody in it has had.
-        plan: its plan of the beginning, if it is known here; those that train say which one holds.
+        plan: that of its beginning, or with its server, if it is known here; those that train say which one holds.
     """
 
     environment: dict[str, str]
@@ -73,7 +73,7 @@ def look_for(where: str, workers: int) -> Joining:
         )
     began_with = scenes[0].world
     first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
-    plan = Path(target.folder) / "plan.toml" if target.folder else None
+    plans = [Path(target.folder) / name for name in ("server.toml", "plan.toml")] if target.folder else []
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -84,7 +84,7 @@ def look_for(where: str, workers: int) -> Joining:
         "OFFBEAT_KEY": target.key,
         "OFFBEAT_AUTHORITY": target.authority,
     }
-    return Joining(environment, first_rank, plan if plan is not None and plan.is_file() else None)
+    return Joining(environment, first_rank, next((plan for plan in plans if plan.is_file()), None))
 
 
 def _without_server(folder: Path, workers: int) -> Joining:

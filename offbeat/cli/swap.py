@@ -27,6 +27,13 @@ _LOOK_S = 0.1
 def swap(
     policy: Annotated[str, typer.Argument(help="As Python, such as 'SSP(4)' or ASP.", show_default=False)],
     job: JobPlace,
+    fabric: Annotated[
+        str,
+        typer.Option(
+            help="Where it is summed from then on, such as 'ParameterServer()' or ProcessGroup; as now if left out.",
+            show_default=False,
+        ),
+    ] = "",
     job_name: JobName = "",
     token_file: TokenFile = None,
     certificate: Certificate = None,
@@ -37,14 +44,18 @@ def swap(
 
     All workers are asked; if all can go by it, it holds for all at once, and nothing that is on its way is lost. If one
     cannot, nothing changes, and the exit code is 2. If the plan has a controller, it lets go: nobody swaps back. A job
-    without a parameter server is asked through its run folder, and takes that up behind its next exchange.
+    without a parameter server is asked through its run folder, and takes that up behind its next exchange. With
+    --fabric all go over to a server, or leave theirs, where they come together next.
     """
     import tomli_w
 
     from offbeat.cli.names import read_part
     from offbeat.plan import table_of
 
-    part = tomli_w.dumps({"sync": table_of(read_part("sync", policy))})
+    parts = {"sync": table_of(read_part("sync", policy))}
+    if fabric:
+        parts["fabric"] = table_of(read_part("fabric", fabric))
+    part = tomli_w.dumps(parts)
     if is_without_server(job):
         typer.echo(_wish(Path(job), part))
         return

@@ -1,6 +1,7 @@
 """Runs a plan for real: gradients out of autograd, through codec and fabric, back into `.grad`.
 
-* `exchanger` - what the front end needs of one model's exchange, whichever of the next three it is
+* `exchanger` - what the front end needs of one model's exchange, whichever of the next three it is; `either` - stands
+  before it, so that it may be exchanged
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
@@ -10,7 +11,7 @@
 * `admission` - how workers come to a job without a server; `handover` - what they are handed
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
-* `server` - how a worker finds its server, and its questions to all through it
+* `server` - how a worker finds its server, and its questions to all through it; `border` - where it leaves it again
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
 * `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
@@ -23,7 +24,8 @@
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
 * `witness` - ties the waiting primitive to the sentinel beside each worker
 * `control` - collective questions beside the data's path: are we the same, who has data
-* `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all
+* `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all;
+  `place` - the place in the data, from one to the other
 * `meter` - one record per step, written by a background thread
 * `diary` - digests of the parameters, for the history of a run
 """
@@ -36,6 +38,7 @@ from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.diary import Diary
+from offbeat.engine.either import Either
 from offbeat.engine.exchanger import Exchanger
 from offbeat.engine.handover import hand_over
 from offbeat.engine.ignored import ignored_names
@@ -43,7 +46,7 @@ from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.served import Served
-from offbeat.engine.server import connect
+from offbeat.engine.server import addresses_of, connect, start_beside
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.swaps_alone import SwapsAlone
@@ -64,6 +67,7 @@ __all__ = [
     "Diary",
     "Draw",
     "Drawn",
+    "Either",
     "Exchanger",
     "Job",
     "Local",
@@ -81,11 +85,13 @@ __all__ = [
     "Timing",
     "Waiter",
     "Watched",
+    "addresses_of",
     "connect",
     "distinct",
     "hand_over",
     "ignored_names",
     "join_watch",
     "samples_in",
+    "start_beside",
     "start_watch",
 ]

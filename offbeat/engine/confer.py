@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.errors import PeerError, PlanError
+from offbeat.errors import OffbeatError, PeerError, PlanError
 from offbeat.wire import wish
 from offbeat.wire.wish import Granted, Wish
 
@@ -39,10 +39,17 @@ class Conference:
         control: this worker's end of the control group.
         now_s: the clock.
         folder: where wishes are left, if anywhere.
+        check: called with a plan that is wanted; raises if this worker cannot go by it.
     """
 
-    def __init__(self, control: Control, now_s: Callable[[], float], folder: Path | None) -> None:
-        self._control, self._now_s, self._folder = control, now_s, folder
+    def __init__(
+        self,
+        control: Control,
+        now_s: Callable[[], float],
+        folder: Path | None,
+        check: Callable[[Plan], None] = lambda plan: None,
+    ) -> None:
+        self._control, self._now_s, self._folder, self._check = control, now_s, folder, check
         self._wanted = ""
         self._wish: Wish | None = None
         self._looked_s = 0.0
@@ -59,7 +66,13 @@ class Conference:
             looks: whether it is the one that looks for wishes, now and then.
         """
         now_s = self._now_s()
-        if looks and self._folder is not None and not self._wanted and now_s - self._looked_s > _LOOK_S:
+        if (
+            looks
+            and self._folder is not None
+            and self._wish is None
+            and not self._wanted
+            and now_s - self._looked_s > _LOOK_S
+        ):
             self._looked_s = now_s
             self._look(self._folder, present)
         return bool(self._wanted)
@@ -73,7 +86,9 @@ class Conference:
             if len(told) > 1:
                 raise PlanError(f"Cannot swap the plan for {len(told)} others at once. Try again with one.")
             plan = present.swapped(min(told), whole=True) if told else present
-        except PlanError as error:
+            if plan.digest != present.digest:
+                self._check(plan)
+        except OffbeatError as error:
             refusal = str(error)
         refusals = self._control.texts("the agreement on another plan", refusal)
         refusal = next((text for text in refusals.values() if text), "")

@@ -27,13 +27,14 @@ class DealtSource:
         server: this worker's connection to it.
         waiter: the one waiting primitive.
         about: the loader.
+        progress: as of `Source`, if it goes on from another one.
     """
 
-    def __init__(self, server: Server, waiter: Waiter, about: Enrol) -> None:
+    def __init__(self, server: Server, waiter: Waiter, about: Enrol, progress: float = 0.0) -> None:
         self.leases = Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last)
         self._server, self._waiter, self._loader = server, waiter, about.loader
         self._count = about.batch  # of the batch at hand
-        self.progress = 0.0
+        self.progress = progress
         self._over = 0  # epochs of which this worker knows the end
         self._hand = server.client.enrol(about)
 
@@ -80,6 +81,10 @@ class DealtSource:
         if numbers:
             with contextlib.suppress(NetworkError):  # the run is closed, and the server knows that it has ended
                 self._server.client.give_back(self._hand, numbers)
+
+    def give_back_undrawn(self) -> None:
+        """What was dealt out beforehand is others'; another source is to go on from here."""
+        self._server.client.give_back(self._hand, self._hand.take_undrawn())
 
     def crowded(self) -> None:
         """Ask for less; what was drawn since the last step is given back, and so is what was dealt out beforehand."""

@@ -53,6 +53,11 @@ class Diary:
             why = error.strerror or error
             raise PlanError(f"Cannot keep a history in {folder}: {why}. Choose another folder.") from error
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is written."""
+        return self._writer is not None
+
     def trains(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
         """A model is prepared."""
         if self._writer is not None:

@@ -22,13 +22,18 @@ class Exchanger(Protocol):
 
     Attributes:
         sync: False while gradients are only accumulated.
-        share: this worker's part in the next exchange.
     """
 
     plan: Plan
-    share: Share
-    meter: Meter
     sync: bool
+
+    @property
+    def share(self) -> Share:
+        """This worker's part in the next exchange."""
+
+    @property
+    def meter(self) -> Meter:
+        """Where measurements go."""
 
     @property
     def layout(self) -> Layout:

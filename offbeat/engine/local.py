@@ -185,6 +185,11 @@ class Local:
     # -- averaging -----------------------------------------------------------------------------------------------
 
     @property
+    def is_anchored(self) -> bool:
+        """Whether it has begun to step by itself."""
+        return self._anchored
+
+    @property
     def is_even(self) -> bool:
         """Whether nothing is to be brought: the parameters are those of the last average."""
         return not self._steps

@@ -59,6 +59,7 @@ class Reducer:
         waiter: the one waiting primitive.
         meter: where measurements go.
         model: which of several prepared, from 0, for reports.
+        share: this worker's part in the next exchange, if it goes on from another exchanger's.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Reducer:
         waiter: Waiter,
         meter: Meter,
         model: int = 0,
+        share: Share | None = None,
     ) -> None:
         self.plan = plan
         self.layout = layout
-        self.share = Share()
+        self.share = share or Share()
         self.meter = meter
         self.sync = True  # False inside no_sync()
         self._codec: Codec = plan.codec

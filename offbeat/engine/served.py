@@ -55,6 +55,7 @@ class Served:
         diary: where digests of the parameters go.
         in_place: whether what the server sends lands in the parameters themselves, if they are on the CPU.
         model: which of several prepared, from 0.
+        share: this worker's part in the next exchange, if it goes on from another exchanger's.
 
     Raises:
         ModelError: if the server cannot hold the optimizer.
@@ -74,10 +75,11 @@ class Served:
         diary: Diary,
         in_place: bool = True,
         model: int = 0,
+        share: Share | None = None,
     ) -> None:
         self._diary = diary
         self.plan, self.layout = plan, layout
-        self.share = Share()
+        self.share = share or Share()
         self.meter = meter
         self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
         self.step = 0
@@ -217,6 +219,21 @@ class Served:
         gathered = self._fetch()
         own = {name: {k: v for k, v in state.items() if k != OUTER} for name, state in gathered.items()}
         load(self._optimizer, self._parameters, own)
+
+    def begin_with(self, step: int, codec: Mapping[str, Any], gathered: States) -> None:
+        """Go on where workers without a server are; rank 0 brings its parameters and what its optimizer has gathered.
+
+        All have them when they are `refreshed`.
+
+        Args:
+            step: they have made.
+            codec: state of the codec, as in `state_dict`.
+
+        Raises:
+            ModelError: if the server's copy of the optimizer cannot go on from that.
+            NetworkError: if the server is gone.
+        """
+        self.load_state_dict({"step": step, "codec": codec, "server": to_bytes(gathered)})
 
     def _fetch(self) -> States:
         fetched = self._client.fetch(self._model)

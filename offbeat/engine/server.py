@@ -8,23 +8,29 @@ import json
 import logging
 import os
 import secrets
+import threading
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
 from offbeat.engine.witness import meeting_address
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
-from offbeat.fabric.server import Client, ParameterServer
+from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Waiter
+    from offbeat.payload import Reply
     from offbeat.serve import Settings
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
@@ -39,23 +45,44 @@ class Plans:
 
     Args:
         plan: the present one.
+        stays: why this worker could not do without the server, or "".
+
+    Attributes:
+        taken: the one that the training thread goes by.
+        border: where it leaves the server.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.present = plan
+    def __init__(self, plan: Plan, stays: Callable[[], str] = lambda: "") -> None:
+        self.present = self.taken = plan
         self.told: collections.deque[str] = collections.deque()  # what has changed, for people
+        self.border = Border()
+        self._stays = stays
 
-    def judge(self, plan: str) -> tuple[str, str]:
-        """The digest of a plan that is proposed; or why this worker cannot go by it."""
+    def judge(self, plan: str) -> tuple[str, str, int]:
+        """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+
+        If it is to leave the server, it passes no other place until it hears what becomes of it.
+        """
         try:
-            return self.present.swapped(plan, whole=True).digest, ""
+            new = self.present.swapped(plan, whole=True)
         except PlanError as error:
-            return "", str(error)
+            return "", str(error), 0
+        if new.is_served:
+            return new.digest, "", 0
+        if refusal := self._stays():
+            return "", refusal, 0
+        return new.digest, "", self.border.hold()
 
-    def adopt(self, plan: str, text: str) -> None:
-        """It holds from now on."""
-        self.present = Plan.from_toml(plan)
-        self.told.append(text or f"The plan of this job has become {self.present!r}.")
+    def adopt(self, plan: str, text: str, border: int | None = None) -> None:
+        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+        before, self.present = self.present, Plan.from_toml(plan)
+        if text or self.present != before:
+            self.told.append(text or f"The plan of this job has become {self.present!r}.")
+        self.border.settle(border)
+
+    def let_go(self) -> None:
+        """The server is away."""
+        self.border.settle()
 
 
 class Server:
@@ -149,6 +176,16 @@ class Server:
         if asked.refused:
             raise PlanError(asked.refused)
 
+    def leave(self, waiter: Waiter) -> int:
+        """Come together with all workers that are there, and take the newest parameters; how many they are. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(LEAVING, (1.0,), refresh=True)
+        waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
+        return int(asked.numbers[0])
+
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
         self.client.abort()
@@ -160,6 +197,92 @@ class Server:
         self._loop.close()
 
 
+class Starting:
+    """The server of a job that trains without one, started beside rank 0 meanwhile; other ranks have nothing to start.
+
+    Args:
+        settings: of the first shard; None on other ranks.
+    """
+
+    sent_bytes = 0
+
+    def __init__(self, settings: Settings | None) -> None:
+        self._settings = settings
+        self._started: Future[tuple[subprocess.Popen[bytes], str]] = Future()
+        if settings is not None:
+            threading.Thread(target=self._start, args=(settings,), name="offbeat-server", daemon=True).start()
+
+    def _start(self, settings: Settings) -> None:
+        from offbeat.serve import start_shard
+
+        try:
+            self._started.set_result(start_shard(settings))
+        except BaseException as error:
+            self._started.set_exception(error)
+
+    def where(self, waiter: Waiter) -> str:
+        """Its address, job and token, for all; waits until it is there.
+
+        Raises:
+            NetworkError: if it cannot be started.
+        """
+        settings = self._settings
+        if settings is None:
+            return ""
+        waiter.wait(self, Awaited("starting the parameter server", alone=True))
+        _, address = self._started.result()
+        return f"{address} {settings.job} {settings.token}"
+
+    def abandon(self) -> None:
+        """Nobody will come."""
+        self._started.add_done_callback(_terminate)
+
+    # -- something to wait for -----------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it is there, or cannot be."""
+        return self._settings is None or self._started.done()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until it is."""
+        return bool(futures.wait([self._started], timeout.total_seconds()).done)
+
+    def result(self) -> Reply:
+        """Nothing."""
+        return []
+
+
+def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
+    if started.exception() is None:
+        started.result()[0].terminate()
+
+
+def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
+    """Have rank 0 begin to start the first shard of a server, with a job and a token of its own. Collective.
+
+    Args:
+        run_dir: where snapshots are kept; None for none.
+    """
+    from offbeat.serve import from_environment
+
+    bind = meeting_address(control)
+    if control.rank:
+        return Starting(None)
+    job, token = secrets.token_hex(8), secrets.token_hex(32)
+    settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
+    return Starting(_with_snapshots(settings, run_dir, 0))
+
+
+def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
+    """Where the shards are that somebody else has started; empty if nobody has.
+
+    Args:
+        again: the job had left a server, which has ended: it is not the one in the environment any more.
+    """
+    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
+    return spec.addresses or tuple(filter(None, named.split(",")))
+
+
 def connect(
     plan: Plan,
     spec: ParameterServer,
@@ -169,6 +292,10 @@ def connect(
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
     place: tuple[int, int] | None = None,
+    stays: Callable[[], str] = lambda: "",
+    patience: timedelta = _FIRST_PATIENCE,
+    again: bool = False,
+    starting: Starting | None = None,
 ) -> Server:
     """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
 
@@ -178,6 +305,10 @@ def connect(
         tell: called, on another thread, with what people should know about the server.
         run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
         place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
+        stays: why this worker could not leave the server, or "".
+        patience: for how long to dial it for the first time.
+        again: as of `addresses_of`.
+        starting: its first shard, if that is being started already.
 
     Raises:
         PlanError: if there is a server, and the plan wants shards beside the workers.
@@ -189,7 +320,7 @@ def connect(
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect as dial_shard
 
-    addresses = spec.addresses or tuple(filter(None, os.environ.get("OFFBEAT_SERVERS", "").split(",")))
+    addresses = addresses_of(spec, again=again)
     settings = from_environment("default", timeout)
     if addresses and spec.collocated:
         raise PlanError(
@@ -197,7 +328,8 @@ def connect(
             "--servers and OFFBEAT_SERVERS, or collocated - at `plan.fabric.collocated`."
         )
     if not addresses:
-        addresses, settings = _beside_workers(control, waiter, settings, run_dir, everywhere=spec.collocated)
+        starting = starting or start_beside(control, timeout, run_dir)
+        addresses, settings = _beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
     if run_dir is not None and control.rank == 0 and place is None:
@@ -217,7 +349,7 @@ def connect(
             patience=patience,
         )
 
-    plans = Plans(plan)
+    plans = Plans(plan, stays)
     client = Client(
         loop,
         rank=rank,
@@ -229,7 +361,11 @@ def connect(
         plans=plans,
     )
     dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
-    waiter.call(lambda: loop.run(client.connect(_FIRST_PATIENCE)), dialling)
+    try:
+        waiter.call(lambda: loop.run(client.connect(patience)), dialling)
+    except OffbeatError:
+        loop.close()
+        raise
     waiter.ask_server = client.trouble
     return Server(client, spec, loop, len(addresses), plans, settings.job)
 
@@ -254,22 +390,24 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> 
 
 
 def _beside_workers(
-    control: Control, waiter: Waiter, settings: Settings, run_dir: Path | None, *, everywhere: bool
+    control: Control,
+    waiter: Waiter,
+    settings: Settings,
+    run_dir: Path | None,
+    starting: Starting,
+    *,
+    everywhere: bool,
 ) -> tuple[tuple[str, ...], Settings]:
-    """Have rank 0 start a shard with a job and a token of its own; where it is. Collective.
+    """Wait for the shard that rank 0 starts; where it is, and how to connect. Collective.
 
     Args:
         run_dir: where snapshots are kept; None for none.
         everywhere: the other ranks start one each, which follows rank 0's.
     """
-    bind, said = meeting_address(control), ""
-    if control.rank == 0:
-        job, token = secrets.token_hex(8), secrets.token_hex(32)
-        fresh = msgspec.structs.replace(settings, job=job, token=token, bind=bind)
-        try:
-            said = f"{_start(_with_snapshots(fresh, run_dir, 0), waiter)} {fresh.job} {fresh.token}"
-        except NetworkError as error:
-            said = f"! {error}"
+    try:
+        said = starting.where(waiter)
+    except NetworkError as error:
+        said = f"! {error}"
     said = control.texts("the parameter server's address", said)[0]
     if said.startswith("!"):
         raise NetworkError(said[2:])
@@ -278,6 +416,7 @@ def _beside_workers(
     if not everywhere:
         return (address,), settings
     said = address
+    bind = meeting_address(control)
     if control.rank > 0:
         try:
             fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
@@ -295,8 +434,8 @@ def _start(settings: Settings, waiter: Waiter) -> str:
     """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
     from offbeat.serve import start_shard
 
-    what = "a shard of the parameter server" if settings.coordinator else "the parameter server"
-    _, address = waiter.call(lambda: start_shard(settings), Awaited(f"starting {what}", alone=True))
+    what = Awaited("starting a shard of the parameter server", alone=True)
+    _, address = waiter.call(lambda: start_shard(settings), what)
     return address
 
 

@@ -51,6 +51,21 @@ class SwapsAlone(Swappable):
         """Updates between the parameters of this worker's last contribution and its own update."""
         return self._served.staleness
 
+    def leave(self) -> bool:
+        """Do without the server from here, behind a `settle`; the optimizer here goes on from where the server's is.
+
+        Returns:
+            Whether it has stepped by itself instead, so that it is not as those of the other workers.
+
+        Raises:
+            WorkerLostError, NetworkError: if the server is gone.
+        """
+        is_own = self._local is not None and self._local.is_anchored
+        if not is_own:
+            self._served.take_over_optimizer()
+        self._served.land(in_place=False)
+        return is_own
+
     def _go_by(self, plan: Plan) -> None:
         self._served.plan = plan
         if self._local is not None and self._local.plan.sync == plan.sync:

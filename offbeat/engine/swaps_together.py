@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.gathered import average_states, gather_as, gathered_by
 from offbeat.engine.swappable import Swappable
+from offbeat.engine.take_over import load
+from offbeat.fabric.server.checkpoint import from_bytes
+from offbeat.fabric.server.optimizers import OUTER
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
@@ -65,6 +68,18 @@ class SwapsTogether(Swappable):
     def calls(self, calls: bool) -> None:
         self._reducer.calls = calls
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; of one made with a server, what the server's optimizer had gathered.
+
+        Raises:
+            ModelError: if that is damaged, or of another model.
+        """
+        super().load_state_dict(state)
+        if brought := state.get("reducer", state).get("server"):
+            states = {name: one for name, one in from_bytes(brought).items() if name in self._parameters}
+            own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
+            load(self._optimizer, self._parameters, own)
+
     def take_call(self) -> bool:
         """Whether a worker had called in the last exchange; the same on all. Once."""
         called, self._reducer.called = self._reducer.called, False
@@ -96,6 +111,17 @@ class SwapsTogether(Swappable):
             self._begin_own_steps(policy, begun=0)
         self.load_state_dict(state["exchanger"])
         gather_as(self._optimizer, self._parameters, state["optimizer"])
+
+    def go_on_from(self, step: int, *, were_apart: bool) -> None:
+        """Begin where workers are that had a server. Collective.
+
+        Args:
+            step: they have made.
+            were_apart: each worker's optimizer has stepped by itself: what it has gathered is made the same.
+        """
+        self._reducer.step = step
+        if were_apart:
+            average_states(self._optimizer, self._parameters, self._reducer.channel, self._control)
 
     def _go_by(self, plan: Plan) -> None:
         """Collective, at a border that is the same for all."""

@@ -1,15 +1,39 @@
-"""A worker's optimizer goes on from where another one is that has stepped on the same parameters."""
+"""An optimizer goes on from where another one is that has stepped on the same parameters, here or at a server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from offbeat.engine.flat import view_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
+
+def gathered(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """A copy of what `optimizer` has gathered, as `load` takes it: by parameter name and key, on the CPU.
+
+    Args:
+        parameters: by name.
+    """
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                states.setdefault(name, {})[key] = _flat(value.detach().cpu(), parameter)
+    return states
+
+
+def _flat(value: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not value.dim():
+        return value.clone()
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    view_in(flat, 0, parameter).copy_(value)
+    return flat
 
 
 def load(

@@ -54,7 +54,7 @@ COMMANDS = {
         "--authority",
     ],
     "report": ["RUN_DIR"],
-    "swap": ["POLICY", "--job", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
+    "swap": ["POLICY", "--job", "--fabric", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
     "verify-run": ["PATHS", "--against", "--json"],
     "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],
     "doctor": ["--json"],

@@ -74,6 +74,33 @@ def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> N
     assert "Cannot understand what was left in" in " ".join(output.split())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_job_goes_over_to_a_server_and_back(tmp_path: Path) -> None:
+    path = script(tmp_path, TRAIN)
+    with start("run", "--workers", 2, "--run-dir", "job", path, folder=tmp_path) as process:
+        folder = tmp_path / "job"
+        deadline_s = time.monotonic() + 40
+        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        code, output = offbeat("swap", "SSP(4)", "--fabric", "ParameterServer()", "--job", folder, folder=tmp_path)
+        assert (code, "SSP(bound=4) decides when workers may go on" in " ".join(output.split())) == (0, True), output
+        assert "ParameterServer" in (folder / "server.toml").read_text(), "who joins begins with it"
+        code, output = offbeat("top", "--job", folder, "--once", folder=tmp_path)
+        assert "SSP(bound=4)" in output
+        code, output = offbeat("swap", "BSP()", "--fabric", "ProcessGroup()", "--job", folder, folder=tmp_path)
+        assert (code, "once all have left the server, where" in " ".join(output.split())) == (0, True), output
+        deadline_s = time.monotonic() + 40
+        while (folder / "server.json").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        code, output = offbeat("swap", "LocalSGD(2)", "--job", folder, folder=tmp_path)
+        assert (code, "LocalSGD(every=2" in output) == (0, True), output
+        code, output = offbeat("swap", "BSP()", "--job", folder, folder=tmp_path)
+        assert code == 0, output
+        process.send_signal(signal.SIGTERM)  # without a server not all would see the file behind the same step
+        process.communicate(timeout=40)
+
+
 @pytest.mark.timeout(120)
 def test_an_operator_swaps_and_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
     (place,) = tmp_path.glob("runs/**/server.json")

@@ -102,6 +102,7 @@ class Parts:
     sync: Policy
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
+    is_served = True
 
     @property
     def digest(self) -> str:

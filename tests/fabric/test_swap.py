@@ -35,14 +35,17 @@ class Judge:
         self.present, self.refusal, self.digest = PLAN, "", ""
         self.adopted: list[Policy] = []
 
-    def judge(self, plan: str) -> tuple[str, str]:
+    def judge(self, plan: str) -> tuple[str, str, int]:
         if self.refusal:
-            return "", self.refusal
-        return self.digest or self.present.swapped(plan).digest, ""
+            return "", self.refusal, 0
+        return self.digest or self.present.swapped(plan).digest, "", 0
 
-    def adopt(self, plan: str, text: str) -> None:
+    def adopt(self, plan: str, text: str, border: int | None) -> None:
         self.present = Plan.from_toml(plan)
         self.adopted.append(self.present.sync)
+
+    def let_go(self) -> None:
+        pass
 
 
 class Job(Together):

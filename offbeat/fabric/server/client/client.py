@@ -77,11 +77,17 @@ _MOST_ANSWERED = 16
 class Plans(Protocol):
     """Knows which plans a worker can go by. Called on the event loop's thread."""
 
-    def judge(self, plan: str) -> tuple[str, str]:
-        """The digest of a plan that is proposed, as TOML; and why it cannot be, or ""."""
+    def judge(self, plan: str) -> tuple[str, str, int]:
+        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; and how many places were passed.
 
-    def adopt(self, plan: str, text: str) -> None:
-        """It holds from now on."""
+        Under a plan without a server no place is passed from now on, until something is adopted, or `let_go`.
+        """
+
+    def adopt(self, plan: str, text: str, border: int | None) -> None:
+        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+
+    def let_go(self) -> None:
+        """What becomes of what was proposed may never be heard."""
 
 
 class Client:
@@ -456,6 +462,8 @@ class Client:
             swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
             swap.finish()
         self._swaps.clear()
+        if self._plans is not None:
+            self._plans.let_go()
         for place in self._places.values():
             place.is_in = place.is_outdated = False
 
@@ -474,6 +482,8 @@ class Client:
     def fail(self, error: OffbeatError) -> None:
         """Nothing can be exchanged any more."""
         self._error = self._error or error
+        if self._plans is not None:
+            self._plans.let_go()
         self.transfers.fail(self._error)
         exchanges = [place.exchange for place in self._places.values()]
         questions = [asked for _, asked in self._questions.values()]
@@ -533,8 +543,8 @@ class Client:
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
             case Proposed(number=number, plan=plan):
-                digest, refusal = self._judge(plan)
-                self._say(Agreed(number, digest, refusal[:MOST_REFUSAL]))
+                digest, refusal, passed = self._judge(plan)
+                self._say(Agreed(number, digest, refusal[:MOST_REFUSAL], passed))
             case Adopt():
                 self._adopt(message)
             case Swapped(number=number, refusal=refusal):
@@ -544,14 +554,14 @@ class Client:
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
-    def _judge(self, plan: str) -> tuple[str, str]:
-        return ("", "it can go by no other") if self._plans is None else self._plans.judge(plan)
+    def _judge(self, plan: str) -> tuple[str, str, int]:
+        return ("", "it can go by no other", 0) if self._plans is None else self._plans.judge(plan)
 
     def _adopt(self, adopt: Adopt) -> None:
         for place in self._places.values():
             place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
         if self._plans is not None:
-            self._plans.adopt(adopt.plan, adopt.text)
+            self._plans.adopt(adopt.plan, adopt.text, adopt.border)
 
     def _opened(self, place: Place, shard: int, message: Opened) -> None:
         self._route.survives = message.survives

@@ -18,6 +18,7 @@ from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
+    LEAVING,
     Admit,
     Applied,
     Committed,
@@ -34,7 +35,23 @@ from offbeat.fabric.server.messages import (
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.history import Adopts, Began
-from offbeat.sync import Apply, Deadline, Drop, Ending, Evict, Grant, Paced, Pulled, Pushed, Ready, Release, State, Wake
+from offbeat.sync import (
+    ASP,
+    BSP,
+    Apply,
+    Deadline,
+    Drop,
+    Ending,
+    Evict,
+    Grant,
+    Paced,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    State,
+    Wake,
+)
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
@@ -321,6 +338,7 @@ class Lead:
         """
         match message:
             case Enrol(loader=loader, plan=plan):
+                self._check_joins_data(worker, message)
                 try:
                     together = (self._swaps.present or self._read_plan(plan)).sync.bound == 0
                 except PlanError as error:
@@ -339,6 +357,21 @@ class Lead:
                 self._dealer.give_back(worker, loader, numbers)
             case Crowded(loader=loader, count=count):
                 self._dealer.crowded(worker, loader, count)
+
+    def _check_joins_data(self, worker: int, about: Enrol) -> None:
+        """See that who joins later is to have a part of data that this server deals out.
+
+        Raises:
+            PeerError: if not.
+        """
+        if worker >= about.world and about.loader not in self._dealer.epochs():
+            text = (
+                f"Cannot deal out data to rank {worker}: this job began without a server, and its workers still go "
+                "through the parts that they were given then. Train with workers that join from the beginning of a "
+                "job with a server."
+            )
+            self._say(worker, Refused(text))
+            raise PeerError(text)
 
     def books(self) -> bytes:
         """Where the data is."""
@@ -370,7 +403,8 @@ class Lead:
 
     def swap(self, part: str, tell: Tell, *, whole: bool = False) -> None:
         """Somebody wants another plan; see `Swaps.swap`."""
-        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole)
+        world = max((one.world for one in self.models.values()), default=0)
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, world=world)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -384,7 +418,8 @@ class Lead:
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():
-            self._carry_out(model, one.coordinator.swap(plan.sync, by_controller=plan.controller is not None))
+            sync = plan.sync if plan.is_served else _until_left(one)
+            self._carry_out(model, one.coordinator.swap(sync, by_controller=plan.controller is not None))
 
     def _metrics(self, controller: Controller) -> Metrics | None:
         """What the controller is told: of the model that was prepared first."""
@@ -663,6 +698,8 @@ class Lead:
         if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
             return  # not everyone is back
         for asked in self._questions.settle(self._workers):
+            if any(ask.question == LEAVING for ask in asked.values()):
+                self._swaps.left()
             for worker, ask in sorted(asked.items()):
                 self._step_in(worker, refresh=ask.refresh)
             self._answer_those_who_are_ready()
@@ -704,6 +741,17 @@ class Lead:
                 raise PeerError(f"A shard speaks of model {model}, which is not trained.")
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
+
+
+def _until_left(one: Model) -> Policy:
+    """Who decides until all have come where they leave the server.
+
+    Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
+    all are in step they come there together.
+    """
+    policy = one.coordinator.policy
+    steps = {member.step for member in one.coordinator.state.members.values()}
+    return policy if isinstance(policy, BSP) and len(steps) == 1 else ASP()
 
 
 def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:

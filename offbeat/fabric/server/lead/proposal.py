@@ -24,6 +24,7 @@ class Parts(Protocol):
         tuning: how large their batches are; None if that is not tuned.
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
+        is_served: whether parameters live at a server.
         digest: of its TOML.
     """
 
@@ -35,6 +36,8 @@ class Parts(Protocol):
     def keeps(self) -> Keeps: ...
     @property
     def controller(self) -> Controller | None: ...
+    @property
+    def is_served(self) -> bool: ...
     @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
@@ -73,6 +76,8 @@ class Proposal:
         since_s: when it was proposed.
         reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
+        asked: all that were asked.
+        place: that no worker had passed when it answered.
     """
 
     number: int
@@ -82,13 +87,16 @@ class Proposal:
     since_s: float
     reason: str = ""
     waiting: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
     refusal: str = ""
+    place: int = 0
 
     def hear(self, worker: int, agreed: Agreed) -> None:
         """What a worker makes of it."""
         if agreed.number != self.number or worker not in self.waiting:
             return  # of an earlier one
         self.waiting.discard(worker)
+        self.place = max(self.place, agreed.place)
         if agreed.digest != self.parts.digest and not self.refusal:
             why = (
                 agreed.refusal or f"it reads a plan with the digest {agreed.digest!r} in it, not {self.parts.digest!r}"

@@ -3,6 +3,10 @@
 What the controller of the plan decides is proposed as well. But a worker that is stopped answers nothing, and may be
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
 is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
+
+Under a plan without a server all are about to leave, at a border that they have agreed upon with it. Until then each
+comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
+again, and all stay.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class Swaps:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
         self.present: Parts | None = None
         self.count = 0  # of swaps, in all lives of the server
+        self._before: Parts | None = None  # what holds again if not all leave who are about to
         self._proposal: Proposal | None = None
         self._proposals = 0
 
@@ -62,7 +67,9 @@ class Swaps:
             self.present, self.count = self._read_plan(plan), count
         return self.present
 
-    def swap(self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool, whole: bool = False) -> None:
+    def swap(
+        self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool, whole: bool = False, world: int = 0
+    ) -> None:
         """Somebody wants another plan; all workers are asked whether they can go by it.
 
         Args:
@@ -71,12 +78,24 @@ class Swaps:
             workers: that are connected.
             has_begun: whether anything was decided yet.
             whole: what is not in `part` has its default.
+            world: with how many workers the job began.
         """
         try:
             if self.present is None or not has_begun:
                 raise PlanError("Cannot swap anything yet: training has not begun. Try again when it has.")
+            if self._before is not None and part != self.present.to_toml():
+                raise PlanError(
+                    "Cannot swap the plan now: all workers are about to leave the server. Try again when they have."
+                )
             parts = self.present.swapped(part, whole=whole)
             parts.check_world(len(workers))
+            if not parts.is_served and workers != set(range(world)):
+                ranks = ", ".join(map(str, sorted(workers)))
+                raise PlanError(
+                    f"Cannot leave the server: the workers' process group is of the {world} that the job began with, "
+                    f"and rank {ranks} takes part now. Go on with the server, or start again from a checkpoint - at "
+                    "`plan.fabric`."
+                )
         except PlanError as error:
             tell("", str(error))
             return
@@ -95,7 +114,7 @@ class Swaps:
         Returns:
             None if it has to wait, since another plan is under way, or is refused.
         """
-        if self.present is None or self._proposal is not None:
+        if self.present is None or self._proposal is not None or self._before is not None:
             return None
         try:
             parts = self.present.controlled(sync)
@@ -138,6 +157,8 @@ class Swaps:
         """
         present, back = self.present, details.back
         assert present is not None
+        if self._before is not None and back is None:
+            raise PeerError(f"Cannot take in rank {worker} now: all workers are about to leave the server.")
         try:
             if back is not None and back.life != life and back.swaps > self.count:
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps)
@@ -150,12 +171,24 @@ class Swaps:
 
     def leave(self, worker: int) -> None:
         """A worker is gone, and not waited for."""
-        if self._proposal is not None:
-            self._proposal.waiting.discard(worker)
+        proposal = self._proposal
+        if proposal is not None:
+            proposal.waiting.discard(worker)
+            if not proposal.parts.is_served and not proposal.refusal:
+                proposal.refusal = f"Cannot leave the server: rank {worker} is gone, which all would wait for."
             self._decide()
+        elif self._before is not None:
+            reason = f"rank {worker} is gone, so that the others stay at the server"
+            before, self._before = self._before, None
+            self._adopt(before, before.to_toml(), self.count + 1, reason)
+
+    def left(self) -> None:
+        """All have met who were about to leave: they are no longer this server's."""
+        self._before = None
 
     def _propose(self, proposal: Proposal, worker: int) -> None:
         proposal.waiting.add(worker)
+        proposal.asked.add(worker)
         self._say(worker, Proposed(proposal.number, proposal.plan))
 
     def _decide(self) -> None:
@@ -166,26 +199,48 @@ class Swaps:
         self._proposal, text = None, ""
         if proposal.refusal:
             _log.warning("The plan stays as it is. %s", proposal.refusal)
+            if not proposal.parts.is_served:
+                self._release(proposal.asked)
         else:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
-            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms)
+            border = None
+            if not proposal.parts.is_served:
+                self._before, border = self.present, proposal.place
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms, border)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
-    def _adopt(self, new: Parts, plan: str, count: int, reason: str = "", took_ms: float | None = None) -> str:
+    def _release(self, workers: Set[int]) -> None:
+        """Those who have agreed pass no place of their script before they hear that the plan stays."""
+        assert self.present is not None
+        for worker in sorted(workers):
+            self._say(worker, Adopt(self.present.to_toml(), self.count))
+
+    def _adopt(
+        self,
+        new: Parts,
+        plan: str,
+        count: int,
+        reason: str = "",
+        took_ms: float | None = None,
+        border: int | None = None,
+    ) -> str:
         """Have another plan hold, the job's `count`-th swap; what is to be said of it.
 
         Args:
             took_ms: from the proposal until all had agreed.
+            border: how many places of their script the workers pass before they leave the server, if they do.
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
         text = f"{new.sync!r} decides when workers may go on"
+        if border is not None:
+            text += ", once all have left the server, where none has come to yet"
         text += "" if new.sync == old.sync else f", not {old.sync!r} any more"
         text += f": {reason}" if reason else ""
-        if isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+        if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
-        if isinstance(old.sync, LocalSGD) and not isinstance(new.sync, LocalSGD):
+        if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
             text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {old.controller!r} has let go of it"
@@ -193,5 +248,5 @@ class Swaps:
             text += f"; {new.controller!r} swaps it from now on"
         agreed = "" if took_ms is None else f"agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
-        self._adopted(new, Adopt(plan, count, text))
+        self._adopted(new, Adopt(plan, count, text, border))
         return text

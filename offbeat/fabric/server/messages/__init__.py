@@ -52,7 +52,7 @@ from offbeat.fabric.server.messages.shards import (
     Whole,
     Withdrawn,
 )
-from offbeat.fabric.server.messages.swapping import Adopt, Agreed, Proposed, Swap, Swapped
+from offbeat.fabric.server.messages.swapping import LEAVING, Adopt, Agreed, Proposed, Swap, Swapped
 from offbeat.fabric.server.messages.training import (
     MOST_REFUSAL,
     About,
@@ -97,6 +97,7 @@ SAYS: dict[str, tuple[type, ...]] = {
     "operator": (Look, Swap),
 }
 __all__ = [
+    "LEAVING",
     "MOST_REFUSAL",
     "About",
     "Admit",

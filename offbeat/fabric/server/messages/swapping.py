@@ -8,6 +8,10 @@ who wants it                 coordinator                          every worker, 
   | <- Swapped(number, ...) -- |
 
 A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
+
+If the plan has no server, all are to leave it at the same place of their script. Who agrees says how many places it has
+passed, and passes no other before it hears an `Adopt`: with the `border` where all meet, which nobody has passed, or of
+the plan that has been there before, if one refuses. If a worker is lost before all have met, the others stay.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import msgspec
 
 from offbeat.fabric.server.messages.fields import Count, Text
 
+LEAVING = "whether all leave the server"  # asked by all at their border; how many they are
 _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -47,11 +52,13 @@ class Agreed(msgspec.Struct, tag=True, frozen=True):
     Args:
         digest: of the plan as it read it; "" if it cannot go by it.
         refusal: why not.
+        place: how many places of its script it has passed where all could leave the server.
     """
 
     number: Count
     digest: _Digest
     refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    place: Count = 0
 
 
 class Adopt(msgspec.Struct, tag=True, frozen=True):
@@ -60,11 +67,13 @@ class Adopt(msgspec.Struct, tag=True, frozen=True):
     Args:
         number: how often the plan of the job was swapped.
         text: for people: what has changed, and both digests.
+        border: how many places of their script the workers pass before they leave the server; None if they stay.
     """
 
     plan: Text
     number: Count
     text: Text = ""
+    border: Count | None = None
 
 
 class Swapped(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,173 @@
+"""From one fabric to the other while training: the workers' own, and a parameter server.
+
+    to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
+                    next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
+                    optimizer has gathered, and the place in the data.
+    from a server   where in its script no worker has been yet (`engine.border`): all take the newest parameters, and
+                    what the server's optimizer has gathered, and work out alike who computes what. The server ends.
+
+Either way nothing is under way then: what was computed is in the parameters, and these are the same on all workers, to
+the bit. Steps of the workers' own (`LocalSGD`) end before, and begin anew after, if both plans have them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.engine import SwapsAlone, SwapsTogether
+from offbeat.errors import OffbeatError, PlanError
+from offbeat.fabric.server.optimizers import check_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.data import Data
+    from offbeat.engine import Control, Diary, Either, Waiter
+    from offbeat.engine.server import Server, Starting
+    from offbeat.exchanging import Exchanging, Prepared
+    from offbeat.plan import Plan
+
+
+class Crossing:
+    """One worker's models and data, and how they go over.
+
+    Args:
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        data: of the run's loops.
+        diary: where digests of the parameters go.
+        exchanging: makes what exchanges a model's gradients.
+        prepared, reducers: the models, and what keeps each of them together; more may come.
+
+    Attributes:
+        due: the plan with a server that all go over to, when that is started, or where the next loop over leased data
+            begins; None if there is none.
+        starting: its server, if that is started here.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control,
+        waiter: Waiter,
+        data: Data,
+        diary: Diary,
+        exchanging: Exchanging,
+        prepared: Sequence[Prepared],
+        reducers: Sequence[Either],
+    ) -> None:
+        self._control, self._waiter, self._data, self._diary = control, waiter, data, diary
+        self._exchanging, self._prepared, self._reducers = exchanging, prepared, reducers
+        self.due: Plan | None = None
+        self.starting: Starting | None = None
+
+    def check(self, plan: Plan) -> None:
+        """See that this worker, which has no server, can go by another plan.
+
+        Raises:
+            OffbeatError: if it cannot.
+        """
+        if self.due is not None:
+            raise PlanError(
+                f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}. Try again when "
+                "they have."
+            )
+        plan.check_world(self._control.world)
+        if not plan.is_served:
+            return
+        self._check_history(plan)
+        for one in self._prepared:
+            check_states(one.describe(), one.gathered(), one.parameters)
+
+    def stays(self, plan: Plan) -> str:
+        """Why this worker could not leave the server, or "".
+
+        Args:
+            plan: that holds.
+        """
+        try:
+            self._check_history(plan)
+        except PlanError as error:
+            return str(error)
+        return self._data.stays
+
+    @property
+    def calls(self) -> bool:
+        """Whether this worker wants all to confer, because the server is there that it has started."""
+        return self.due is not None and self.starting is not None and self.starting.done() and not self._control.rank
+
+    def is_due(self) -> bool:
+        """Whether all go over now. Collective, behind a step of all."""
+        if self.due is None or self._data.leased:
+            return False
+        is_there = self.starting is None or self.starting.done()
+        told = self._control.texts("whether the server has been started", "" if is_there else "not yet")
+        return not any(told.values())
+
+    def to_server(self, plan: Plan, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+        """Go over to a server, or say why that cannot be. Collective, behind a step of all.
+
+        Args:
+            connect: finds or starts it. Collective.
+
+        Raises:
+            OffbeatError: if another worker, or the server, is lost meanwhile.
+        """
+        server, refusal = self._connect(connect)
+        starting, self.due, self.starting = self.starting, None, None
+        refusals = self._control.texts("whether all can reach the server", refusal)
+        refusal = next((text for text in refusals.values() if text), "")
+        if server is None or refusal:
+            if server is not None:
+                server.abort()
+            if starting is not None:
+                starting.abandon()
+            self._waiter.ask_server = str
+            return None, refusal
+        pairs = list(zip(self._prepared, self._reducers, strict=True))
+        crossed = []
+        for one, reducer in pairs:
+            assert isinstance(reducer.now, SwapsTogether)
+            crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
+        self._data.to_server(server)
+        server.take_over(self._waiter)
+        for (_, reducer), after in zip(pairs, crossed, strict=True):
+            reducer.now.close()
+            reducer.now = after
+            after.refreshed()
+            after.plan = plan
+        return server, ""
+
+    def to_group(self, plan: Plan, server: Server) -> None:
+        """Leave the server, where all have come together. Collective.
+
+        Raises:
+            OffbeatError: if another worker, or the server, is lost meanwhile.
+        """
+        steps = self._control.texts("the steps that were made", str(max(one.step for one in self._reducers)))
+        stamps = self._control.texts("the batches that were drawn", str(max(r.share.stamp for r in self._reducers)))
+        for one, reducer in zip(self._prepared, self._reducers, strict=True):
+            before = reducer.now
+            assert isinstance(before, SwapsAlone)
+            before.share.stamp = max(map(int, stamps.values()))
+            after = self._exchanging.to_group(one, plan, before, max(map(int, steps.values())))
+            before.close()
+            reducer.now = after
+            after.plan = plan
+        self._data.to_group(server)
+        self._waiter.ask_server = str
+        server.close()
+
+    def _connect(self, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+        try:
+            return connect(), ""
+        except OffbeatError as error:
+            self._waiter.failure = None  # the workers are as they were
+            return None, str(error)
+
+    def _check_history(self, plan: Plan) -> None:
+        if self._diary.is_kept:
+            raise PlanError(
+                f"Cannot leave {plan.fabric!r} while a history is kept: what it says of steps, or of a server's "
+                "versions, is checked from its first to its last. Run without --history - at `plan.fabric`."
+            )

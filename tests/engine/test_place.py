@@ -1,0 +1,96 @@
+"""The place in leased data goes from a server's coordinator to the workers and back: no sample twice, none left out."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from offbeat.engine import place
+from offbeat.fabric.server import Enrol
+from offbeat.fabric.server.lead.dealer import Dealer
+from offbeat.pacing import Lease, Leases, Over
+
+SAMPLES = 23
+LEASES = Leases(SAMPLES, seed=3)
+
+
+def about(world: int = 2) -> Enrol:
+    return Enrol(loader=0, plan="", world=world, samples=SAMPLES, seed=3, shuffle=True, drop_last=False, batch=4)
+
+
+def dealer() -> Dealer:
+    return Dealer(lambda plan: None, lambda: 0.0)
+
+
+def drain(one: Dealer, leases: dict[int, list[Lease | Over]], worker: int) -> list[int]:
+    """The rest of the epoch, all to one worker."""
+    drawn: list[int] = []
+    deals = list(leases[worker])
+    clock = 0
+    while not isinstance(deals[0], Over):
+        lease = deals.pop(0)
+        assert isinstance(lease, Lease)
+        drawn += LEASES.indices(lease).tolist()
+        one.announce(0, (worker, clock), [(0, lease.number)])
+        one.applied(0, (worker, clock))
+        one.whole(0, (worker, clock))
+        clock += 1
+        deals = deals or one.take(worker, 0)
+    return drawn
+
+
+@pytest.mark.parametrize("dealt", [0, 2, 5, 6])
+def test_there_and_back_each_sample_is_there_once(dealt: int) -> None:
+    """The workers have taken some batches by themselves; a server deals out the rest."""
+    pool = LEASES.join(LEASES.join(LEASES.init(), 0), 1)
+    drawn: list[int] = []
+    for number in range(dealt):
+        pool, lease = LEASES.take(pool, number % 2, 4, now_s=0.0)
+        assert isinstance(lease, Lease)
+        drawn += LEASES.indices(lease).tolist()
+        pool, _ = LEASES.acknowledge(pool, [lease.number])
+    books = place.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
+    there = dealer()
+    for worker in (0, 1):
+        there.enrol(worker, about(), together=False, world=2)
+    leases = there.load(msgspec.json.decode(books))[0]
+    there.give_back(1, 0, [lease.number for lease in leases[1] if isinstance(lease, Lease)])
+    rest = drain(there, leases, 0)
+    assert sorted(drawn + rest) == list(range(SAMPLES))
+
+
+def test_what_workers_hold_when_they_leave_the_server_counts_as_used() -> None:
+    there = dealer()
+    for worker in (0, 1):
+        leases = there.enrol(worker, about(), together=False, world=2)
+    held, undrawn = leases[0][0], leases[1][0]
+    assert isinstance(held, Lease)
+    assert isinstance(undrawn, Lease)
+    there.give_back(1, 0, [undrawn.number])
+    state = place.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
+    pool = LEASES.from_plain(state["leases"])
+    left: list[int] = []
+    while True:
+        pool, lease = LEASES.take(pool, 1, 4, now_s=0.0)
+        if isinstance(lease, Over):
+            break
+        assert isinstance(lease, Lease)
+        left += LEASES.indices(lease).tolist()
+    assert sorted(left + LEASES.indices(held).tolist()) == list(range(SAMPLES))
+
+
+def test_an_epoch_that_all_are_about_to_begin_is_begun() -> None:
+    pool = LEASES.join(LEASES.join(LEASES.init(), 0), 1)
+    while not (pool.at[0] == pool.at[1] == 1):
+        worker = 0 if pool.at[0] == 0 else 1
+        pool, lease = LEASES.take(pool, worker, 4, now_s=0.0)
+        if isinstance(lease, Lease):
+            pool, _ = LEASES.acknowledge(pool, [lease.number])
+    assert pool.epoch == 0
+    books = place.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
+    there = dealer()
+    for worker in (0, 1):
+        there.enrol(worker, about(), together=False, world=2)
+    first = there.load(msgspec.json.decode(books))[0][0][0]
+    assert isinstance(first, Lease), "a loop that begins has batches"
+    assert first.epoch == 1
