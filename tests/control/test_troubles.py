@@ -2,8 +2,8 @@
 
 What the score is decides who wins. By samples per second ASP is ahead of anything wherever anybody is ever late, since
 it waits for nobody and staleness costs nothing there. By the time to a loss, on a logistic regression with momentum 0.9
-and a learning rate of 1.6, old gradients cost, and the controller is ahead of each fixed policy over all, narrowly of
-ASP; with a learning rate of 2.4 ASP is.
+and a learning rate of 1.6, old gradients cost: with one worker stopped for a moment BSP and the controller are first,
+with one stopped for long ASP is, and over all the controller and ASP are even; with a learning rate of 2.4 ASP is ahead.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def test_it_is_near_the_best_policy_whatever_goes_wrong(trouble: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_over_all_it_is_ahead_of_any_one_policy() -> None:
+def test_over_all_it_is_even_with_the_best_policy_and_ahead_of_the_others() -> None:
     every = [scores(trouble) for trouble in TROUBLES]
     assert sum(one["controller"][0] for one in every) > 1.1 * sum(one["SSP(4)"][0] for one in every)
-    for name in FIXED:
-        assert sum(one["controller"][1] for one in every) < sum(one[name][1] for one in every), name
+    over_all = {name: sum(one[name][1] for one in every) for name in every[0]}
+    assert over_all["controller"] < 1.02 * over_all["ASP()"]
+    assert over_all["controller"] < 0.8 * min(over_all["BSP()"], over_all["SSP(4)"])
