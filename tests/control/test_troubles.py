@@ -2,8 +2,8 @@
 
 What the score is decides who wins. By samples per second ASP is ahead of anything wherever anybody is ever late, since
 it waits for nobody and staleness costs nothing there. By the time to a loss, on a logistic regression with momentum 0.9
-and a learning rate of 1.6, old gradients cost: with one worker stopped for a moment BSP and the controller are first,
-with one stopped for long ASP is, and over all the controller and ASP are even; with a learning rate of 2.4 ASP is ahead.
+and a learning rate of 1.6, old gradients cost: with a worker that is stopped for a moment BSP and the controller are
+first, with one that is for long ASP is, and over all the controller and ASP are even; with 2.4 ASP is ahead.
 """
 
 from __future__ import annotations
