@@ -16,7 +16,6 @@ end of a ``with`` block, or of the process.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import secrets
@@ -32,11 +31,9 @@ import torch
 import torch.distributed as dist
 
 from offbeat.clock import WallClock
-from offbeat.crossing import Crossing
 from offbeat.data import Data
 from offbeat.engine import (
     Awaited,
-    Conference,
     Control,
     Diary,
     Either,
@@ -46,23 +43,19 @@ from offbeat.engine import (
     SwapsTogether,
     Waiter,
     Watched,
-    addresses_of,
-    connect,
     ignored_names,
     join_watch,
-    start_beside,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.exchanging import Exchanging, Prepared
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
-from offbeat.fabric.server import ParameterServer
 from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
 from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
-from offbeat.sync import ASP
+from offbeat.swapping import Swapping
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
@@ -77,7 +70,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
-_SERVER_PLAN = "server.toml"  # in a run's folder: the plan of a job that has gone over to a server
 _runs: set[Run] = set()  # open ones
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -139,7 +131,6 @@ class Run:
     def __init__(
         self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int, history: Path | None = None
     ) -> None:
-        self.plan = plan
         self.run_dir = run_dir
         self._seed = seed
         self._timeout = timeout
@@ -172,12 +163,12 @@ class Run:
             self.world = began_with
             newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
             told = newcomer.ask(plan.to_toml(), ended)
-            plan = self.plan = Plan.from_toml(told.plan)
+            plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
         self._circle = Circle(_shared(store), self.rank, self.world, timeout) if elastic else None
-        self._control = Control(self._bind("gloo"), self._waiter)
+        self._control = Control(self._bind(plan, "gloo"), self._waiter)
         if newcomer is not None:
             self._control.compares = newcomer.compare
         self._data = Data(
@@ -190,20 +181,27 @@ class Run:
             outlives=elastic,
             reducers=self._reducers,
             models=self._models,
-            begins=self._at_border,
+            begins=lambda: self._swapping.at_border(),
         )
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
-        self._crossing = Crossing(
+        self._swapping = Swapping(
+            plan,
             control=self._control,
             waiter=self._waiter,
-            data=self._data,
+            clock=self._clock,
+            timeout=timeout,
+            meter=self._meter,
             diary=self._diary,
+            data=self._data,
             exchanging=self._exchanging,
             prepared=self._prepared_models,
             reducers=self._reducers,
+            rank=self.rank,
+            run_dir=run_dir,
+            joins=self._joins,
+            tell=lambda text: self._tell_all("swap", text),
         )
-        self._conference = Conference(self._control, self._clock.now_s, run_dir, self._crossing.check)
         self._watch, watched = None, None
         if told is not None:
             self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
@@ -213,13 +211,11 @@ class Run:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
         _runs.add(self)
         atexit.register(self._close_at_exit)
-        self._server: Server | None = None
-        self._had_server = False
         self._membership: Membership | None = None
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
-            self._server = self._data.server = self._connect(plan)
+            self._swapping.connect()
             job = "" if told is None else told.history
             if history is not None:
                 job = self._open_diary(history, job)
@@ -238,7 +234,7 @@ class Run:
                     watched=watched,
                     data=self._data,
                     models=self._models,
-                    exchangers=lambda: self._together,
+                    exchangers=lambda: self._swapping.together,
                     history=job,
                 )
         except OffbeatError as error:
@@ -270,41 +266,6 @@ class Run:
             )
         self._tell_all("membership", text)
 
-    def _connect(self, plan: Plan) -> Server | None:
-        fabric = plan.fabric
-        if not isinstance(fabric, ParameterServer):
-            if self.rank == 0 and (addresses := os.environ.get("OFFBEAT_SERVERS")):
-                _log.warning(
-                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
-                    "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
-                    "and OFFBEAT_SERVERS.",
-                    addresses, fabric,
-                )  # fmt: skip
-            return None
-        # A worker that is alone needs no server, unless one is there.
-        if self.world == 1 and not fabric.addresses and not os.environ.get("OFFBEAT_SERVERS"):
-            return None
-        return self._reach(plan)
-
-    def _reach(self, plan: Plan, **how: Any) -> Server:
-        assert isinstance(plan.fabric, ParameterServer)
-        return connect(
-            plan,
-            plan.fabric,
-            self._control,
-            self._waiter,
-            self._timeout,
-            self.run_dir,
-            self._tell_of_server,
-            place=self._joins,
-            stays=self._stays,
-            **how,
-        )
-
-    def _stays(self) -> str:
-        """Why this worker could not leave the server, or ""."""
-        return "It has joined the job later." if self._joins else self._crossing.stays(self.plan)
-
     def _open_diary(self, folder: Path, job: str) -> str:
         """Have all workers' histories name the same job, this one if it has a name; that. Collective."""
         if self._server is not None:
@@ -313,6 +274,15 @@ class Run:
             job = self._control.texts("the name of this run's history", secrets.token_hex(8))[0]
         self._diary.open(folder, job=job, rank=self.rank)
         return job
+
+    @property
+    def plan(self) -> Plan:
+        """The one that holds."""
+        return self._swapping.plan
+
+    @property
+    def _server(self) -> Server | None:
+        return self._swapping.server
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -351,7 +321,7 @@ class Run:
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
         self._claim(model, parameters)
-        one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(backend))
+        one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(self.plan, backend))
         if self._membership is None or not self._membership.is_outside:
             self._exchanging.broadcast(one)
         if self._server is not None:
@@ -371,7 +341,7 @@ class Run:
         replica = Replica(model, reducer)
         if self._membership is not None and self._membership.is_due:
             self._tell_of(came := self._membership.come_in())
-            self.plan = came.plan
+            self._swapping.plan = came.plan
             self._meter.start_anew()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
@@ -394,7 +364,7 @@ class Run:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
-        self._take_plan()
+        self._swapping.take_plan()
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
             for p in group["params"]:
@@ -413,39 +383,25 @@ class Run:
         if isinstance(reducer.now, SwapsTogether):
             called = reducer.now.take_call()
             looks = self.rank == self._first
-            wanted = self._conference.calls(self.plan, looks=looks) or self._crossing.calls
+            wanted = self._swapping.calls(looks=looks)
             if self._membership is not None:
                 wanted |= self._membership.calls(self.plan, looks=looks)
             reducer.now.calls = wanted
             if called:
                 self._confer()
         elif not self._data.leased:
-            self._at_border()
+            self._swapping.at_border()
         if self._drains:  # not before the script is through with this step
             self._drains = False
             for prepared in self._models:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
-        """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
-        before, outcome = self.plan, self._conference.decide(self.plan)
-        refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
-        if outcome.plan.is_served and not refusal:
-            text = self._expect_server(outcome.plan)
-        elif outcome.plan.digest != before.digest and not refusal:
-            text, refusal = self._go_by(outcome.plan)
-        if refusal:
-            self._tell_all("swap", f"The plan stays as it is. {refusal}")
-        if self._crossing.is_due():
-            assert self._crossing.due is not None
-            text, refusal = self._go_by(self._crossing.due)
-            if refusal:
-                self._tell_all("swap", f"The plan stays as it is. {refusal}")
-        if self._crossing.due is None or self._data.leased:
-            self._conference.answer(text, refusal)
+        """Have another plan hold, and newcomers come in, if that is wanted. Collective, behind a step of all."""
+        self._swapping.confer()
         if self._membership is not None and (came := self._membership.take_in(self.plan)):
             self._tell_of(came)
-        for one in self._together:
+        for one in self._swapping.together:
             one.calls = False
 
     def _tell_of(self, came: Came) -> None:
@@ -456,88 +412,6 @@ class Run:
             f"Rank {', '.join(map(str, came.ranks))} {'has' if one else 'have'} joined at step {self.step}: "
             f"{len(self._circle.members)} workers take part; {came.changes}.",
         )
-
-    def _expect_server(self, plan: Plan) -> str:
-        """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
-        assert isinstance(plan.fabric, ParameterServer)
-        self._crossing.due, when = plan, "now"
-        if not addresses_of(plan.fabric, again=self._had_server):
-            self._crossing.starting = start_beside(self._control, self._timeout, self.run_dir)
-            when = "when the server has been started"
-        if self._data.leased:
-            when = "where the next loop over the data begins"
-        text = f"All go over to {plan.fabric!r} {when}."
-        if when != "now":
-            self._tell_all("swap", text)
-        return text
-
-    def _go_by(self, plan: Plan) -> tuple[str, str]:
-        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
-        before, began_s, refusal = self.plan, self._clock.now_s(), ""
-        if plan.is_served:
-            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
-            self._server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
-            if not refusal:
-                self._leave_plan(plan)
-        return ("", refusal) if refusal else (self._tell_swap(before, plan, began_s), "")
-
-    def _tell_swap(self, before: Plan, plan: Plan, began_s: float) -> str:
-        """Go by it from now on; what is said of it."""
-        self._adopt(plan)
-        where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
-        policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
-        text = (
-            f"From step {self.step} on {plan.sync!r} decides when workers may go on{policy}{where} "
-            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
-            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
-        )
-        self._tell_all("swap", text)
-        return text
-
-    def _leave_plan(self, plan: Plan) -> None:
-        """Have workers that join from now on begin with it, not with the job's first."""
-        if self.run_dir is None or self.rank:
-            return
-        try:
-            (self.run_dir / _SERVER_PLAN).write_text(plan.to_toml())
-        except OSError as error:  # a full disk is no reason to end the run
-            _log.warning("Cannot write to %s: %s. Who joins needs --plan.", self.run_dir, error.strerror)
-
-    def _at_border(self) -> None:
-        """Here all workers may come together to go over to a server, or to leave it."""
-        server, due = self._server, self._crossing.due
-        if due is not None:
-            _, refusal = self._go_by(due)
-            if refusal:
-                self._tell_all("swap", f"The plan stays as it is. {refusal}")
-        elif server is not None and server.plans.border.is_here(self._waiter):
-            self._leave_server(server)
-
-    def _leave_server(self, server: Server) -> None:
-        """Go on without it, unless somebody is gone since all had agreed to. Collective."""
-        before, began_s = self.plan, self._clock.now_s()
-        for reducer in self._reducers:
-            reducer.settle()
-        self._data.give_back()
-        there = server.leave(self._waiter)
-        for reducer in self._reducers:
-            reducer.refreshed()
-        self._take_plan()
-        plan = server.plans.present
-        if there < self.world or plan.is_served:
-            return
-        self._crossing.to_group(plan, server)
-        self._server, self._had_server = None, True
-        if self.run_dir is not None and self.rank == 0:
-            for name in ("server.json", _SERVER_PLAN):
-                (self.run_dir / name).unlink(missing_ok=True)
-        if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
-            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
-        self._tell_swap(before, plan, began_s)
-
-    @property
-    def _together(self) -> list[SwapsTogether]:
-        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
 
     @property
     def _first(self) -> int:
@@ -568,13 +442,13 @@ class Run:
         """
         self._data.crowded()
 
-    def _bind(self, backend: str) -> Fabric:
+    def _bind(self, plan: Plan, backend: str) -> Fabric:
         fabric: Fabric
         if self.world == 1:
             fabric = InMemory().bind()
-        elif not isinstance(self.plan.fabric, InMemory):
+        elif not isinstance(plan.fabric, InMemory):
             # Beside a server a process group carries what is agreed on at the beginning.
-            spec = ProcessGroup() if self.plan.fabric.offers.served else self.plan.fabric
+            spec = ProcessGroup() if plan.fabric.offers.served else plan.fabric
             if isinstance(spec, Elastic):
                 return self._bind_elastic(spec, backend)
             if not isinstance(spec, Binds):
@@ -585,7 +459,7 @@ class Run:
             fabric = self._waiter.call(lambda: spec.bind(backend=backend), Awaited("the connection to the others"))
         else:
             raise PlanError(
-                f"Cannot run {self.world} worker processes over {self.plan.fabric!r}: it lives in one process. "
+                f"Cannot run {self.world} worker processes over {plan.fabric!r}: it lives in one process. "
                 "Use ProcessGroup() - at `plan.fabric`."
             )
         self._fabrics.append(fabric)
@@ -711,35 +585,7 @@ class Run:
             PlanError: if it cannot be; then nothing has changed.
             NetworkError: if the server is gone.
         """
-        if plan is None and parts.get("sync", self.plan.sync) != self.plan.sync:
-            parts = {"controller": None, **parts}  # it would swap back
-        wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
-        self.plan.swapped(wanted.to_toml(), whole=True)
-        if self._server is None and self.world > 1:
-            self._conference.want(wanted)
-            for one in self._together:
-                one.calls = True
-            return
-        if self._server is None:
-            self._adopt(wanted)
-            return
-        self._server.swap(wanted.to_toml(), self._waiter)
-        self._take_plan()
-
-    def _take_plan(self) -> None:
-        """Go by the plan that the server says holds."""
-        if self._server is None or (plans := self._server.plans).present is plans.taken:
-            return
-        plan = plans.taken = plans.present
-        # One without a server holds once that is left; steps of the own end before.
-        self._adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
-        while plans.told:
-            self._meter.event("swap", plans.told.popleft(), self.step)
-
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
-        for reducer in self._reducers:
-            reducer.plan = plan
+        self._swapping.swap(plan, **parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, step, place in the data, and the codec's state, for a checkpoint beside model and optimizer.
@@ -822,8 +668,7 @@ class Run:
             self._release(orderly=False)
             return
         atexit.unregister(self._close_at_exit)
-        if self._crossing.starting is not None:
-            self._crossing.starting.abandon()
+        self._swapping.close()
         _runs.discard(self)
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:
@@ -869,9 +714,6 @@ class Run:
         _log.warning("%s", text)
         if self._reducers:
             self._meter.event("stall", text, self.step)
-
-    def _tell_of_server(self, text: str) -> None:
-        self._meter.event("server", text, self.step)
 
     def _say_last_words(self, error: BaseException) -> None:
         """Let the other workers know what this one dies of."""

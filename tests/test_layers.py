@@ -43,6 +43,7 @@ TIERS = {
     "exchanging": 6.3,
     "crossing": 6.4,
     "membership": 6.4,
+    "swapping": 6.45,
     "run": 6.5,
     "report": 7,
     "lab": 7,

@@ -1,0 +1,288 @@
+"""Which plan holds in a run, and how another one comes to hold while it trains.
+
+With a server the server says so; without one the workers confer behind an exchange (`offbeat.engine.confer`); from one
+to the other all go at a border (`offbeat.crossing`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.crossing import Crossing
+from offbeat.engine import Conference, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.fabric.server import ParameterServer
+from offbeat.sync import ASP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from offbeat.clock import Clock
+    from offbeat.data import Data
+    from offbeat.engine import Control, Diary, Either, Meter, Waiter
+    from offbeat.engine.server import Server
+    from offbeat.exchanging import Exchanging, Prepared
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_SERVER_PLAN = "server.toml"  # in a run's folder: the plan of a job that has gone over to a server
+
+
+class Swapping:
+    """One worker's part.
+
+    Args:
+        plan: of the beginning.
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        clock: for how long it takes.
+        timeout: a wait longer than this is explained.
+        meter, diary: where measurements, and digests of the parameters go.
+        data: of the run's loops.
+        exchanging: makes what exchanges a model's gradients.
+        prepared, reducers: the models, and what keeps each of them together; more may come.
+        rank: of this worker.
+        run_dir: where plans of other kinds, and wishes for them, are left; None for nowhere.
+        joins: rank of this worker, and how many the job began with, if it joins one that trains.
+        tell: what all have to say alike is said by one.
+
+    Attributes:
+        plan: that holds.
+        server: at work; None without one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        control: Control,
+        waiter: Waiter,
+        clock: Clock,
+        timeout: timedelta,
+        meter: Meter,
+        diary: Diary,
+        data: Data,
+        exchanging: Exchanging,
+        prepared: Sequence[Prepared],
+        reducers: Sequence[Either],
+        rank: int,
+        run_dir: Path | None,
+        joins: tuple[int, int] | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.plan = plan
+        self.server: Server | None = None
+        self._had_server = False
+        self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
+        self._meter, self._data, self._reducers = meter, data, reducers
+        self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
+        self._crossing = Crossing(
+            control=control,
+            waiter=waiter,
+            data=data,
+            diary=diary,
+            exchanging=exchanging,
+            prepared=prepared,
+            reducers=reducers,
+        )
+        self._conference = Conference(control, clock.now_s, run_dir, self._crossing.check)
+
+    # -- the server ----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find or start the server of the plan, if it has one. Collective.
+
+        Raises:
+            NetworkError: if it cannot be reached.
+        """
+        fabric, named = self.plan.fabric, os.environ.get("OFFBEAT_SERVERS")
+        if not isinstance(fabric, ParameterServer):
+            if self._rank == 0 and named:
+                _log.warning(
+                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
+                    "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
+                    "and OFFBEAT_SERVERS.",
+                    named, fabric,
+                )  # fmt: skip
+        # A worker that is alone needs no server, unless one is there.
+        elif self._control.world > 1 or fabric.addresses or named:
+            self.server = self._data.server = self._reach(self.plan)
+
+    def _reach(self, plan: Plan, **how: Any) -> Server:
+        assert isinstance(plan.fabric, ParameterServer)
+        return connect(
+            plan,
+            plan.fabric,
+            self._control,
+            self._waiter,
+            self._timeout,
+            self._run_dir,
+            lambda text: self._meter.event("server", text, self._step),
+            place=self._joins,
+            stays=self._stays,
+            **how,
+        )
+
+    def _stays(self) -> str:
+        """Why this worker could not leave the server, or ""."""
+        return "It has joined the job later." if self._joins else self._crossing.stays(self.plan)
+
+    # -- called while training -----------------------------------------------------------------------------------
+
+    def swap(self, plan: Plan | None, **parts: Any) -> None:
+        """Have another plan hold; see `offbeat.Run.swap`."""
+        if plan is None and parts.get("sync", self.plan.sync) != self.plan.sync:
+            parts = {"controller": None, **parts}  # it would swap back
+        wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
+        self.plan.swapped(wanted.to_toml(), whole=True)
+        if self.server is not None:
+            self.server.swap(wanted.to_toml(), self._waiter)
+            self.take_plan()
+        elif self._control.world > 1:
+            self._conference.want(wanted)
+            for one in self.together:
+                one.calls = True
+        else:
+            self.adopt(wanted)
+
+    def take_plan(self) -> None:
+        """Go by the plan that the server says holds."""
+        if self.server is None or (plans := self.server.plans).present is plans.taken:
+            return
+        plan = plans.taken = plans.present
+        # One without a server holds once that is left; steps of the own end before.
+        self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
+        while plans.told:
+            self._meter.event("swap", plans.told.popleft(), self._step)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go by it from now on."""
+        self.plan = plan
+        for reducer in self._reducers:
+            reducer.plan = plan
+
+    def calls(self, *, looks: bool) -> bool:
+        """Whether this worker, which has no server, wants all to confer behind their next exchange.
+
+        Args:
+            looks: whether it is the one that looks for wishes that somebody has left.
+        """
+        return self._conference.calls(self.plan, looks=looks) or self._crossing.calls
+
+    def confer(self) -> None:
+        """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
+        before, outcome = self.plan, self._conference.decide(self.plan)
+        refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
+        if outcome.plan.is_served and not refusal:
+            text = self._expect_server(outcome.plan)
+        elif outcome.plan.digest != before.digest and not refusal:
+            text, refusal = self._go_by(outcome.plan)
+        if refusal:
+            self._tell(f"The plan stays as it is. {refusal}")
+        if self._crossing.is_due():
+            text, refusal = self._go_over()
+        if self._crossing.due is None or self._data.leased:
+            self._conference.answer(text, refusal)
+
+    def at_border(self) -> None:
+        """Here all workers may come together to go over to a server, or to leave it."""
+        if self._crossing.due is not None:
+            self._go_over()
+        elif self.server is not None and self.server.plans.border.is_here(self._waiter):
+            self._leave_server(self.server)
+
+    @property
+    def together(self) -> list[SwapsTogether]:
+        """What exchanges gradients without a server, of all models."""
+        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._crossing.starting is not None:
+            self._crossing.starting.abandon()
+
+    # -- going over ----------------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        return self._reducers[0].step if self._reducers else 0
+
+    def _expect_server(self, plan: Plan) -> str:
+        """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
+        assert isinstance(plan.fabric, ParameterServer)
+        self._crossing.due, when = plan, "now"
+        if not addresses_of(plan.fabric, again=self._had_server):
+            self._crossing.starting = start_beside(self._control, self._timeout, self._run_dir)
+            when = "when the server has been started"
+        if self._data.leased:
+            when = "where the next loop over the data begins"
+        text = f"All go over to {plan.fabric!r} {when}."
+        if when != "now":
+            self._tell(text)
+        return text
+
+    def _go_over(self) -> tuple[str, str]:
+        """To the plan that is due; what is to be said, and why it does not hold. Collective."""
+        assert self._crossing.due is not None
+        text, refusal = self._go_by(self._crossing.due)
+        if refusal:
+            self._tell(f"The plan stays as it is. {refusal}")
+        return text, refusal
+
+    def _go_by(self, plan: Plan) -> tuple[str, str]:
+        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
+        before, began_s, refusal = self.plan, self._clock.now_s(), ""
+        if plan.is_served:
+            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
+            self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if not refusal:
+                self._leave_plan(plan)
+        return ("", refusal) if refusal else (self._take(before, plan, began_s), "")
+
+    def _take(self, before: Plan, plan: Plan, began_s: float) -> str:
+        """Go by it from now on; what is said of it."""
+        self.adopt(plan)
+        where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
+        policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
+        text = (
+            f"From step {self._step} on {plan.sync!r} decides when workers may go on{policy}{where} "
+            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
+            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
+        )
+        self._tell(text)
+        return text
+
+    def _leave_plan(self, plan: Plan) -> None:
+        """Have workers that join from now on begin with it, not with the job's first."""
+        if self._run_dir is None or self._rank:
+            return
+        try:
+            (self._run_dir / _SERVER_PLAN).write_text(plan.to_toml())
+        except OSError as error:  # a full disk is no reason to end the run
+            _log.warning("Cannot write to %s: %s. Who joins needs --plan.", self._run_dir, error.strerror)
+
+    def _leave_server(self, server: Server) -> None:
+        """Go on without it, unless somebody is gone since all had agreed to. Collective."""
+        before, began_s = self.plan, self._clock.now_s()
+        for reducer in self._reducers:
+            reducer.settle()
+        self._data.give_back()
+        there = server.leave(self._waiter)
+        for reducer in self._reducers:
+            reducer.refreshed()
+        self.take_plan()
+        plan = server.plans.present
+        if there < self._control.world or plan.is_served:
+            return
+        self._crossing.to_group(plan, server)
+        self.server, self._had_server = None, True
+        if self._run_dir is not None and self._rank == 0:
+            for name in ("server.json", _SERVER_PLAN):
+                (self._run_dir / name).unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        self._take(before, plan, began_s)
