@@ -379,7 +379,8 @@ class Run:
         reducer.after_step()
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
-            self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples)
+            weights = reducer.now.take_weights() if isinstance(reducer.now, SwapsTogether) else ()
+            self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples, weights=weights)
         if isinstance(reducer.now, SwapsTogether):
             called = reducer.now.take_call()
             looks = self.rank == self._first

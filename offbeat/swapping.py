@@ -78,7 +78,7 @@ class Swapping:
         self.server: Server | None = None
         self._had_server = False
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
-        self._meter, self._data, self._reducers = meter, data, reducers
+        self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
         self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
         self._crossing = Crossing(
             control=control,
@@ -162,6 +162,8 @@ class Swapping:
     def adopt(self, plan: Plan) -> None:
         """Go by it from now on."""
         self.plan = plan
+        if self.server is None:
+            self._diary.adopts(plan)
         for reducer in self._reducers:
             reducer.plan = plan
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
-from offbeat.history import Has, Loaded, Trains
+from offbeat.history import Adopts, Ended, Has, Loaded, Trains
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
@@ -30,9 +30,12 @@ class Diary:
     """What one worker process recorded.
 
     Args:
-        plans: by model, that it was prepared with; None if that cannot be read.
+        plans: by model, the policy that it was prepared with; None if that cannot be read.
+        world: how many workers there were then.
         has: after each step, in order.
         loads: how many of these were recorded before each checkpoint that was taken over.
+        swaps: how many of these were recorded before each other policy that came to hold without a server.
+        is_whole: nothing is missing at its end.
     """
 
     rank: int
@@ -40,6 +43,18 @@ class Diary:
     plans: dict[int, Policy | None] = field(default_factory=dict)
     has: list[Has] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
+    swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
+    world: int = 0
+    is_whole: bool = False
+
+    def policy(self, index: int) -> Policy | None:
+        """Which decided when its `index`-th record was made; None if that is not known."""
+        later = [policy for before, policy in self.swaps if before <= index]
+        return later[-1] if later else self.plans.get(self.has[index].model)
+
+    def loaded(self, index: int) -> int:
+        """How many checkpoints had been taken over when its `index`-th record was made."""
+        return sum(load <= index for load in self.loads)
 
     def story(self, index: int) -> tuple[str, ...]:
         """What it recorded last before its `index`-th record."""
@@ -54,16 +69,24 @@ def read_diary(log: Log) -> Diary:
     """
     diary = Diary(log.header.rank, log.path.name)
     for record in log:
+        diary.is_whole = isinstance(record, Ended) and not record.why
         if isinstance(record, Trains):
-            try:
-                diary.plans[record.model] = Plan.from_toml(record.plan).sync
-            except PlanError:
-                diary.plans[record.model] = None
+            diary.world = max(diary.world, record.world)
+            diary.plans[record.model] = _policy(record.plan)
+        elif isinstance(record, Adopts):
+            diary.swaps.append((len(diary.has), _policy(record.plan)))
         elif isinstance(record, Has):
             diary.has.append(record)
         elif isinstance(record, Loaded):
             diary.loads.append(len(diary.has))
     return diary
+
+
+def _policy(plan: str) -> Policy | None:
+    try:
+        return Plan.from_toml(plan).sync
+    except PlanError:
+        return None
 
 
 def check_replicas(diaries: list[Diary], verdict: Verdict) -> None:
@@ -99,10 +122,10 @@ def _places(diary: Diary) -> Iterator[tuple[Hashable, int]]:
         if has.life:
             key = (has.model, has.life, has.versions, _loaded_since(diary, index))
         else:
-            policy = diary.plans.get(has.model)
+            policy = diary.policy(index)
             if policy is None or policy.contributes(has.step) is None:
                 continue
-            step = (has.model, has.step, sum(load <= index for load in diary.loads))
+            step = (has.model, has.step, diary.loaded(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
             key = (*step, times[step])
         yield key, index

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.audit.contributions import listed
 from offbeat.audit.decisions import Decisions
+from offbeat.audit.exchanges import check_exchanges
 from offbeat.audit.replicas import check_replicas, read_diary
 from offbeat.audit.sources import find_jobs
 from offbeat.audit.updates import Fates, Held, check_shards
@@ -93,6 +94,7 @@ class _Audit:
             self._check_decisions(diaries)
         elif any(has.life for diary in diaries for has in diary.has):
             verdict.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
+        check_exchanges(diaries, verdict)
         check_replicas(diaries, verdict)
 
     def _check_decisions(self, diaries: list[Diary]) -> None:

@@ -85,9 +85,13 @@ class AllReduced:
         source = share.source
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         done_s = []
+        sums = set()
         for change in self._changes:
-            self._reducer.called = change.finish(channel, self._outer) or self._reducer.called
+            total, called = change.finish(channel, self._outer)
+            self._reducer.called = called or self._reducer.called
+            sums.add(total)
             done_s.append(self._meter.now_s())
+        self._reducer.channel.weights = (weight, *sums)
         if self._buffers is not None:
             for pending in broadcasts:
                 channel.wait(pending, "broadcast of the buffers")
@@ -152,8 +156,12 @@ class Change:
         self._tail[0], self._tail[1] = weight, float(calls)
         self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
 
-    def finish(self, channel: Channel, outer: OuterSGD | None) -> bool:
-        """Receive the mean change and apply it; the parameters are the new anchor. Whether a worker wants to confer."""
+    def finish(self, channel: Channel, outer: OuterSGD | None) -> tuple[float, bool]:
+        """Receive the mean change and apply it; the parameters are the new anchor.
+
+        Returns:
+            The sum of the weights, and whether a worker wants to confer.
+        """
         reply = channel.wait_for_bucket(self._pending, self._bucket)
         assert isinstance(reply, Total)
         assert reply.tail is not None
@@ -170,7 +178,7 @@ class Change:
         if weight:  # else nobody has moved, and the outer momentum must not move them
             apply_change_(self.anchor.values, mean, outer=outer, momentum=self._momentum)
         self.anchor.return_()
-        return called
+        return weight * channel.world, called
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter name."""

@@ -32,6 +32,7 @@ class Channel:
         self.rank, self.world = fabric.rank, fabric.world
         self.step = 0  # exchanges so far
         self.buckets = 0  # how many there are, for reports
+        self.weights: tuple[float, ...] = ()  # in the last exchange: this worker's, and all sums that came with buckets
 
     def start(self, payload: Payload) -> Pending:
         """Begin an exchange; in the same order on every rank."""

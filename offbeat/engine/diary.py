@@ -15,7 +15,7 @@ import xxhash
 
 from offbeat.errors import PlanError
 from offbeat.fabric.server.memory import bytes_of
-from offbeat.history import Has, Loaded, Trains, Writer
+from offbeat.history import Adopts, Has, Loaded, Trains, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,12 +63,29 @@ class Diary:
         if self._writer is not None:
             self._writer.append(Trains(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
 
-    def has(self, model: int, step: int, tensors: Iterable[torch.Tensor], *, samples: float = 0.0) -> None:
-        """The parameters of all workers after a step."""
+    def adopts(self, plan: Plan) -> None:
+        """Another plan holds, without a server."""
+        if self._writer is not None:
+            self._writer.append(Adopts(plan.to_toml()))
+
+    def has(
+        self,
+        model: int,
+        step: int,
+        tensors: Iterable[torch.Tensor],
+        *,
+        samples: float = 0.0,
+        weights: tuple[float, ...] = (),
+    ) -> None:
+        """The parameters after a step, without a server.
+
+        Args:
+            weights: in the step's exchange: this worker's, and the sums over all workers.
+        """
         if self._writer is None:
             return
         began_s = time.monotonic()
-        self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples))
+        self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples, weights=weights))
         self.cost_s += time.monotonic() - began_s
 
     def has_from_server(

@@ -84,6 +84,7 @@ class Reducer:
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
         self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
+        self._sums: set[float] = set()  # of all workers' weights, in the exchange at hand
         self._channel = Channel(fabric, waiter, meter, model)
         self._control = control
         self._buffers = buffers
@@ -346,6 +347,7 @@ class Reducer:
         if not tail.in_step:
             raise inquiry.different_batches(self._control, step=self.step, stamp=self.share.stamp)
         self.called = self.called or tail.called
+        self._sums.add(tail.weight * self._channel.world)
         flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         flight.flat.settle(tail.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
@@ -360,6 +362,7 @@ class Reducer:
         spans = [(f.issued_s, f.done_s) for f in self._flights if f.done_s is not None]
         step, weight = self.step, self.share.weight
         self._channel.step += 1
+        self._channel.weights, self._sums = (weight, *self._sums), set()
         self.meter.fence_ends(step, spans, weight, model=self._channel.model)
         self._waiter.witness.exchanged(self.share.stamp)
         self.share.exchanged()

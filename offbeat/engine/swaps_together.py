@@ -85,10 +85,21 @@ class SwapsTogether(Swappable):
         called, self._reducer.called = self._reducer.called, False
         return called
 
+    def settle(self) -> None:
+        """Make all replicas equal. Collective."""
+        super().settle()
+        self._reducer.channel.weights = ()  # of an average between two steps
+
+    def take_weights(self) -> tuple[float, ...]:
+        """This worker's in the exchange of the step that is over, and the sums over all workers; none without one."""
+        channel = self._reducer.channel
+        weights, channel.weights = channel.weights, ()
+        return weights
+
     def even_out(self) -> None:
         """Have the same parameters on all workers. Collective."""
         if self._local is not None and not self._local.is_even:
-            self._local.settle()
+            self.settle()
 
     def hand_over(self) -> dict[str, Any]:
         """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""

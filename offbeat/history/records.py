@@ -151,7 +151,7 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Adopts(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """By the coordinator: another plan holds, for all models."""
+    """By the coordinator, or by each worker where there is none: another plan holds, for all models."""
 
     plan: _Text
 
@@ -227,6 +227,8 @@ class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
             all. Empty without a server.
         numbers: under which its contribution was announced; more than one if the server was restarted meanwhile.
         counted: whether it was told that its contribution is in the parameters.
+        weights: without a server, of the exchange in this step: this worker's, and the sum over all workers that came
+            with the mean; several, if it was not the same for all buckets. Empty without an exchange.
     """
 
     model: _Model
@@ -238,6 +240,7 @@ class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
     versions: tuple[_Count, ...] = ()
     numbers: tuple[_Count, ...] = ()
     counted: bool = True
+    weights: tuple[_Weight, ...] = ()
 
     @property
     def is_brought(self) -> bool:

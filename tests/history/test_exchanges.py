@@ -1,0 +1,120 @@
+"""What is proved of runs without a server, and what is found where it was tampered with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.audit import Verdict, verify
+from offbeat.fabric import Elastic
+from offbeat.history import Has, Log, Writer
+from offbeat.sync import BSP, LocalSGD
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WORLD, STEPS = 3, 12
+
+
+def train(folder: Path, plan: offbeat.Plan, swap: tuple[int, Any] | None = None, dies: int | None = None) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    with offbeat.init(plan, history=folder) as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(STEPS):
+            if run.rank == 1 and step == dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if swap is not None and step == swap[0] and run.rank == 0:
+                run.swap(sync=swap[1])
+            model(torch.randn(2 + run.rank, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.settle()
+
+
+@pytest.mark.parametrize("policy", [BSP(), LocalSGD(4), LocalSGD(3, after=2)], ids=repr)
+def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalSGD) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=policy))
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations
+    assert verdict.checked == {1, 2, 3}
+    exchanges = sum(policy.contributes(step) is not None for step in range(STEPS))
+    assert verdict.applied == verdict.releases == WORLD * exchanges
+    assert (verdict.lead, verdict.bound) == ((0, 0) if policy == BSP() else (policy.every - 1, policy.every - 1))
+
+
+def test_policies_that_are_swapped_are_known(tmp_path: Path) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(), (3, LocalSGD(4)))
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations
+    assert (verdict.lead, verdict.bound) == (3, 3)
+    assert verdict.compared == verdict.hashes
+
+
+def test_who_is_killed_may_have_given_what_it_did_not_record(tmp_path: Path) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(fabric=Elastic()), None, 5, faulty=1)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations
+    assert {2, 3} <= verdict.checked
+    assert verdict.applied + verdict.unrecorded >= 2 * STEPS + 4
+
+
+def tampered(folder: Path, change: Callable[[Has], Has | None]) -> Verdict:
+    """The verdict where rank 1 had recorded something else."""
+    log = Log(next(folder.glob("worker-1*.log")))
+    records = list(log)
+    log.path.unlink()
+    writer = Writer(folder, "worker-1", kind="worker", job=log.header.job, rank=1)
+    for record in records[:-1]:
+        changed = change(record) if isinstance(record, Has) else record
+        if changed is not None:
+            writer.append(changed)
+    writer.close()
+    return verify(folder)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("history")
+    run_workers(WORLD, train, folder, offbeat.Plan())
+    return folder
+
+
+def _with(has: Has, weights: tuple[float, ...]) -> Has:
+    return Has(has.model, has.step, has.at_s, has.digest, has.samples, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "law", "says"),
+    [
+        (lambda has: _with(has, (2.0, 3.0)) if has.step == 4 else has, 2, "a weight of 4 was given, and of 3 the mean"),
+        (lambda has: _with(has, (0.0, 3.0)) if has.step == 4 else has, 2, "only 2 was given: something counts twice"),
+        (lambda has: _with(has, (1.0, 2.0)) if has.step == 4 else has, 2, "not all were given the same: weights of 2"),
+        (lambda has: None if has.step == 4 else has, 2, "only 2 was given: something counts twice"),
+        (lambda has: _with(has, ()) if has.step in (4, 5) else has, 3, "has made 2 steps without the others, behind"),
+    ],
+)
+def test_what_is_not_so_is_found(
+    recorded: Path, tmp_path: Path, change: Callable[[Has], Has | None], law: int, says: str
+) -> None:
+    for log in recorded.glob("*.log"):
+        (tmp_path / log.name).write_bytes(log.read_bytes())
+    assert verify(tmp_path).holds
+    verdict = tampered(tmp_path, change)
+    assert any(one.law == law and says in one.what for one in verdict.violations), verdict.violations
+
+
+def test_a_history_that_is_not_there_is_said_to_be_missing(recorded: Path, tmp_path: Path) -> None:
+    for log in recorded.glob("worker-[02]*.log"):
+        (tmp_path / log.name).write_bytes(log.read_bytes())
+    verdict = verify(tmp_path)
+    assert verdict.holds
+    assert verdict.checked == {1}
+    assert "The history of rank 1 is not there: what was exchanged cannot be added up." in verdict.notes
