@@ -11,14 +11,20 @@ if TYPE_CHECKING:
     from offbeat.lab.results import Raw, Report
 
 _BIN_S = 0.5
-_STEPS, _WAITING, _STALE = "#0072B2", "#D55E00", "#009E73"
+_STEPS, _WAITING, _STALE, _SWAPS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 
-def draw_courses(figure: Any, report: Report, struck: Mapping[str, Sequence[tuple[float, str]]]) -> None:
+def draw_courses(
+    figure: Any,
+    report: Report,
+    struck: Mapping[str, Sequence[tuple[float, str]]],
+    swapped: Mapping[str, Sequence[tuple[float, str]]],
+) -> None:
     """A line of three strips per row, of its first repeat.
 
     Args:
         struck: by row: the seconds in which something went wrong, and what.
+        swapped: by row: those in which another policy came to decide, and which.
     """
     grid = figure.subplots(len(report.rows), 3, sharex=True, squeeze=False)
     for row, strips in zip(report.rows, grid, strict=True):
@@ -34,15 +40,23 @@ def draw_courses(figure: Any, report: Report, struck: Mapping[str, Sequence[tupl
         for strip in strips:
             for when_s, _ in struck.get(row.row, ()):
                 strip.axvline(when_s, color="black", linestyle=":", linewidth=0.7)
+            for when_s, _ in swapped.get(row.row, ()):
+                strip.axvline(when_s, color=_SWAPS, linewidth=0.7)
             strip.tick_params(labelsize=6)
             strip.spines[["top", "right"]].set_visible(False)
+        for when_s, policy in swapped.get(row.row, ()):
+            # Above the strip: below are bars.
+            strips[0].annotate(
+                policy, (when_s, 1), xycoords=strips[0].get_xaxis_transform(), xytext=(1, 1),
+                textcoords="offset points", rotation=30, fontsize=4, color=_SWAPS,
+            )  # fmt: skip
         strips[0].set_ylabel(row.row, fontsize=7)
     for strip, title in zip(
         grid[0], ("steps per second, all workers", "% of a step waiting", "staleness"), strict=True
     ):
         strip.set_title(title, fontsize=7, loc="left")
     for strip in grid[-1]:
-        strip.set_xlabel("seconds; dotted: something goes wrong", fontsize=7)
+        strip.set_xlabel("seconds; dotted: something goes wrong; violet: another policy decides", fontsize=7)
 
 
 def steps_per_s(workers: Sequence[Raw], edges_s: Sequence[float]) -> list[float]:

@@ -9,11 +9,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import ScenarioError
+from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.results import LinkUse, Record, Report
+    from offbeat.lab.results import LinkUse, Raw, Record, Report
 
 # Okabe and Ito's palette: told apart by everyone.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -35,13 +36,13 @@ def draw(report: Report, path: Path) -> None:
             "or leave out --png."
         ) from error
     curves = any(raw.metrics for raw in report.raw)
-    struck = {row.row: _struck(row) for row in report.rows if _struck(row)}
+    struck = {row.row: found for row in report.rows if (found := _happened(row, "fault"))}
     if struck:
         from offbeat.lab.courses import draw_courses
 
         figure = Figure(figsize=(10, 1.7 * len(report.rows) + 1), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
-        draw_courses(figure, report, struck)
+        draw_courses(figure, report, struck, {row.row: _happened(row, "swap") for row in report.rows})
         figure.suptitle(f"{report.name}: {report.description}", fontsize=9)
         figure.savefig(path)
         return
@@ -62,10 +63,10 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path)
 
 
-def _struck(row: Record) -> list[tuple[float, str]]:
-    """What went wrong in a row, and at which second of the measured steps."""
+def _happened(row: Record, what: str) -> list[tuple[float, str]]:
+    """What happened in a row, a "fault" or a "swap", and at which second of the measured steps."""
     found = (
-        re.fullmatch(r"fault: (.*), (-?[\d.]+) s after the first measured step began", text) for text in row.events
+        re.fullmatch(rf"{what}: (.*), (-?[\d.]+) s after the first measured step began", text) for text in row.events
     )
     return [(float(one[2]), one[1]) for one in found if one is not None]
 
@@ -131,7 +132,8 @@ def _link_words(link: LinkUse) -> str:
 
 
 def _draw_curves(axes: Any, report: Report) -> None:
-    """The metric over training time, every repeat of every row."""
+    """The metric over training time, every repeat of every row; and when the policy was swapped, in the first one."""
+    warmup_steps = Scenario.from_toml(report.scenario).run.warmup_steps
     for place, (row, colour) in enumerate(zip(report.rows, COLOURS * 8, strict=False)):
         style = "-" if place < len(COLOURS) else "--"
         for raw in report.raw:
@@ -139,8 +141,27 @@ def _draw_curves(axes: Any, report: Report) -> None:
                 times, values = zip(*raw.metrics, strict=True)
                 label = row.row if raw.repeat == 0 else None
                 axes.plot(times, values, color=colour, linestyle=style, linewidth=1.2, alpha=0.8, label=label)
+                if raw.repeat == 0:
+                    _mark_swaps(axes, row, _warmup_s(raw, warmup_steps), colour)
     axes.set_xlabel("seconds of training", fontsize=8)
     axes.set_ylabel("test metric", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _warmup_s(raw: Raw, warmup_steps: int) -> float:
+    """Seconds of training before the first measured step."""
+    assert raw.metrics
+    measured = max(0, raw.metric_steps[-1] - warmup_steps)
+    return max(0.0, raw.metrics[-1][0] - sum(raw.step_s[:measured]))
+
+
+def _mark_swaps(axes: Any, row: Record, begin_s: float, colour: str) -> None:
+    """A dotted line where another policy came to decide, with its name."""
+    for at_s, policy in _happened(row, "swap"):
+        axes.axvline(begin_s + at_s, color=colour, linestyle=":", linewidth=0.9)
+        axes.annotate(
+            policy, (begin_s + at_s, 0), xycoords=axes.get_xaxis_transform(), xytext=(-2, 3),
+            textcoords="offset points", rotation=90, ha="right", va="bottom", fontsize=5, color=colour,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,11 +160,23 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
-    events = strikes.events(begin_s) + events  # first, as a result keeps only so many
+    swapped = [] if index else _swaps(told, begin_s)
+    events = strikes.events(begin_s) + swapped + events  # first, as a result keeps only so many
     link = None if watch is None else watch.between(begin_s, end_s)
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     return Repeat(measured, events, buckets, staleness, link, costs)
+
+
+def _swaps(told: Sequence[_Told], begin_s: float) -> list[str]:
+    """Which policy came to decide, and when, as rank 0 said."""
+    offset_s = time.time() - time.perf_counter() + begin_s
+    return [
+        f"swap: {record.text.partition(' decides when')[0].rpartition(' on ')[2]}, {record.time_s - offset_s:.2f} s "
+        "after the first measured step began"
+        for record in told
+        if record.kind == "event" and record.what == "swap" and record.rank == 0 and " decides when" in record.text
+    ]
 
 
 def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:

@@ -273,17 +273,35 @@ def test_steps_are_counted_in_the_half_second_in_which_they_end() -> None:
 
 
 def test_the_picture_shows_when_something_went_wrong(tmp_path: Path) -> None:
-    """A dotted line in each strip, and no row without one."""
+    """A dotted line in each strip, and no row without one; where a policy was swapped, another line, with its name."""
     figure = Figure()
     report = results.read(RESULTS / "ps_uniform.json")
-    draw_courses(figure, report, {report.rows[0].row: [(1.5, "sigkill of worker 1 at its step 5")]})
+    struck = {report.rows[0].row: [(1.5, "sigkill of worker 1 at its step 5")]}
+    draw_courses(figure, report, struck, {report.rows[1].row: [(2.5, "ASP()")]})
     dotted = [
         [np.asarray(line.get_xdata())[0] for line in axes.lines if line.get_linestyle() == ":"] for axes in figure.axes
     ]
     assert dotted[:3] == [[1.5]] * 3
     assert dotted[3:] == [[]] * (3 * len(report.rows) - 3)
-    row = msgspec.structs.replace(report.rows[0], events=[f"fault: x, 2.25 {AFTER}", "fault: y"])
-    assert plots._struck(row) == [(2.25, "x")]
+    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["ASP()"]
+    assert 2.5 in [np.asarray(line.get_xdata())[0] for line in figure.axes[3].lines]
+    events = [f"fault: x, 2.25 {AFTER}", f"swap: ASP(), 3.50 {AFTER}", "fault: y"]
+    row = msgspec.structs.replace(report.rows[0], events=events)
+    assert plots._happened(row, "fault") == [(2.25, "x")]
+    assert plots._happened(row, "swap") == [(3.5, "ASP()")]
+
+
+def test_the_way_to_the_target_shows_where_policies_were_swapped() -> None:
+    report = results.read(RESULTS / "swap.json")
+    rows = [msgspec.structs.replace(row, events=[f"swap: SSP(bound=8), 2.00 {AFTER}"]) for row in report.rows[:1]]
+    axes = Figure().subplots()
+    plots._draw_curves(axes, msgspec.structs.replace(report, rows=rows))
+    assert "SSP(bound=8)" in [text.get_text() for text in axes.texts]
+    (line,) = (line for line in axes.lines if line.get_linestyle() == ":")
+    raw = next(raw for raw in report.raw if raw.row == rows[0].row and raw.repeat == 0)
+    assert raw.metrics
+    warmup_s = np.asarray(line.get_xdata())[0] - 2.0
+    assert 0 < warmup_s < raw.metrics[-1][0] - 0.9 * sum(raw.step_s)
 
 
 AFTER = "s after the first measured step began"
