@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.crossing import Crossing
 from offbeat.engine import Conference, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.errors import PlanError
 from offbeat.fabric.server import ParameterServer
 from offbeat.sync import ASP
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
-_SERVER_PLAN = "server.toml"  # in a run's folder: the plan of a job that has gone over to a server
 
 
 class Swapping:
@@ -46,7 +46,7 @@ class Swapping:
         exchanging: makes what exchanges a model's gradients.
         prepared, reducers: the models, and what keeps each of them together; more may come.
         rank: of this worker.
-        run_dir: where plans of other kinds, and wishes for them, are left; None for nowhere.
+        run_dir: where wishes for other plans, and word of a server, are left; None for nowhere.
         joins: rank of this worker, and how many the job began with, if it joins one that trains.
         tell: what all have to say alike is said by one.
 
@@ -98,9 +98,15 @@ class Swapping:
 
         Raises:
             NetworkError: if it cannot be reached.
+            PlanError: if this worker joins a job that has one, and its plan has none.
         """
         fabric, named = self.plan.fabric, os.environ.get("OFFBEAT_SERVERS")
         if not isinstance(fabric, ParameterServer):
+            if self._joins and named:
+                raise PlanError(
+                    f"Cannot join the job of the parameter server at {named}: this worker's plan has {fabric!r}, so it "
+                    "would train alone. Give it the job's plan (`offbeat run --plan`) - at `plan.fabric`."
+                )
             if self._rank == 0 and named:
                 _log.warning(
                     "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
@@ -241,8 +247,6 @@ class Swapping:
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
-            if not refusal:
-                self._leave_plan(plan)
         return ("", refusal) if refusal else (self._take(before, plan, began_s), "")
 
     def _take(self, before: Plan, plan: Plan, began_s: float) -> str:
@@ -257,15 +261,6 @@ class Swapping:
         )
         self._tell(text)
         return text
-
-    def _leave_plan(self, plan: Plan) -> None:
-        """Have workers that join from now on begin with it, not with the job's first."""
-        if self._run_dir is None or self._rank:
-            return
-        try:
-            (self._run_dir / _SERVER_PLAN).write_text(plan.to_toml())
-        except OSError as error:  # a full disk is no reason to end the run
-            _log.warning("Cannot write to %s: %s. Who joins needs --plan.", self._run_dir, error.strerror)
 
     def _leave_server(self, server: Server) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
@@ -283,8 +278,7 @@ class Swapping:
         self._crossing.to_group(plan, server)
         self.server, self._had_server = None, True
         if self._run_dir is not None and self._rank == 0:
-            for name in ("server.json", _SERVER_PLAN):
-                (self._run_dir / name).unlink(missing_ok=True)
+            (self._run_dir / "server.json").unlink(missing_ok=True)
         if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
         self._take(before, plan, began_s)

@@ -6,12 +6,17 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.cli.onlooker import JobEnded, Onlooker
+from offbeat.cli.plan import read_plan
 from offbeat.cli.target import find
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
+
+if TYPE_CHECKING:
+    from offbeat.plan import Plan
 
 _PATIENCE_S = 10.0
 _LOOK_S = 0.1
@@ -39,12 +44,12 @@ class Joining:
     Args:
         environment: by which workers find it.
         first_rank: that nobody in it has had.
-        plan: that of its beginning, or with its server, if it is known here; those that train say which one holds.
+        plan: the one that holds with a server, or that it began with without one; those that train have the last word.
     """
 
     environment: dict[str, str]
     first_rank: int
-    plan: Path | None
+    plan: Plan
 
 
 def look_for(where: str, workers: int) -> Joining:
@@ -56,7 +61,10 @@ def look_for(where: str, workers: int) -> Joining:
     Raises:
         NetworkError: if there is none, or it does not train yet.
         PeerError: if there are other credentials.
+        PlanError: if its plan cannot be read.
     """
+    from offbeat.plan import Plan
+
     folder = Path(where)
     if not (folder / "server.json").exists() and any((folder / name).is_file() for name in ("store", "store.json")):
         return _without_server(folder, workers)
@@ -73,7 +81,6 @@ def look_for(where: str, workers: int) -> Joining:
         )
     began_with = scenes[0].world
     first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
-    plans = [Path(target.folder) / name for name in ("server.toml", "plan.toml")] if target.folder else []
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -84,7 +91,11 @@ def look_for(where: str, workers: int) -> Joining:
         "OFFBEAT_KEY": target.key,
         "OFFBEAT_AUTHORITY": target.authority,
     }
-    return Joining(environment, first_rank, next((plan for plan in plans if plan.is_file()), None))
+    try:
+        plan = Plan.from_toml(scenes[0].plan)
+    except PlanError as error:
+        raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
+    return Joining(environment, first_rank, plan)
 
 
 def _without_server(folder: Path, workers: int) -> Joining:
@@ -92,6 +103,7 @@ def _without_server(folder: Path, workers: int) -> Joining:
 
     Raises:
         NetworkError: if it cannot be read where they met, or that is gone.
+        PlanError: if the plan cannot be read.
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while not (folder / "store.json").exists() and time.monotonic() < deadline_s:
@@ -109,8 +121,7 @@ def _without_server(folder: Path, workers: int) -> Joining:
         "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
-    plan = folder / "plan.toml"
-    return Joining(environment, first_rank, plan if plan.is_file() else None)
+    return Joining(environment, first_rank, read_plan(folder / "plan.toml"))
 
 
 def _take_ranks(folder: Path, world: int, workers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
@@ -86,8 +87,10 @@ def run(
         if servers:
             raise PlanError("Cannot start servers for a job that is joined: it has its own. Leave out --servers.")
         joining = look_for(join, workers)
-        plan = plan or joining.plan
-    chosen = Plan(**parts) if plan is None else read_plan(plan, **parts)
+    if plan is not None:
+        chosen = read_plan(plan, **parts)
+    else:
+        chosen = dataclasses.replace(Plan() if joining is None else joining.plan, **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         running_s: seconds since the model was opened.
         note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, if the server can tell.
+        plan: that holds, as TOML.
     """
 
     model: _Count
@@ -93,6 +94,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
     note: _Text = ""
     pace: _Text = ""
     world: _Count = 0
+    plan: _Text = ""
 
     @cached_property
     def present(self) -> tuple[Seen, ...]:

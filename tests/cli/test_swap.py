@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -85,7 +86,9 @@ def test_a_job_goes_over_to_a_server_and_back(tmp_path: Path) -> None:
             time.sleep(0.1)
         code, output = offbeat("swap", "SSP(4)", "--fabric", "ParameterServer()", "--job", folder, folder=tmp_path)
         assert (code, "SSP(bound=4) decides when workers may go on" in " ".join(output.split())) == (0, True), output
-        assert "ParameterServer" in (folder / "server.toml").read_text(), "who joins begins with it"
+        code, output = offbeat("top", "--job", folder, "--once", "--json", folder=tmp_path)
+        (scene,) = json.loads(output)["scenes"]
+        assert 'kind = "ParameterServer"' in scene["plan"], "who joins begins with it"
         code, output = offbeat("top", "--job", folder, "--once", folder=tmp_path)
         assert "SSP(bound=4)" in output
         code, output = offbeat("swap", "BSP()", "--fabric", "ProcessGroup()", "--job", folder, folder=tmp_path)

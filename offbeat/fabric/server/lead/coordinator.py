@@ -187,13 +187,14 @@ class Coordinator:
         self.logbook.hear(event, actions, state)
         return actions
 
-    def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "") -> Scene:
+    def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "", plan: str = "") -> Scene:
         """How it goes, for people.
 
         Args:
             world: with how many workers the job was to begin.
             note: what happened to the server.
             pace: who paces the rounds and why, if it is not the policy that knows.
+            plan: that holds, as TOML.
         """
         now_s = self.now_s()
         seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
@@ -207,6 +208,7 @@ class Coordinator:
             note=note,
             pace=pace or self.explain(),
             world=world,
+            plan=plan,
         )
 
     def explain(self) -> str:

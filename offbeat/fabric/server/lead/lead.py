@@ -324,9 +324,11 @@ class Lead:
 
     def look(self) -> tuple[Scene, ...]:
         """How it goes."""
-        pace = self._dealer.explain()
+        pace, present = self._dealer.explain(), self._swaps.present
+        plan = "" if present is None else present.to_toml()
         return tuple(
-            one.coordinator.scene(m, world=one.world, note=one.note, pace=pace) for m, one in self.models.items()
+            one.coordinator.scene(number, world=one.world, note=one.note, pace=pace, plan=plan)
+            for number, one in self.models.items()
         )
 
     def data(self, worker: int, message: FromData) -> None:

@@ -61,6 +61,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         running_s: seconds since the model was opened.
         note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, in a sentence; "" if that is not known here.
+        plan: that holds, as TOML.
     """
 
     model: Model
@@ -72,6 +73,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     note: Text = ""
     pace: Text = ""
     world: Count = 0
+    plan: Text = ""
 
 
 class Sight(msgspec.Struct, tag=True, frozen=True):
