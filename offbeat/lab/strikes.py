@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.01
 _LOSS = 0.05
+
+
+class _Joiner(msgspec.Struct):
+    """The parts of a metrics record that say whether a worker exchanges anything with others."""
+
+    kind: str
+    rank: int = 0
+    time_s: float = 0.0
+    bytes_sent: int = 0
 
 
 class Strikes:
@@ -78,6 +88,7 @@ class Strikes:
                 "does not come to that step, or what is to be struck is not there (fault.step)."
             )
         offset_s = time.time() - time.perf_counter() + begin_s
+        joined = [self._joined(offset_s)] if any(fault.kind == "join" for fault in self.faults) else []
         lacking = [(fault, self._job.lacks(fault)) for fault in self._scenario.fault]
         return [
             *(f"left out: {fault.words}, which takes {what}" for fault, what in lacking if what is not None),
@@ -85,7 +96,26 @@ class Strikes:
                 f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
                 for one in self.fired
             ),
+            *joined,
         ]
+
+    def _joined(self, offset_s: float) -> str:
+        """What whoever joined did: to have been started is not to have taken part."""
+        steps: list[_Joiner] = []
+        with suppress(OSError):
+            lines = (self._log.parent / "faults.joined/metrics.jsonl").read_bytes().splitlines()
+            told = [msgspec.json.decode(line, type=_Joiner) for line in lines]
+            steps = [record for record in told if record.kind == "step" and record.bytes_sent]
+        if not steps:
+            said = self._log.with_suffix(".joiner").read_text(errors="replace").strip().splitlines()
+            raise ScenarioError(
+                "Cannot tell what join does: who was to join took no part while the others trained. It said "
+                f"{said[-1].strip() if said else 'nothing'!r}. Have it join earlier, or train for longer (fault.step)."
+            )
+        return (
+            f"joined: rank {steps[0].rank}, {steps[0].time_s - offset_s:.2f} s after the first measured step began; "
+            f"it made {len(steps)} steps"
+        )
 
     def __enter__(self) -> Strikes:
         if self._network is not None and any(fault.on_links for fault in self.faults):

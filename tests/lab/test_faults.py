@@ -199,12 +199,12 @@ def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
         strikes.events(0.0)
 
 
-def test_faults_are_not_simulated(tmp_path: Path) -> None:
+def test_a_fault_that_cannot_be_played_is_refused(tmp_path: Path) -> None:
     text = TEXT.replace("BASELINE", "server").replace('kind = "script"\npath = "work.py"', 'kind = "replay"')
     text = text.replace('kind = "replay"', 'kind = "replay"\nprofile = "resnet50"\nscale = 0.01')
     text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"', "", 1).partition('[[row]]\nname = "restarts"')[0]
-    scenario = Scenario.from_toml(f'{text}\n[[fault]]\nworker = 1\nstep = 5\nkind = "sigkill"')
-    with pytest.raises(ScenarioError, match="Cannot simulate sigkill of worker 1 at its step 5: faults are not"):
+    scenario = Scenario.from_toml(f'{text}\n[[fault]]\nworker = 1\nstep = 5\nkind = "lossy"')
+    with pytest.raises(ScenarioError, match="Cannot simulate lossy of worker 1 for 1 s at its step 5"):
         predictions(scenario, tmp_path, known_of(scenario, None))
 
 

@@ -69,7 +69,7 @@ def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]
             (model.weight * emitted(rank, step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            worst = max(worst, run._reducers[0].staleness)  # type: ignore[attr-defined]
+            worst = max(worst, run._reducers[0].now.staleness)  # type: ignore[union-attr]
             time.sleep(0.002 * rank)
         run.settle()
         return model.weight.detach().clone().flatten(), worst
