@@ -79,6 +79,7 @@ STALEST = "largest staleness"
 UNEVEN = "variation of the server's link within a round"
 IDEAL = "throughput against ideal workers"
 NEVER = "rows that miss the target"
+COST = "seconds by which the worst fault made the others' longest step longer"
 
 
 def ratio(report: Report, row: str, against: str, of: Callable[[Repeat], float | None]) -> float | None:
@@ -121,6 +122,11 @@ def _never(report: Report, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
 
+def _cost(report: Report, row: str, against: str) -> float | None:
+    costs = [one.others_s for one in report.recoveries if one.row == row and one.others_s is not None]
+    return max(costs, default=None)
+
+
 MEASURES: dict[str, Measure] = {
     THROUGHPUT: _ratio_of(lambda one: one.samples_per_s),
     TIME: _ratio_of(lambda one: one.seconds_per_step),
@@ -131,6 +137,7 @@ MEASURES: dict[str, Measure] = {
     UNEVEN: _uneven,
     IDEAL: _ideal,
     NEVER: _never,
+    COST: _cost,
 }
 
 _TURNS = (
@@ -165,8 +172,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(THROUGHPUT, "ssp(8)", "bsp", at_least=1.3),
         Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.8),
     ),
-    "kill": (),
-    "pause": (),
+    "kill": tuple(Claim(COST, row, at_most=1.5) for row in ("bsp", "ssp(4)", "asp", "elastic")),
+    "pause": (
+        # Within a tenth of the best that does not change, and ahead of any one that does not.
+        Claim(TIME, "threshold", "asp", at_most=1.1),
+        *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
+    ),
     "swap": (),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
