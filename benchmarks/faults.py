@@ -278,8 +278,6 @@ def why_not_elastic(kind: str) -> str:
     """Why a fault does not apply to workers without a server, or ""."""
     if kind in _AT_STEP:
         return "it is put into a gradient as the optimizer steps, which is behind the exchange there"
-    if kind == "join":
-        return "joining takes a server"
     if kind in (*get_args(Link), *get_args(Stranger)):
         return "there is neither a server nor a link to one"
     return ""
