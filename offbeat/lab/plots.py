@@ -151,8 +151,9 @@ def _draw_curves(axes: Any, report: Report) -> None:
 
 
 def _warmup_s(raw: Raw, warmup_steps: int) -> float:
-    """Seconds of training before the first measured step."""
-    assert raw.metrics
+    """Seconds of training before the first measured step; 0 if it is not known at which steps there was a metric."""
+    if not raw.metrics or not raw.metric_steps:
+        return 0.0
     measured = max(0, raw.metric_steps[-1] - warmup_steps)
     return max(0.0, raw.metrics[-1][0] - sum(raw.step_s[:measured]))
 
