@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from offbeat.lab.results import Raw, Report
 
 _BIN_S = 0.5
+_LONG = 20  # characters
 _STEPS, _WAITING, _STALE, _SWAPS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 
@@ -47,16 +48,15 @@ def draw_courses(
         for when_s, policy in swapped.get(row.row, ()):
             # Above the strip: below are bars.
             strips[0].annotate(
-                policy, (when_s, 1), xycoords=strips[0].get_xaxis_transform(), xytext=(1, 1),
-                textcoords="offset points", rotation=30, fontsize=4, color=_SWAPS,
+                brief(policy), (when_s, 1), xycoords=strips[0].get_xaxis_transform(), xytext=(1, 1),
+                textcoords="offset points", rotation=30, fontsize=4, color=_SWAPS, in_layout=False,
             )  # fmt: skip
         strips[0].set_ylabel(row.row, fontsize=7)
     for strip, title in zip(
         grid[0], ("steps per second, all workers", "% of a step waiting", "staleness"), strict=True
     ):
         strip.set_title(title, fontsize=7, loc="left")
-    for strip in grid[-1]:
-        strip.set_xlabel("seconds; dotted: something goes wrong; violet: another policy decides", fontsize=7)
+    figure.supxlabel("seconds; dotted: something goes wrong; violet: another policy decides", fontsize=7)
 
 
 def steps_per_s(workers: Sequence[Raw], edges_s: Sequence[float]) -> list[float]:
@@ -66,3 +66,8 @@ def steps_per_s(workers: Sequence[Raw], edges_s: Sequence[float]) -> list[float]
         for end_s in itertools.accumulate(raw.step_s):
             counts[min(int(end_s / _BIN_S), len(counts) - 1)] += 1
     return [count / _BIN_S for count in counts]
+
+
+def brief(policy: str) -> str:
+    """A policy's name, with what was chosen of it if that is short."""
+    return policy if len(policy) <= _LONG else policy.partition("(")[0]

@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import ScenarioError
+from offbeat.lab.courses import brief
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def _mark_swaps(axes: Any, row: Record, begin_s: float, colour: str) -> None:
     for at_s, policy in _happened(row, "swap"):
         axes.axvline(begin_s + at_s, color=colour, linestyle=":", linewidth=0.9)
         axes.annotate(
-            policy, (begin_s + at_s, 0), xycoords=axes.get_xaxis_transform(), xytext=(-2, 3),
+            brief(policy), (begin_s + at_s, 0), xycoords=axes.get_xaxis_transform(), xytext=(-2, 3),
             textcoords="offset points", rotation=90, ha="right", va="bottom", fontsize=5, color=colour,
+            in_layout=False,
         )  # fmt: skip
