@@ -3,8 +3,9 @@
     python -m offbeat.serve FD      (settings as JSON on standard input; its address, or why not, goes to FD)
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
-`Settings.restarts` this process only starts another one, which serves, and starts it again whenever that is killed, or
-told to stop; so the server is looked after as long as the job lasts, whoever started it. To end it, end this process.
+`Settings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to stop,
+has a spare one serve, which has loaded torch meanwhile and waits; so the server is looked after as long as the job
+lasts, whoever started it. To end it, end this process.
 """
 
 from __future__ import annotations
@@ -128,7 +129,6 @@ def start_shard(
     wrap: Callable[[list[str]], list[str]] = lambda command: command,
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
-    is_kept: bool = False,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Start a shard on this machine; the process, and "host:port".
 
@@ -136,34 +136,64 @@ def start_shard(
         wrap: makes of the command one that runs it elsewhere, such as in a network namespace.
         environment: variables; ours if None.
         output: where its output goes; to ours if None.
-        is_kept: it ends when this thread does.
 
     Raises:
         NetworkError: if it cannot be started.
     """
-    mine, theirs = os.pipe()
-    try:
-        process = subprocess.Popen(
-            wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs), *(["kept"] if is_kept else [])]),
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs,),
-            stdout=output,
-            stderr=output,
-            env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
-        )
-    finally:
-        os.close(theirs)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(msgspec.json.encode(settings))
-        process.stdin.close()
-    with open(mine, "rb") as pipe:
-        said = _read_line(pipe.fileno())
-    if said.startswith("!") or not said:
-        process.kill()
-        process.wait()
-        raise NetworkError(f"Cannot start a parameter server: {said[1:].strip() or 'it ended at once.'}")
-    return process, said
+    started = _Started(wrap, environment, output)
+    return started.process, started.serve(settings)
+
+
+class _Started:
+    """A process that is to serve once it has been told what.
+
+    Args:
+        wrap, environment, output: as of `start_shard`.
+        is_kept: it ends when this thread does, and loads what it needs before it is told.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[[list[str]], list[str]] = lambda command: command,
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> None:
+        mine, theirs = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs), *(["kept"] if is_kept else [])]),
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs,),
+                stdout=output,
+                stderr=output,
+                env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
+            )
+        except OSError:
+            os.close(mine)
+            raise
+        finally:
+            os.close(theirs)
+        self._answer = mine
+
+    def serve(self, settings: Settings) -> str:
+        """Have it serve; "host:port".
+
+        Raises:
+            NetworkError: if it cannot.
+        """
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(settings))
+            self.process.stdin.close()
+        with open(self._answer, "rb") as pipe:
+            said = _read_line(pipe.fileno())
+        if said.startswith("!") or not said:
+            self.process.kill()
+            self.process.wait()
+            raise NetworkError(f"Cannot start a parameter server: {said[1:].strip() or 'it ended at once.'}")
+        return said
 
 
 async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
@@ -338,32 +368,36 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
         NetworkError: if it cannot be started for the first time.
     """
     settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
-    process, address = start_shard(settings, is_kept=True)
-    was_told = False
+    serving, was_told = _Started(is_kept=True), False
+    address = serving.serve(settings)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal was_told
         was_told = True
-        process.send_signal(number)
+        serving.process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     say(address)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
-    while (code := process.wait()) != 0 and not was_told:
+    while True:
+        spare = _Started(is_kept=True) if left else None
+        if (code := serving.process.wait()) == 0 or was_told:
+            return
         how = "was told to stop" if code == _STOPPED else how_it_ended(code)
-        if not left:
+        if spare is None:
             _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
             return
         left -= 1
         _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
         try:
-            process, _ = start_shard(settings, is_kept=True)
+            serving = spare if spare.process.poll() is None else _Started(is_kept=True)
+            serving.serve(settings)
         except NetworkError as error:
             _log.error("%s", error)
             return
         if was_told:  # while it was being started
-            process.terminate()
+            serving.process.terminate()
 
 
 def prepare_process() -> None:
@@ -381,7 +415,11 @@ def main() -> None:
     fd, is_kept = int(sys.argv[1]), sys.argv[2:] == ["kept"]
     if is_kept:
         _end_with_parent()
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a terminal, to all: one to spare has nothing to say
+        prepare_process()  # before it is told what: a server that was lost must not wait for that
+    if not (said_to_us := sys.stdin.buffer.read()):  # a spare one that was not needed
+        return
+    settings = msgspec.json.decode(said_to_us, type=Settings)
 
     def say(text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -394,7 +432,8 @@ def main() -> None:
         if settings.restarts:
             look_after(settings, say)
         else:
-            prepare_process()
+            if not is_kept:
+                prepare_process()
             if eager.run(serve(settings, say)) and is_kept:
                 sys.exit(_STOPPED)
     except OffbeatError as error:

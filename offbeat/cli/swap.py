@@ -73,10 +73,14 @@ def _wish(folder: Path, part: str) -> str:
         PlanError: if it refuses.
         NetworkError: if it does not answer.
     """
+    from offbeat.report.records import has_ended
+
     wished = wish.leave(folder, part)
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
         while (granted := wish.answered(folder, wished)) is None:
+            if has_ended(folder / "metrics.jsonl"):
+                raise NetworkError(f"Cannot swap the policy of the job in {folder}: it has ended.")
             if time.monotonic() > deadline_s:
                 raise NetworkError(
                     f"Cannot swap the policy of the job in {folder}: it has not answered for {_PATIENCE_S:g} s. It has "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _OPENING = b'{"kind":'
 _MOST_BYTES = 64 << 20  # taken in at once
+_LATELY_BYTES = 1 << 16  # more than the last words of all workers
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -148,6 +149,13 @@ class Records:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 return [self._decoder.decode(line[start:])]
         return []
+
+
+def has_ended(path: Path) -> bool:
+    """Whether all workers that have written to a metrics.jsonl lately have ended, as far as they could still say so."""
+    size_bytes = path.stat().st_size if path.exists() else 0
+    last = {record.rank: record for record in Records(path, max(0, size_bytes - _LATELY_BYTES)).new()}
+    return bool(last) and all(isinstance(record, End) for record in last.values())
 
 
 def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:

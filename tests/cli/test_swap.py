@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ run = offbeat.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-while not Path("enough").exists():
+while run.mean(float(Path("enough").exists())) == 0:  # all see it in the same step
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -48,14 +49,21 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             process.send_signal(signal.SIGTERM)
 
 
-@pytest.mark.timeout(120)
-def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def trains_alone(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job without a server, whose run folder is `job`."""
     path = script(tmp_path, TRAIN)
     with start("run", "--workers", 2, "--run-dir", "job", path, folder=tmp_path) as process:
-        folder = tmp_path / "job"
         deadline_s = time.monotonic() + 40
-        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline_s:
+        while not (tmp_path / "job" / "metrics.jsonl").exists() and time.monotonic() < deadline_s:
             time.sleep(0.1)
+        yield process
+
+
+@pytest.mark.timeout(120)
+def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    with trains_alone(tmp_path) as process:
         for policy, code, says in (
             ("LocalSGD(3)", 0, "LocalSGD(every=3, after=0, outer=None) decides when workers may go on, not BSP() any"),
             ("LocalSGD(3)", 0, "The plan stays as it is: LocalSGD(every=3"),
@@ -73,17 +81,15 @@ def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> N
     assert process.returncode == 0, output
     assert output.count("went by BSP()") == 2
     assert "Cannot understand what was left in" in " ".join(output.split())
+    code, output = offbeat("swap", "BSP()", "--job", folder, folder=tmp_path)
+    assert (code, "it has ended." in output, (folder / "wish.json").exists()) == (2, True, False), output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_job_goes_over_to_a_server_and_back(tmp_path: Path) -> None:
-    path = script(tmp_path, TRAIN)
-    with start("run", "--workers", 2, "--run-dir", "job", path, folder=tmp_path) as process:
-        folder = tmp_path / "job"
-        deadline_s = time.monotonic() + 40
-        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+    folder = tmp_path / "job"
+    with trains_alone(tmp_path) as process:
         code, output = offbeat("swap", "SSP(4)", "--fabric", "ParameterServer()", "--job", folder, folder=tmp_path)
         assert (code, "SSP(bound=4) decides when workers may go on" in " ".join(output.split())) == (0, True), output
         code, output = offbeat("top", "--job", folder, "--once", "--json", folder=tmp_path)

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,6 @@ from offbeat.fabric.server.messages import Part, pack
 from tests.cli.commands import descendants
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat.fabric.server.client.place import Place
     from offbeat.fabric.server.messages import Seen
     from offbeat.sync import Policy
@@ -60,9 +59,13 @@ def serve(folder: Path, shards: int = 1, **settings: Any) -> list[int]:
 
 
 def kept(keeper: int) -> int:
-    """The process that serves, below the one that looks after it."""
-    (pid,) = descendants(keeper)
-    return pid
+    """The process that serves, below the one that looks after it: the elder of two, of which the other is to spare."""
+    return min(descendants(keeper), key=_started)
+
+
+def _started(pid: int) -> int:
+    """When it was, in clock ticks (proc_pid_stat(5))."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def join(policy: Policy, run_dir: Path | None = None, patience_s: float = 30.0) -> offbeat.Run:
