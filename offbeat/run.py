@@ -627,6 +627,9 @@ class Run:
             self._server.take_over(self._waiter)
             for reducer in self._reducers:
                 reducer.refreshed()
+        wanted = self._server is None and self._swapping.calls(looks=self.rank == self._first)
+        for one in self._swapping.together:
+            one.calls = wanted
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
