@@ -17,6 +17,7 @@ from torch import nn
 import offbeat
 from offbeat.control import ByProgress, WaitThreshold
 from offbeat.sync import BSP, LocalSGD, OuterSGD
+from offbeat.wire import wish
 from tests.elastic.test_join import wait_for
 from tests.workers import listen, run_workers
 
@@ -109,6 +110,38 @@ def test_a_person_takes_over(at: int, tmp_path: Path) -> None:
         assert digests[-1] == results[0][1][-1]
     assert "ByProgress(" in results[0][2][-1]
     assert "has let go of it" in results[0][2][-1]
+
+
+def test_one_that_is_alone_goes_by_its_schedule_too(tmp_path: Path) -> None:
+    ((seen, _, _, controller),) = run_workers(1, go_by, "gloo", tmp_path, None)
+    assert [policy for _, policy in changes(seen)] == [*map(repr, SCHEDULE.policies)]
+    assert controller == repr(SCHEDULE)
+
+
+def be_asked_from_outside(fabric: str, folder: Path) -> tuple[str, str, str]:
+    """Rank 1 leaves a wish as `offbeat swap` does; what the plan is in the end, and what was answered."""
+    controller = ByProgress((BSP(), LocalSGD(4)), at=(0.001,), steps=10_000)
+    with join(fabric, controller, folder) as run:
+        model = nn.Linear(4, 1)
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        left, deadline_s = None, time.monotonic() + 15
+        while run.plan.controller is not None:
+            assert time.monotonic() < deadline_s, "nobody has looked"
+            if left is None and run.rank == 1 and run.plan.sync != BSP():
+                left = wish.leave(folder, '[sync]\nkind = "LocalSGD"\nevery = 2\n')
+            prepared(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    granted = wish.answered(folder, left) if left is not None else None
+    return repr(run.plan.sync), repr(run.plan.controller), "" if granted is None else granted.text
+
+
+@pytest.mark.parametrize("fabric", ["gloo", slow("elastic")])
+def test_who_swaps_from_outside_takes_over_as_well(fabric: str, tmp_path: Path) -> None:
+    results = run_workers(2, be_asked_from_outside, fabric, tmp_path)
+    for policy, controller, _ in results:
+        assert (policy, controller) == (repr(LocalSGD(2)), "None")
+    assert "has let go of it" in results[1][2]
 
 
 def be_late(fabric: str, late: int, folder: Path) -> tuple[list[str], list[str]]:
