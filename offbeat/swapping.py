@@ -186,7 +186,8 @@ class Swapping:
 
     def _steer(self, *, looks: bool) -> None:
         """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
-        if (controller := self.plan.controller) is None:
+        # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
+        if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
             return
         first, samples = self._reducers[0].now, self._meter.last_samples
         assert isinstance(first, SwapsTogether)
@@ -199,7 +200,7 @@ class Swapping:
 
     def go_on_from(self, plan: Plan) -> None:
         """A checkpoint was made with that plan: what this plan's controller had come to holds, if it is the same."""
-        if self.server is not None or plan.controller is None or plan.controller != self.plan.controller:
+        if self.plan.is_served or plan.controller is None or plan.controller != self.plan.controller:
             return
         if plan == self.plan.controlled(plan.sync):
             self.adopt(plan)

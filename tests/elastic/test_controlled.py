@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from offbeat.control import Controller
     from offbeat.fabric import FabricSpec
 
-FABRICS: dict[str, Callable[[], FabricSpec]] = {"gloo": offbeat.ProcessGroup, "elastic": offbeat.Elastic}
+FABRICS: dict[str, Callable[[], FabricSpec]] = {
+    "gloo": offbeat.ProcessGroup,
+    "elastic": offbeat.Elastic,
+    "server": offbeat.ParameterServer,
+}
 TIMEOUT = timedelta(seconds=5)
 
 
@@ -116,6 +120,12 @@ def test_one_that_is_alone_goes_by_its_schedule_too(tmp_path: Path) -> None:
     ((seen, _, _, controller),) = run_workers(1, go_by, "gloo", tmp_path, None)
     assert [policy for _, policy in changes(seen)] == [*map(repr, SCHEDULE.policies)]
     assert controller == repr(SCHEDULE)
+
+
+def test_one_that_is_alone_starts_no_server_for_its_controller(tmp_path: Path) -> None:
+    ((seen, _, said, _),) = run_workers(1, go_by, "server", tmp_path, None)
+    assert changes(seen) == [(0, repr(BSP()))]
+    assert said == []
 
 
 def be_asked_from_outside(fabric: str, folder: Path) -> tuple[str, str, str]:
