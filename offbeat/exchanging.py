@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.layout import Layout
     from offbeat.plan import Plan
-    from offbeat.sync import OuterSGD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +124,14 @@ class Exchanging:
             share=share,
         )
 
-        def average(outer: OuterSGD | None) -> AllReduced:
+        def average(policy: LocalSGD) -> AllReduced:
             return AllReduced(
                 reducer=reducer,
                 parameters=one.parameters,
                 fabric=one.fabric,
                 buffers=buffers,
                 waiter=self._waiter,
-                outer=outer,
+                policy=policy,
                 model=one.number,
             )
 
@@ -154,7 +153,7 @@ class Exchanging:
         Raises:
             ModelError: if the server's copy of the optimizer cannot go on from what theirs have gathered.
         """
-        before.plan = dataclasses.replace(before.plan, sync=BSP())
+        before.plan = dataclasses.replace(before.plan, sync=BSP(), controller=None)
         state = before.state_dict()
         served = self._served(one, plan, server, share=before.share)
         served.plan = before.plan
@@ -174,7 +173,7 @@ class Exchanging:
         """
         told = self._control.texts("whose optimizer has stepped by itself", "itself" if before.leave() else "")
         were_apart = any(told.values())
-        after = self.replicate(one, dataclasses.replace(plan, sync=BSP()), before.share)
+        after = self.replicate(one, dataclasses.replace(plan, sync=BSP(), controller=None), before.share)
         after.go_on_from(step, were_apart=were_apart)
         after.sync = before.sync
         self.broadcast(one)

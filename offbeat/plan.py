@@ -67,7 +67,7 @@ class Plan:
         tuning: how batches follow the machines' speed; None for batches as large as the loader says.
         keeps: what stays as it is when workers come and go, if batches are not tuned: the "local_batch" of each worker,
             or the "global_batch", which they share.
-        controller: decides, on a server, that another policy than `sync` decides; None if only people do.
+        controller: decides that another policy than `sync` decides; None if only people do.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -150,10 +150,12 @@ class Plan:
                 f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
                 "- at `plan.controller`."
             )
-        if not self.fabric.offers.served:
+        alone = [] if self.is_served else [policy for policy in controller.policies if not policy.replicated]
+        if alone:
             raise PlanError(
-                f"Cannot use {controller!r} on {self.fabric!r}: there is no server, which could tell all workers at "
-                "once. Use fabric=ParameterServer(), or controller=None - at `plan.controller`."
+                f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may have decide, each "
+                "worker goes on at its own time, and there is no server. Use fabric=ParameterServer(), or only "
+                "policies that need none, such as BSP() and LocalSGD(8) - at `plan.controller`."
             )
         if self.sync not in controller.policies:
             others = " or ".join(map(repr, controller.policies))

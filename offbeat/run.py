@@ -342,6 +342,7 @@ class Run:
         if self._membership is not None and self._membership.is_due:
             self._tell_of(came := self._membership.come_in())
             self._swapping.plan = came.plan
+            self._swapping.joined(came.ranks)
             self._meter.start_anew()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
@@ -402,6 +403,7 @@ class Run:
         self._swapping.confer()
         if self._membership is not None and (came := self._membership.take_in(self.plan)):
             self._tell_of(came)
+            self._swapping.joined(came.ranks)
         for one in self._swapping.together:
             one.calls = False
 
@@ -625,6 +627,9 @@ class Run:
             self._server.take_over(self._waiter)
             for reducer in self._reducers:
                 reducer.refreshed()
+        wanted = self._server is None and self._swapping.calls(looks=self.rank == self._first)
+        for one in self._swapping.together:
+            one.calls = wanted
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
@@ -652,6 +657,7 @@ class Run:
             if written != self.plan.to_toml():
                 _log.warning("The checkpoint was written with another plan:\n%s", written)
             return
+        self._swapping.go_on_from(saved)
         for name, (here, there) in self.plan.diff(saved).items():
             _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
 

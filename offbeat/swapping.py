@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.crossing import Crossing
-from offbeat.engine import Conference, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.engine import Conference, Steering, SwapsTogether, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.server import ParameterServer
 from offbeat.sync import ASP
@@ -90,6 +90,7 @@ class Swapping:
             reducers=reducers,
         )
         self._conference = Conference(control, clock.now_s, run_dir, self._crossing.check)
+        self._steering = Steering(clock.now_s)
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -165,8 +166,9 @@ class Swapping:
         while plans.told:
             self._meter.event("swap", plans.told.popleft(), self._step)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""
+        self._steering.adopts(self.plan, plan, by_controller=by_controller)
         self.plan = plan
         if self.server is None:
             self._diary.adopts(plan)
@@ -179,7 +181,34 @@ class Swapping:
         Args:
             looks: whether it is the one that looks for wishes that somebody has left.
         """
+        self._steer(looks=looks)
         return self._conference.calls(self.plan, looks=looks) or self._crossing.calls
+
+    def _steer(self, *, looks: bool) -> None:
+        """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
+        # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
+        if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
+            return
+        first, samples = self._reducers[0].now, self._meter.last_samples
+        assert isinstance(first, SwapsTogether)
+        if not self._steering.stepped(controller, first.step, samples, first.take_times):
+            return
+        if looks and self._crossing.due is None and not self._conference.is_due:
+            decision = self._steering.ask(controller, self.plan.sync)
+            if decision is not None:
+                self._conference.want(self.plan.controlled(decision.sync), decision.reason)
+
+    def go_on_from(self, plan: Plan) -> None:
+        """A checkpoint was made with that plan: what this plan's controller had come to holds, if it is the same."""
+        if self.plan.is_served or plan.controller is None or plan.controller != self.plan.controller:
+            return
+        if plan == self.plan.controlled(plan.sync):
+            self.adopt(plan)
+
+    def joined(self, ranks: Sequence[int]) -> None:
+        """These take part from now on. On all workers at the same place."""
+        for one in self.together:
+            one.make_room(ranks)
 
     def confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
@@ -188,9 +217,11 @@ class Swapping:
         if outcome.plan.is_served and not refusal:
             text = self._expect_server(outcome.plan)
         elif outcome.plan.digest != before.digest and not refusal:
-            text, refusal = self._go_by(outcome.plan)
+            text, refusal = self._go_by(outcome.plan, outcome.reason)
         if refusal:
             self._tell(f"The plan stays as it is. {refusal}")
+            if outcome.reason:
+                self._steering.refused(before.controller)
         if self._crossing.is_due():
             text, refusal = self._go_over()
         if self._crossing.due is None or self._data.leased:
@@ -241,21 +272,30 @@ class Swapping:
             self._tell(f"The plan stays as it is. {refusal}")
         return text, refusal
 
-    def _go_by(self, plan: Plan) -> tuple[str, str]:
-        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective."""
+    def _go_by(self, plan: Plan, reason: str = "") -> tuple[str, str]:
+        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective.
+
+        Args:
+            reason: of the controller that wants it.
+        """
         before, began_s, refusal = self.plan, self._clock.now_s(), ""
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
-        return ("", refusal) if refusal else (self._take(before, plan, began_s), "")
+        return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
 
-    def _take(self, before: Plan, plan: Plan, began_s: float) -> str:
+    def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
-        self.adopt(plan)
+        self.adopt(plan, by_controller=bool(reason))
         where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
         policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
+        why = f": {reason}" if reason else ""
+        if before.controller is not None and plan.controller != before.controller:
+            why += f"; {before.controller!r} has let go of it"
+        if plan.controller is not None and plan.controller != before.controller:
+            why += f"; {plan.controller!r} swaps it from now on"
         text = (
-            f"From step {self._step} on {plan.sync!r} decides when workers may go on{policy}{where} "
+            f"From step {self._step} on {plan.sync!r} decides when workers may go on{policy}{where}{why} "
             f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
             f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
         )

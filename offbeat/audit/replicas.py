@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PlanError
 from offbeat.history import Adopts, Ended, Has, Loaded, Trains
 from offbeat.plan import Plan
+from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -123,7 +124,8 @@ def _places(diary: Diary) -> Iterator[tuple[Hashable, int]]:
             key = (has.model, has.life, has.versions, _loaded_since(diary, index))
         else:
             policy = diary.policy(index)
-            if policy is None or policy.contributes(has.step) is None:
+            # From which step on a policy counts is not recorded; whether a step ended with an average is.
+            if policy is None or (isinstance(policy, LocalSGD) and not has.weights):
                 continue
             step = (has.model, has.step, diary.loaded(index))
             times[step] += 1  # the optimizer may step twice between two exchanges

@@ -3,16 +3,19 @@
 A person does, with `run.swap` or `offbeat swap`; or a controller does, which is a part of the plan.
 
 * `controller` - the nouns: what a controller is told, and what it answers
-* `logbook` - what it is told, kept from what happens to workers and what is decided about them
+* `logbook` - what it is told with a server, kept from what happens to workers and what is decided about them
+* `roundbook` - what it is told without one, kept from how long each worker computed between two exchanges
 * `threshold` - looser while workers wait for each other, tighter again when they would not
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
 
-Nothing here does I/O or reads a clock: the same objects run at the coordinator and in the simulator.
+Nothing here does I/O or reads a clock: the same objects run at the coordinator, in workers that have none, and in the
+simulator.
 """
 
 from offbeat.control.by_progress import ByProgress
 from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
 from offbeat.control.logbook import Logbook
+from offbeat.control.roundbook import Roundbook
 from offbeat.control.threshold import WaitThreshold
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "Metrics",
     "Pace",
     "Reading",
+    "Roundbook",
     "Swap",
     "WaitThreshold",
 ]

@@ -22,10 +22,12 @@ class ByProgress:
     Early gradients tolerate little staleness, later ones more: begin with `BSP`, and go on with `ASP` after a quarter
     or a half. It never goes back to an earlier policy.
 
+    Without a server it swaps at the same step in every run.
+
     Args:
         policies: in their order.
         at: from which part of `steps` on each but the first decides.
-        steps: of each worker in all, on average; contributions, with `LocalSGD`.
+        steps: of each worker in all, on average; on a server contributions, where `LocalSGD` has one for several steps.
 
     Raises:
         PlanError: if a value cannot be.

@@ -32,11 +32,14 @@ class Reading:
         at_s: when.
         steps: contributions that each has computed.
         waited_s: time that each has spent waiting for others, with what it waits now.
+        would_s: time that each would have spent so by now if all had waited for all in every step; empty where that is
+            not known step by step.
     """
 
     at_s: float
     steps: Mapping[int, int] = field(default_factory=dict)
     waited_s: Mapping[int, float] = field(default_factory=dict)
+    would_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,17 @@ class Metrics:
         work for a contribution in the last seconds; None if not so much is known.
 
         Who is in the middle of one, perhaps for long, counts as if it were done. Of one that has hardly done anything
-        but wait nothing is known, and nothing of one that is alone.
+        but wait nothing is known, and nothing of one that is alone. Where it is known step by step, that tells: over
+        several steps a worker that is late now and then is not late.
         """
         then, now = self._at(last_s), self.readings[-1]
         if then is None:
             return None
+        if here := now.would_s.keys() & then.would_s.keys():
+            would_s = sum(now.would_s[worker] - then.would_s[worker] for worker in sorted(here))
+            waited_s = sum(now.waited_s[worker] - then.waited_s[worker] for worker in sorted(here))
+            whole_s = len(here) * (now.at_s - then.at_s) - waited_s + would_s
+            return would_s / whole_s if len(here) > 1 and whole_s > 0 else None
         each_s = []
         for worker in sorted(now.waited_s.keys() & then.waited_s.keys()):
             steps = now.steps[worker] - then.steps[worker]

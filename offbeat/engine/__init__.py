@@ -8,6 +8,7 @@
 * `swappable` - goes over from gradients in every step to `local` and back: `swaps_together` without a server,
   `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same
 * `confer` - how workers without a server come to another plan
+* `steering` - asks the plan's controller there; `times` - how long each computes, told in the tails of exchanges
 * `admission` - how workers come to a job without a server; `handover` - what they are handed
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
@@ -49,6 +50,7 @@ from offbeat.engine.served import Served
 from offbeat.engine.server import addresses_of, connect, start_beside
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
+from offbeat.engine.steering import Steering
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
@@ -80,6 +82,7 @@ __all__ = [
     "Reducer",
     "Served",
     "Source",
+    "Steering",
     "SwapsAlone",
     "SwapsTogether",
     "Timing",

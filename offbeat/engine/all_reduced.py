@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from offbeat.codec import Exchange, State
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.reducer import Reducer
+    from offbeat.engine.times import Times
     from offbeat.engine.waiting import Waiter
     from offbeat.fabric import Fabric, Pending
     from offbeat.layout import Bucket
     from offbeat.plan import Plan
-    from offbeat.sync import OuterSGD
+    from offbeat.sync import LocalSGD, OuterSGD
 
 
 class AllReduced:
@@ -38,7 +39,7 @@ class AllReduced:
         fabric: this worker's end of the fabric; the reducer's.
         buffers: the model's, or None if they are not to be synchronised.
         waiter: the one waiting primitive.
-        outer: how the mean change is applied; None for a plain average.
+        policy: how many steps are between two averages, and how the mean change is applied.
         model: which of several prepared, from 0, for reports.
     """
 
@@ -50,16 +51,21 @@ class AllReduced:
         fabric: Fabric,
         buffers: Buffers | None,
         waiter: Waiter,
-        outer: OuterSGD | None,
+        policy: LocalSGD,
         model: int = 0,
     ) -> None:
         self._reducer = reducer
         self._plan, self._share, self._meter = reducer.plan, reducer.share, reducer.meter
-        self._outer, self._buffers = outer, buffers
+        self._outer, self._every, self._buffers = policy.outer, policy.every, buffers
         self._channel = Channel(fabric, waiter, reducer.meter, model)
         buckets = arrange(parameters, bucket_bytes=self._plan.bucket_bytes).buckets
         self._channel.buckets = len(buckets)
         self._changes = [Change(bucket, parameters, self._plan.codec.init(bucket)) for bucket in buckets]
+        self.make_room()
+
+    def make_room(self) -> None:
+        """For what is told along with a change now: how long all compute. Between averages, alike on all."""
+        self._changes[-1].make_room(self._reducer.times, self._every)
 
     def begin(self) -> None:
         """Anchor here."""
@@ -128,12 +134,24 @@ class Change:
     def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter], state: State) -> None:
         self._bucket, self._state = bucket, state
         self.anchor = Anchor(bucket, parameters)
-        memory = torch.zeros(bucket.numel + 2, dtype=bucket.dtype, device=bucket.device)
-        self._change, self._tail = memory[:-2], memory[-2:]  # the worker's weight, and whether it wants to confer
+        self._times: Times | None = None
+        self._place(0)
         self._momentum = torch.zeros_like(self._change)
         self._exchange: Exchange
         self._payload: Sum
         self._pending: Pending
+
+    def make_room(self, times: Times, every: int) -> None:
+        """For these, in averages of so many steps."""
+        room = times.room(every)
+        self._times = times if room else None
+        self._place(room)
+
+    def _place(self, room: int) -> None:
+        bucket, end = self._bucket, self._bucket.numel
+        memory = torch.zeros(end + 2 + room, dtype=bucket.dtype, device=bucket.device)
+        # The worker's weight, and whether it wants to confer; times, if any are told.
+        self._change, self._tail = memory[:end], memory[end:]
 
     def make(self, plan: Plan, weight: float, world: int) -> list[str]:
         """What is to be sent: how far this worker came, weighed; parameters in it with NaN or Inf, if that matters."""
@@ -153,7 +171,10 @@ class Change:
 
     def send(self, channel: Channel, weight: float, *, calls: bool) -> None:
         """Send it."""
+        self._tail.zero_()
         self._tail[0], self._tail[1] = weight, float(calls)
+        if self._times is not None:
+            self._times.write(self._tail[2:])
         self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
 
     def finish(self, channel: Channel, outer: OuterSGD | None) -> tuple[float, bool]:
@@ -166,6 +187,8 @@ class Change:
         assert isinstance(reply, Total)
         assert reply.tail is not None
         weight, called = float(reply.tail[0]) / channel.world, bool(reply.tail[1])
+        if self._times is not None:
+            self._times.read(reply.tail[2:])
         while True:
             try:
                 payload = self._exchange.send(Total(reply.tensor, weight or 1.0))

@@ -1,7 +1,8 @@
 """How workers without a server come to another plan: one calls all together behind an exchange (`swaps_together`).
 
-any worker      wants a plan, its own script's or one that somebody left in the run's folder (`offbeat.wire.wish`)
-all             say which plan they want: if these are several, nothing changes
+any worker      wants a plan: its own script's, one that somebody left in the run's folder (`offbeat.wire.wish`), or
+                what the present plan's controller has decided
+all             say which plan they want: if these are several, nothing changes; people come before controllers
 all             say whether they can go by it: if one cannot, nothing changes
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from offbeat.errors import OffbeatError, PeerError, PlanError
 from offbeat.wire import wish
@@ -26,10 +29,26 @@ _LOOK_S = 0.2
 
 
 class Outcome(NamedTuple):
-    """The plan that holds from now on, and why it is no other one, if that was wanted."""
+    """The plan that holds from now on, and why it is no other one, if that was wanted; the reason of a controller."""
 
     plan: Plan
     refusal: str = ""
+    reason: str = ""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a worker wants.
+
+    Args:
+        plan: as TOML; "" for none.
+        reason: of the controller that wants it; "" if a person does.
+    """
+
+    plan: str = ""
+    reason: str = ""
+
+
+_wanted = msgspec.json.Decoder(Wanted).decode
 
 
 class Conference:
@@ -50,13 +69,18 @@ class Conference:
         check: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._control, self._now_s, self._folder, self._check = control, now_s, folder, check
-        self._wanted = ""
+        self._wanted = Wanted()
         self._wish: Wish | None = None
         self._looked_s = 0.0
 
-    def want(self, plan: Plan) -> None:
-        """This worker wants it."""
-        self._wanted = plan.to_toml()
+    def want(self, plan: Plan, reason: str = "") -> None:
+        """This worker wants it, for this reason of a controller if it is one's."""
+        self._wanted = Wanted(plan.to_toml(), reason)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this worker wants a plan."""
+        return bool(self._wanted.plan)
 
     def calls(self, present: Plan, *, looks: bool) -> bool:
         """Whether this worker wants all to confer.
@@ -70,17 +94,20 @@ class Conference:
             looks
             and self._folder is not None
             and self._wish is None
-            and not self._wanted
+            and not self.is_due
             and now_s - self._looked_s > _LOOK_S
         ):
             self._looked_s = now_s
             self._look(self._folder, present)
-        return bool(self._wanted)
+        return self.is_due
 
     def decide(self, present: Plan) -> Outcome:
         """Which plan holds from now on. Collective."""
-        wanted, self._wanted = self._wanted, ""
-        told = {text for text in self._control.texts("the question for another plan", wanted).values() if text}
+        mine, self._wanted = msgspec.json.encode(self._wanted).decode(), Wanted()
+        all_ = [_wanted(text) for text in self._control.texts("the question for another plan", mine).values()]
+        told = {one.plan for one in all_ if one.plan and not one.reason}
+        reason = "" if told else next((one.reason for one in all_ if one.plan), "")
+        told = told or {one.plan for one in all_ if one.plan}
         plan, refusal = present, ""
         try:
             if len(told) > 1:
@@ -92,7 +119,7 @@ class Conference:
             refusal = str(error)
         refusals = self._control.texts("the agreement on another plan", refusal)
         refusal = next((text for text in refusals.values() if text), "")
-        return Outcome(present if refusal else plan, refusal)
+        return Outcome(present if refusal else plan, refusal, reason)
 
     def answer(self, text: str, refusal: str) -> None:
         """Say what became of it to whoever had left a wish."""

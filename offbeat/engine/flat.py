@@ -1,10 +1,11 @@
 """One bucket's memory.
 
     memory = [ gradients of all its parameters | tail ]
-    tail   = [ weight | stamp | stamp squared | nonfinite | calls | used, one per parameter ]
+    tail   = [ weight | stamp | stamp squared | nonfinite | calls | used, one per parameter | times, if any are told ]
 
 The tail is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
-part, whether they are all at the same batch, whether one wants to confer, and which parameters anyone used.
+part, whether they are all at the same batch, whether one wants to confer, which parameters anyone used, and how long
+each has computed (`times`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from offbeat.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.engine.times import Times
     from offbeat.layout import Bucket
 
 _HEAD = 5
@@ -43,12 +45,18 @@ class Entry:
 
 
 class Flat:
-    """A bucket's memory and the entries whose gradients are views into it."""
+    """A bucket's memory and the entries whose gradients are views into it.
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int) -> None:
+    Args:
+        times: that are told along with this bucket; None for none.
+    """
+
+    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int, times: Times | None = None) -> None:
         self.bucket = bucket
         self.entries = list(entries)
-        self.memory = torch.zeros(bucket.numel + _HEAD + len(entries), dtype=bucket.dtype, device=bucket.device)
+        self._times, self._room = times, 0 if times is None else times.room()
+        self._end = _HEAD + len(entries)
+        self.memory = torch.zeros(bucket.numel + self._end + self._room, dtype=bucket.dtype, device=bucket.device)
         self.grad = self.memory[: bucket.numel]
         self.tail = self.memory[bucket.numel :]
         self.missing = 0
@@ -57,6 +65,7 @@ class Flat:
         self._world = world
         self._all_used = torch.ones_like(self.tail)
         self._all_used[1:_HEAD] = 0
+        self._all_used[self._end :] = 0
         self._stamps = 1
         for entry, slot in zip(self.entries, bucket.slots, strict=True):
             entry.flat = self
@@ -125,6 +134,8 @@ class Flat:
             tail[3] = 1
         if calls:
             tail[4] = 1
+        if self._times is not None and self._room:
+            self._times.write(tail[self._end :])
 
     def _find_nonfinite(self) -> list[str]:
         if bool(torch.isfinite(self.grad).all()):
@@ -144,6 +155,8 @@ class Flat:
         if unused:
             counts = tail[_HEAD:].tolist()
             used = {i for i in unused if counts[i] > 0}
+        if self._times is not None and self._room:
+            self._times.read(tail[self._end :])
         # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
         same = int(squares) * round(part * self._world) == int(stamps) ** 2
         return Tail(weight / self._world, same, nonfinite > 0, calls > 0, used)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
 _MOST_RECENT = 64  # steps whose times are kept for those who want them
+_MOST_OWN = 256  # of these that are kept one by one until they are told
 
 
 class MetricsFile:
@@ -107,6 +108,8 @@ class Meter:
         self._fence_began_s = self._step_began_s
         self._waited_before_s = self._waited_at_step_s = waiter.waited_s
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_MOST_RECENT)
+        self._own: list[float] = []  # of steps since they were taken
+        self._own_taken_s = 0.0  # of the present step
 
     def now_s(self) -> float:
         return self._clock.now_s()
@@ -115,6 +118,7 @@ class Meter:
         """The first step begins now; what was before is no part of it."""
         self._step_began_s, self._waited_at_step_s = self._clock.now_s(), self._waiter.waited_s
         self.sent_bytes = self.samples = 0
+        self._own, self._own_taken_s = [], 0.0
 
     def forward(self, inputs: Any) -> None:
         """A forward pass that trains begins; its samples count if no prepared loader counts them."""
@@ -161,6 +165,7 @@ class Meter:
             }
         )
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
+        self._remember_own(model, own_s)
         self.last_samples = self.samples
         self.sent_bytes = self.samples = 0
         self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
@@ -169,6 +174,14 @@ class Meter:
         """The steps since the last call, at most 64: samples, seconds computed, seconds waited in the fence."""
         taken = list(self._recent)
         self._recent.clear()
+        return taken
+
+    def take_own(self) -> list[float]:
+        """Seconds that each step since the last call took this worker by itself; of the present one those until now."""
+        waited_s = self._waiter.waited_s - self._waited_at_step_s
+        present_s = max(0.0, self._clock.now_s() - self._step_began_s - waited_s)
+        taken = [*self._own, max(0.0, present_s - self._own_taken_s)]
+        self._own, self._own_taken_s = [], present_s
         return taken
 
     def event(self, what: str, text: str, step: int = -1) -> None:
@@ -196,6 +209,15 @@ class Meter:
             before = self._recent.pop()
             samples, compute_s, wait_s = before[0] + samples, before[1] + compute_s, before[2] + wait_s
         self._recent.append((samples, max(0.0, compute_s), max(0.0, wait_s)))
+
+    def _remember_own(self, model: int, own_s: float) -> None:
+        rest_s, self._own_taken_s = max(0.0, own_s - self._own_taken_s), 0.0
+        if model and self._own:
+            self._own[-1] += rest_s
+        else:
+            self._own.append(rest_s)
+        if len(self._own) > _MOST_OWN:
+            self._own[:2] = [self._own[0] + self._own[1]]
 
     def _stamp(self, step: int) -> dict[str, Any]:
         return {"rank": self._rank, "step": step, "time_s": self._clock.unix_s()}

@@ -29,6 +29,7 @@ from offbeat.engine.channel import Channel
 from offbeat.engine.flat import Entry, Flat
 from offbeat.engine.flight import Flight
 from offbeat.engine.share import Share
+from offbeat.engine.times import Times
 from offbeat.errors import ModelError, NumericsError
 from offbeat.layout import Layout, arrange
 
@@ -86,6 +87,9 @@ class Reducer:
         self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
         self._sums: set[float] = set()  # of all workers' weights, in the exchange at hand
         self._channel = Channel(fabric, waiter, meter, model)
+        # A controller is told of the model that was prepared first.
+        are_told = plan.controller is not None and not model
+        self.times = Times(self._channel.rank, self._channel.world, meter.take_own, are_told=are_told)
         self._control = control
         self._buffers = buffers
         self._waiter = waiter
@@ -219,6 +223,14 @@ class Reducer:
                 version=int(state["version"]),
             )
         )
+
+    def tell_times(self, *, are_told: bool, ranks: int) -> None:
+        """Whether workers tell each other how long they compute, and how many may; between steps, alike on all."""
+        times = self.times
+        if (are_told and not self._channel.model, ranks) != (times.are_told, times.ranks):
+            times.are_told, times.ranks = are_told and not self._channel.model, ranks
+            times.forget()
+            self._build(self.layout)
 
     def close(self) -> None:
         """Take the hooks off; `.grad` stays."""
@@ -399,7 +411,8 @@ class Reducer:
         self._flats = []
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
-            self._flats.append(Flat(bucket, entries, self._channel.world))
+            times = self.times if bucket is layout.buckets[-1] else None
+            self._flats.append(Flat(bucket, entries, self._channel.world, times))
             fresh = self._codec.init(bucket)
             for slot in bucket.slots:
                 self._states.setdefault(slot.name, fresh.get(slot.name, {}))

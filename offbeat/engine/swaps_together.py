@@ -20,16 +20,15 @@ from offbeat.fabric.server.optimizers import OUTER
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
+    from offbeat.engine.all_reduced import AllReduced
     from offbeat.engine.control import Control
-    from offbeat.engine.local import Averaging
     from offbeat.engine.reducer import Reducer
     from offbeat.engine.waiting import Waiter
     from offbeat.plan import Plan
-    from offbeat.sync import OuterSGD
 
 
 class SwapsTogether(Swappable):
@@ -37,7 +36,7 @@ class SwapsTogether(Swappable):
 
     Args:
         reducer: exchanges gradients with the others.
-        average: makes what averages changes, given how their mean is applied.
+        average: makes what averages changes, given how often, and how their mean is applied.
         optimizer: the user's.
         control: this worker's end of the control group.
         parameters, waiter, model: as of `Swappable`.
@@ -47,7 +46,7 @@ class SwapsTogether(Swappable):
         self,
         *,
         reducer: Reducer,
-        average: Callable[[OuterSGD | None], Averaging],
+        average: Callable[[LocalSGD], AllReduced],
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
         control: Control,
@@ -56,6 +55,7 @@ class SwapsTogether(Swappable):
     ) -> None:
         super().__init__(reducer, parameters=parameters, waiter=waiter, model=model)
         self._reducer, self._average, self._optimizer, self._control = reducer, average, optimizer, control
+        self._averaging: AllReduced | None = None
         if isinstance(policy := reducer.plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=0)
 
@@ -96,6 +96,14 @@ class SwapsTogether(Swappable):
         weights, channel.weights = channel.weights, ()
         return weights
 
+    def take_times(self) -> dict[int, list[float]]:
+        """How long each step since the exchange before took each worker, as told in the last one; by rank, once."""
+        return self._reducer.times.take()
+
+    def make_room(self, ranks: Iterable[int]) -> None:
+        """These may tell how long they compute, too; on all workers at the same place."""
+        self._tell_times(self.plan, max(self._reducer.times.ranks, *(rank + 1 for rank in ranks)))
+
     def even_out(self) -> None:
         """Have the same parameters on all workers. Collective."""
         if self._local is not None and not self._local.is_even:
@@ -105,6 +113,7 @@ class SwapsTogether(Swappable):
         """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""
         return {
             "layout": self._reducer.hand_over(),
+            "ranks": self._reducer.times.ranks,
             "exchanger": self.state_dict(),
             "optimizer": gathered_by(self._optimizer, self._parameters),
         }
@@ -116,8 +125,9 @@ class SwapsTogether(Swappable):
             plan: that holds there.
         """
         self._plan = self._reducer.plan = plan
+        self._local = self._averaging = None
+        self._tell_times(plan, int(state["ranks"]))
         self._reducer.take_over(state["layout"])
-        self._local = None
         if isinstance(policy := plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=0)
         self.load_state_dict(state["exchanger"])
@@ -137,6 +147,7 @@ class SwapsTogether(Swappable):
     def _go_by(self, plan: Plan) -> None:
         """Collective, at a border that is the same for all."""
         before, self._reducer.plan = self.plan.sync, plan
+        self._tell_times(plan, self._reducer.times.ranks)
         if plan.sync == before:
             return
         step, sync, policy = self.step, self.sync, plan.sync
@@ -145,8 +156,9 @@ class SwapsTogether(Swappable):
                 self._local.settle()
             if not isinstance(policy, LocalSGD):
                 self._reducer.step = step
-                average_states(self._optimizer, self._parameters, self._reducer.channel, self._control)
-        self._local = None
+                if self._local.is_anchored:  # else none has stepped by itself
+                    average_states(self._optimizer, self._parameters, self._reducer.channel, self._control)
+        self._local = self._averaging = None
         if isinstance(policy, LocalSGD):
             self._begin_own_steps(policy, begun=step)
         self.sync = sync
@@ -161,5 +173,10 @@ class SwapsTogether(Swappable):
         """Nothing: nobody goes over alone."""
 
     def _begin_own_steps(self, policy: LocalSGD, *, begun: int) -> None:
-        averaging = self._average(policy.outer)
+        averaging = self._averaging = self._average(policy)
         self._local = self._own_steps(policy, averaging, begun=begun, ahead=policy.step_of(begun) - begun)
+
+    def _tell_times(self, plan: Plan, ranks: int) -> None:
+        self._reducer.tell_times(are_told=plan.controller is not None, ranks=ranks)
+        if self._averaging is not None:
+            self._averaging.make_room()

@@ -15,7 +15,7 @@ objects that decide are those of the parameter server and of the workers, not co
 * `sizes` - what a step sends, in which buckets, and when they are ready
 * `served` - workers and a parameter server; `contributor` is one of them, `transfers` what is on its way, `data` what
   they are dealt
-* `replicated` - workers that all hold the parameters
+* `replicated` - workers that all hold the parameters; `steered` - which policy decides there
 * `played` - what became of a row
 * `cost` - what each fault cost
 * `predict` - a row's prediction, as it stands beside the measurement

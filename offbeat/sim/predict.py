@@ -178,4 +178,5 @@ def _played(
         batch=known.batch,
         tune=None if plan is None else plan.tuning,
         faults=faults,
+        controller=None if plan is None else plan.controller,
     )

@@ -5,6 +5,9 @@ has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the
 (Patarasuk and Yuan 2009).
 
 A fault strikes before the optimizer's step: behind the exchange of that step's gradients, or before that of a change.
+
+Where the plan's controller swaps the policy all confer, in four rounds of messages; that optimizers average on the way
+back what they have gathered in steps of the workers' own is not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from typing import TYPE_CHECKING
 from offbeat.sim.faults import Faults
 from offbeat.sim.notice import MEND_S, retried_s
 from offbeat.sim.played import Played
+from offbeat.sim.steered import Steered
 from offbeat.sim.troubles import Troubles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from offbeat.control import Controller
     from offbeat.pacing import BatchTuning
     from offbeat.sim.course import Course
     from offbeat.sim.links import Links
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 # Of a step with an exchange, beyond what is computed and sent: the fence, the optimizer, Python.
 _STEP_S = 0.002
+_CONFERRED = 4  # all-reduces of nothing, as long as which it takes to say what is wanted, and whether all can
 _TOLD_EVERY = 5  # steps, where batches are tuned (`offbeat.engine.agreed`)
 
 
@@ -52,6 +58,7 @@ def play(
     batch: int,
     tune: BatchTuning | None = None,
     faults: Faults | None = None,
+    controller: Controller | None = None,
 ) -> Played:
     """Play so many steps of all workers.
 
@@ -59,14 +66,17 @@ def play(
         batch: samples of a worker's step, on average.
         tune: how batches follow the machines.
         faults: what goes wrong.
+        controller: has another policy than `policy` decide.
     """
     world = len(courses)
+    steered = Steered(policy, controller)
     played, circle = Played.of(world), Circle(world, links, faults or Faults())
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
         tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
     untold: list[dict[int, tuple[int, float, float]]] = []
     clock_s = [0.0] * world
+    held_s = dict.fromkeys(range(world), 0.0)  # behind the exchange of the step before
     for step in range(steps):
         for rank in circle.strike(step, clock_s, computed=False, played=played):
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
@@ -82,7 +92,7 @@ def play(
             tuning, counts = tune.plan(tuning, step)
         took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
         begun_s, own_s = list(clock_s), {rank: sum(times) for rank, times in took.items()}
-        what = policy.contributes(step)
+        what = steered.contributes(step)
         for rank in circle.here:
             clock_s[rank] = circle.computed_s(rank, begun_s[rank], own_s[rank])
         late_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
@@ -106,8 +116,12 @@ def play(
             # Nobody steps before its own bad luck is over; the next exchange begins when all have stepped.
             for rank in circle.here:
                 clock_s[rank] = max(end_s, clock_s[rank]) + _STEP_S
+        steered.stepped({rank: own_s[rank] + late_s[rank] + held_s[rank] for rank in circle.here}, batch)
+        held_s = dict.fromkeys(range(world), 0.0)
         if what == "gradient":
+            stepped_s = list(clock_s)
             gone = circle.strike(step, clock_s, computed=True, played=played)
+            held_s = {rank: clock_s[rank] - stepped_s[rank] for rank in range(world)}
         for rank in gone:
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
         waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
@@ -116,6 +130,15 @@ def play(
             played.step_s[rank].append(clock_s[rank] - begun_s[rank])
             played.samples[rank].append(counts[rank])
             played.waited_s[rank].append(waits_s[rank])
+        if what is not None and (swap := steered.exchanged(min(clock_s[rank] for rank in circle.here))) is not None:
+            end_s = circle.confer(max(clock_s[rank] for rank in circle.here))
+            for rank in circle.here:
+                played.step_s[rank][-1] += end_s - clock_s[rank]
+                played.waited_s[rank][-1] += end_s - clock_s[rank]
+                clock_s[rank] = end_s
+            steered.adopt(swap, step + 1, end_s)
+            played.swaps.append((end_s, swap.sync, swap.reason))
+        steered.ask(step + 1)
     return played
 
 
@@ -149,6 +172,10 @@ class Circle:
         slowest = min(links.worker[rank] * troubles.part(rank, begun_s) for rank in self.here)
         takes_s = ring_s(size_bytes, len(self.here), slowest, links.to_worker_s)
         return max(troubles.done_s(rank, begun_s, takes_s) for rank in self.here)
+
+    def confer(self, begun_s: float) -> float:
+        """When all have said what they want, and whether they can, who have been there since then."""
+        return begun_s + _CONFERRED * ring_s(0.0, len(self.here), self._links.slowest, self._links.to_worker_s)
 
     def strike(self, step: int, clock_s: list[float], *, computed: bool, played: Played) -> list[int]:
         """Have strike what is due at this step, at each worker's own time; who is gone by it."""

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.control import ByProgress, Keep, Metrics, Reading, Swap, WaitThreshold
 from offbeat.errors import PlanError
-from offbeat.fabric import ParameterServer, ProcessGroup
+from offbeat.fabric import Elastic, FabricSpec, ParameterServer, ProcessGroup
 from offbeat.plan import Plan
 from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD
 from offbeat.testing import check_controller
@@ -135,7 +135,9 @@ def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
         (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),
         (lambda: Plan(controller=WaitThreshold()), "there is no server"),
-        (lambda: Plan(controller=WaitThreshold(), fabric=ProcessGroup()), "there is no server"),
+        (lambda: Plan(controller=WaitThreshold(), fabric=ProcessGroup()), r"with ASP\(\).* there is no server"),
+        (lambda: Plan(controller=ByProgress((BSP(), SSP(2)), at=(0.5,), steps=9), fabric=Elastic()), "with SSP"),
+        (lambda: Plan(controller=WaitThreshold(loose=LocalSGD(8)), sync=LocalSGD(4)), "it would never swap"),
         (lambda: Plan(controller=WaitThreshold(), fabric=SERVER, sync=SSP(4)), "it would never swap"),
         (lambda: Plan(controller=BSP(), fabric=SERVER), "plan.controller"),  # type: ignore[arg-type]
         (lambda: Plan(controller=WaitThreshold(loose=KSync(4)), fabric=SERVER).check_world(3), "plan.controller.k"),
@@ -151,6 +153,17 @@ def test_a_plan_with_a_controller_is_what_it_prints_and_what_it_writes() -> None
         plan = Plan(fabric=SERVER, controller=controller)
         assert Plan.from_toml(plan.to_toml()) == plan
         assert eval(repr(controller)) == controller
+
+
+@pytest.mark.parametrize("fabric", [ProcessGroup(), Elastic()], ids=repr)
+def test_where_there_is_no_server_policies_that_need_none_do(fabric: FabricSpec) -> None:
+    for controller in (
+        WaitThreshold(loose=LocalSGD(8)),
+        ByProgress((BSP(), LocalSGD(2), LocalSGD(8)), at=(0.25, 0.5), steps=100),
+    ):
+        plan = Plan(fabric=fabric, controller=controller)
+        assert Plan.from_toml(plan.to_toml()) == plan
+        assert plan.swapped('[sync]\nkind = "LocalSGD"\nevery = 4\n').controller is None
 
 
 def test_a_person_who_swaps_the_policy_takes_over_from_the_controller() -> None:

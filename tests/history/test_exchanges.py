@@ -11,6 +11,7 @@ import torch
 
 import offbeat
 from offbeat.audit import Verdict, verify
+from offbeat.control import ByProgress
 from offbeat.fabric import Elastic
 from offbeat.history import Has, Log, Writer
 from offbeat.sync import BSP, LocalSGD
@@ -51,8 +52,16 @@ def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalS
     assert (verdict.lead, verdict.bound) == (alone, alone)
 
 
-def test_policies_that_are_swapped_are_known(tmp_path: Path) -> None:
-    run_workers(WORLD, train, tmp_path, offbeat.Plan(), (3, LocalSGD(4)))
+@pytest.mark.parametrize(
+    ("controller", "swap"),
+    [
+        (None, (3, LocalSGD(4))),
+        (None, (4, LocalSGD(4))),  # averages are not where they would be if it had held from the beginning on
+        (ByProgress((BSP(), LocalSGD(4)), at=(0.25,), steps=STEPS), None),
+    ],
+)
+def test_policies_that_are_swapped_are_known(tmp_path: Path, controller: Any, swap: tuple[int, Any] | None) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(controller=controller), swap)
     verdict = verify(tmp_path)
     assert verdict.holds, verdict.violations
     assert (verdict.lead, verdict.bound) == (3, 3)
