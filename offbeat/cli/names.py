@@ -32,7 +32,7 @@ def read_part(room: str, text: str) -> Any:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"Cannot read --{room} {text!r}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}."
+            f"Cannot read {text!r}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}."
         ) from error
 
 

@@ -113,7 +113,7 @@ class Onlooker:
             raise PeerError(f"{error} {self._way_in()}") from error
         except NetworkError as error:
             if isinstance(error.__cause__, OSError) and target.folder:
-                raise NetworkError(f"{error} {self._way_out()}") from error
+                raise NetworkError(f"{error} {target.way_out}") from error
             raise
         return line
 
@@ -125,10 +125,6 @@ class Onlooker:
             "Give the token that its workers have (--token-file or OFFBEAT_TOKEN), and its name (--job-name or "
             f"OFFBEAT_JOB; now it is {job!r})."
         )
-
-    def _way_out(self) -> str:
-        folder = self._target.folder
-        return f"The run in {folder} has probably ended: `offbeat report {folder}` says how."
 
     async def _leave(self) -> None:
         # Without a good-bye the server would keep the link until it times out, and a job that ends wait for it.

@@ -13,6 +13,7 @@ from offbeat.errors import ScenarioError
 
 if TYPE_CHECKING:
     from offbeat.lab.results import Report
+    from offbeat.scenario import Scenario
     from offbeat.sim import Prediction
 
 ResultFile = Annotated[
@@ -65,6 +66,8 @@ def simulate(
     took_s = time.perf_counter() - began_s
     typer.echo(_shown(parsed.scenario.name, predicted, measured, parsed.run.baseline), nl=False)
     played_s = sum(one.simulated_s for one in predicted)
+    for line in _costs(parsed, predicted):
+        typer.echo(line)
     left_out = [row.name for row in parsed.row if row.name not in {one.row for one in predicted}]
     if left_out:
         typer.echo(f"not modelled: {', '.join(left_out)}")
@@ -92,6 +95,20 @@ def _read_result(path: Path) -> Report:
         raise ScenarioError(
             f"Cannot read the result {path}: {error}. Name a file that `offbeat lab run` wrote (--like)."
         ) from error
+
+
+def _costs(parsed: Scenario, predicted: list[Prediction]) -> list[str]:
+    """What each fault costs each row, a line for each."""
+    lines = []
+    for one in predicted:
+        if parsed.fault and not one.faults:
+            lines.append(f"{one.row}: no fault strikes this row")
+        for fault, cost_s in zip(one.faults, one.others_s, strict=True):
+            cost = "no step of another ends behind it"
+            if cost_s is not None:
+                cost = f"the others' longest step takes {cost_s:.2f} s more than usual"
+            lines.append(f"{one.row}: {fault}: {cost}")
+    return lines
 
 
 def _shown(title: str, predicted: list[Prediction], measured: Report | None, baseline: str) -> str:

@@ -105,15 +105,20 @@ async def _ask(target: Target, part: str) -> Swapped:
     from offbeat.wire.tcp import connect
 
     line = _Line()
-    link = await connect(
-        target.address,
-        accept=lambda link: line,
-        job=target.job,
-        rank=0,
-        role="operator",
-        credentials=target.settings.credentials(),
-        patience=_DIAL,
-    )
+    try:
+        link = await connect(
+            target.address,
+            accept=lambda link: line,
+            job=target.job,
+            rank=0,
+            role="operator",
+            credentials=target.settings.credentials(),
+            patience=_DIAL,
+        )
+    except NetworkError as error:
+        if not target.way_out:
+            raise
+        raise NetworkError(f"{error} {target.way_out}") from error
     try:
         link.send(pack(Swap(0, part)))
         async with asyncio.timeout(_PATIENCE_S):

@@ -51,6 +51,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[str, ...] = ()
 
     @property
+    def way_out(self) -> str:
+        """What to do if nobody is there."""
+        folder = self.folder
+        return f"The run in {folder} has probably ended: `offbeat report {folder}` says how." if folder else ""
+
+    @property
     def settings(self) -> Settings:
         """What proves that one may come in."""
         return Settings(

@@ -44,6 +44,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         simulated_s: virtual seconds until the last worker had done its last step.
         others_s: for each fault that struck, in order of time, as `offbeat.lab.recovery` has it: how much longer than
             usual the longest step took of a worker that it did not strike; None if none of them ended a step behind it.
+        faults: what these were, in words.
     """
 
     row: str
@@ -54,6 +55,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     most_stale: int = 0
     simulated_s: float = 0.0
     others_s: list[float | None] = []
+    faults: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def predict(
         most_stale=max(stale),
         simulated_s=max(sum(played.step_s[rank]) for rank in ranks),
         others_s=others_s(played, dropped),
+        faults=[fault.words for _, fault in played.struck],
     )
 
 
