@@ -1,8 +1,14 @@
 """Workers that come to a job without a server while it trains: what a run does for them, and as one of them.
 
-Behind a step, all that train and the newcomers form a new circle (`offbeat.engine.admission`). The newcomers are handed
-parameters, buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then
-all compare their parameters, and go on. Nobody starts again, and nothing is computed twice.
+All that train and the newcomers form a new circle (`offbeat.engine.admission`). The newcomers are handed parameters,
+buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then all compare
+their parameters, and go on. Nobody starts again, and nothing is computed twice.
+
+A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
+an evaluation, a learning rate's schedule) is over by then. That is
+
+    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`)
+    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
 """
 
 from __future__ import annotations
@@ -27,6 +33,11 @@ if TYPE_CHECKING:
     from offbeat.engine import Control, SwapsTogether, Waiter, Watched
     from offbeat.fabric import Circle
     from offbeat.wire import Watch
+
+_UNSETTLED = (
+    "Cannot join: those that train draw a batch before they step with the one before it, and this worker would begin "
+    "between the two. Draw each batch behind the step with the last one."
+)
 
 
 class Came(NamedTuple):
@@ -74,6 +85,8 @@ class Membership:
         self._watch, self._watched, self._data = watch, watched, data
         self._models, self._exchangers, self._history = models, exchangers, history
         self._plan, self._has_come = Plan(), False
+        self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
+        self._is_through = False  # the last of them has, so the loop begins again
         self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
 
     # -- among those that train ----------------------------------------------------------------------------------
@@ -88,13 +101,27 @@ class Membership:
         self._plan = plan
         return self._reception.calls(looks=looks)
 
-    def take_in(self, plan: Plan) -> Came | None:
-        """Have those come in that are ready; None if there are none. Collective, behind a step of all.
+    def stepped(self, model: int) -> None:
+        """A model has stepped."""
+        if model not in self._turns:
+            self._turns.append(model)
+        self._is_through = model == self._turns[-1]
+
+    def expect(self) -> None:
+        """Learn who comes in where the loop begins again. Collective, behind a step of all."""
+        self._reception.agree()
+
+    def take_in(self, plan: Plan, *, drawing: bool) -> Came | None:
+        """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
 
         Args:
             plan: that holds.
+            drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
         """
+        if not self._reception.expects or drawing != bool(self._data.leased) or not (drawing or self._is_through):
+            return None
         if not self._data.is_settled:
+            self._reception.turn_away(_UNSETTLED)
             return None
         for one in self._exchangers():
             one.even_out()
@@ -121,6 +148,7 @@ class Membership:
                 for model, one in zip(self._models, self._exchangers(), strict=True)
             ],
             "loaders": self._data.hand_over(),
+            "turns": self._turns,
         }
 
     def part(self) -> None:
@@ -165,6 +193,7 @@ class Membership:
             one.take_over(theirs["exchanger"], plan)
         if self._watched is not None:
             self._watched.exchanges = int(state["exchanges"])
+        self._turns = [int(model) for model in state["turns"]]
         return Came(ranks, self._data.join(ranks, state["loaders"]), plan)
 
     def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class Run:
             reducers=self._reducers,
             models=self._models,
             begins=lambda: self._swapping.at_border(),
+            draws=lambda: self._take_in(drawing=True),
         )
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
@@ -338,7 +339,7 @@ class Run:
         after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer, parameters))
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
-        replica = Replica(model, reducer)
+        replica = Replica(model, reducer, lambda: self._take_in(drawing=False))
         if self._membership is not None and self._membership.is_due:
             self._tell_of(came := self._membership.come_in())
             self._swapping.plan = came.plan
@@ -386,6 +387,7 @@ class Run:
             looks = self.rank == self._first
             wanted = self._swapping.calls(looks=looks)
             if self._membership is not None:
+                self._membership.stepped(self._reducers.index(reducer))
                 wanted |= self._membership.calls(self.plan, looks=looks)
             reducer.now.calls = wanted
             if called:
@@ -398,12 +400,17 @@ class Run:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
-        """Have another plan hold, and newcomers come in, if that is wanted. Collective, behind a step of all."""
+        """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
         self._swapping.confer()
-        if self._membership is not None and (came := self._membership.take_in(self.plan)):
-            self._tell_of(came)
+        if self._membership is not None:
+            self._membership.expect()
         for one in self._swapping.together:
             one.calls = False
+
+    def _take_in(self, *, drawing: bool) -> None:
+        """Have those come in that are expected, if all are where a newcomer begins. Collective there."""
+        if self._membership is not None and (came := self._membership.take_in(self.plan, drawing=drawing)):
+            self._tell_of(came)
 
     def _tell_of(self, came: Came) -> None:
         one = len(came.ranks) == 1

@@ -51,7 +51,7 @@ from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
-from offbeat.engine.waiting import Awaited, Nobody, Waiter
+from offbeat.engine.waiting import Awaited, Nobody, Polled, Waiter
 from offbeat.engine.witness import Watched, join_watch, start_watch
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "Newcomer",
     "Nobody",
     "Parting",
+    "Polled",
     "Reception",
     "Reducer",
     "Served",
