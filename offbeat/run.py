@@ -690,6 +690,7 @@ class Run:
             _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
             self._tell_pace()
+            self._record_given()
             error = self._leave_together()
         self._end_metrics(error)
         if self._watch is not None:
@@ -753,6 +754,12 @@ class Run:
             _log.warning("This worker is done, but not all are: %s", error)
             return error
         return None
+
+    def _record_given(self) -> None:
+        """Write down what is in a mean with which the others step, and this worker does not."""
+        for model, reducer in enumerate(self._reducers):
+            if isinstance(reducer.now, SwapsTogether) and (weights := reducer.now.take_weights()):
+                self._diary.gave(model, reducer.step - 1, samples=self._meter.last_samples, weights=weights)
 
     def _drain(self) -> None:
         """Leave the others in order, between two steps, and end as one who was told to."""
