@@ -130,7 +130,7 @@ class Data:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is a gradient of all that was drawn: what was not, might yet be given back."""
+        """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
         return not min((reducer.share.uncomputed for reducer in self._reducers), default=0)
 
     def hand_over(self) -> list[dict[str, Any]]:

@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from offbeat.fabric import Circle
     from offbeat.wire import Watch
 
-_UNSETTLED = (
-    "Cannot join: those that train draw a batch before they step with the one before it, and this worker would begin "
-    "between the two. Draw each batch behind the step with the last one."
-)
-
 
 class Came(NamedTuple):
     """Who has come in, what becomes of the batches in words, and the plan that holds."""
@@ -121,7 +116,7 @@ class Membership:
         if not self._reception.expects or drawing != bool(self._data.leased) or not (drawing or self._is_through):
             return None
         if not self._data.is_settled:
-            self._reception.turn_away(_UNSETTLED)
+            self._reception.put_off()
             return None
         for one in self._exchangers():
             one.even_out()

@@ -171,18 +171,16 @@ class Reception:
     def admit(self) -> tuple[int, ...]:
         """Take in who is expected; the ranks of those that are in. Collective, between exchanges."""
         ranks = sorted({guest.rank for guest in self._expected.values()} - set(self._circle.members))
-        self._tell(Entry(self._circle.number, self._circle.begun))
+        entry = msgspec.json.encode(Entry(self._circle.number, self._circle.begun)).decode()
+        for number in self._expected:
+            self._store.compare_set(f"{number}/entry", "", entry)
+        self._expected.clear()
         self._waiter.wait(_Admission(self._circle, ranks), Awaited("newcomers to come in"))
         return tuple(rank for rank in ranks if rank in self._circle.members)
 
-    def turn_away(self, why: str) -> None:
-        """Take in nobody of those that are expected, on all workers."""
-        self._tell(Entry(refusal=why))
-
-    def _tell(self, entry: Entry) -> None:
-        """Let those know that are expected."""
-        for number in self._expected:
-            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(entry).decode())
+    def put_off(self) -> None:
+        """Take in nobody now, on all workers: they call each other again in the next exchange."""
+        self._ready |= self._expected
         self._expected.clear()
 
     def _attend(self, number: int) -> None:

@@ -326,6 +326,44 @@ def test_with_two_models_a_newcomer_begins_with_the_first(tmp_path: Path) -> Non
     assert sum("Rank 2 has joined at step" in text for text in results[0][1]) == 1
 
 
+def nest(folder: str) -> dict[int, str]:
+    """A loop with steps of another one in it now and then, which is left with a batch in its hands."""
+    here = Path(folder)
+    if rank_here() >= 2:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model, rest, digests = nn.Linear(1, 5), nn.Linear(1, 1), dict[int, str]()
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
+    _, _, other = run.prepare(rest, torch.optim.SGD(rest.parameters(), lr=1e-3), data)
+
+    def step(x: torch.Tensor) -> None:
+        time.sleep(0.03)
+        prepared(x / SAMPLES).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests[run.step] = digest(model)
+        (here / f"step-{run.step}").touch()
+
+    for (x,) in loader:
+        step(x)
+        if run.step % 12 == 1:
+            for number, (y,) in enumerate(other):
+                if number == 7:
+                    break
+                step(y)
+    run.close()
+    return digests
+
+
+def test_a_newcomer_begins_with_the_outermost_loop(tmp_path: Path) -> None:
+    results = run_workers(2, nest, str(tmp_path), newcomers=1)
+    assert 3 < min(results[2]) < max(results[2]) - 10
+    for step, found in results[2].items():
+        assert {digests[step] for digests in results} == {found}
+
+
 def swap_often(folder: str, every: int) -> tuple[dict[int, str], list[list[int]], list[str], str]:
     """Swaps between two kinds of exchange all the while that somebody joins; digests where all are equal."""
     said, here, newcomer = listen(), Path(folder), rank_here() >= 2
