@@ -133,6 +133,11 @@ class Data:
         """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
         return not min((reducer.share.uncomputed for reducer in self._reducers), default=0)
 
+    @property
+    def is_through(self) -> bool:
+        """Whether the outermost loop over leased data is about to end with its epoch."""
+        return self._outermost is not None and self._outermost.is_through
+
     def hand_over(self) -> list[dict[str, Any]]:
         """What newcomers have to know, by loader."""
         return [loader.hand_over() for loader in self.leased]

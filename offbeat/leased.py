@@ -156,6 +156,11 @@ class LeasedLoader:
         self._source.give_back([batch for batch, _ in self._left[len(self._left) - count :]])
         self._left = ()
 
+    @property
+    def is_through(self) -> bool:
+        """Whether a loop that draws now is told the end of its epoch, where all work out alike who computes what."""
+        return not self._batches.asked and isinstance(self._source, AgreedSource) and self._source.is_through
+
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer has to know, where all work out alike who computes what."""
         assert isinstance(self._source, AgreedSource)

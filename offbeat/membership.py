@@ -7,7 +7,8 @@ their parameters, and go on. Nobody starts again, and nothing is computed twice.
 A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
 an evaluation, a learning rate's schedule) is over by then. That is
 
-    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`)
+    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`); of the
+                        next epoch, where this one has no more
     without             before the next forward pass that trains, behind a step of the model that steps last in the loop
 """
 
@@ -113,7 +114,8 @@ class Membership:
             plan: that holds.
             drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
         """
-        if not self._reception.expects or drawing != bool(self._data.leased) or not (drawing or self._is_through):
+        begins = drawing and not self._data.is_through if self._data.leased else not drawing and self._is_through
+        if not self._reception.expects or not begins:
             return None
         if not self._data.is_settled:
             self._reception.put_off()

@@ -357,11 +357,54 @@ def nest(folder: str) -> dict[int, str]:
     return digests
 
 
+@pytest.mark.slow
 def test_a_newcomer_begins_with_the_outermost_loop(tmp_path: Path) -> None:
     results = run_workers(2, nest, str(tmp_path), newcomers=1)
     assert 3 < min(results[2]) < max(results[2]) - 10
     for step, found in results[2].items():
         assert {digests[step] for digests in results} == {found}
+
+
+def begin(folder: str) -> tuple[dict[int, str], int, int]:
+    """Two epochs, with a mean behind each; all learn that somebody comes in the last exchange of the first one."""
+    here, each = Path(folder), SAMPLES // 20
+    if rank_here() >= 2:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model, digests, samples = nn.Linear(1, 5), dict[int, str](), 0
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
+    assert run._membership is not None
+    calls = run._membership.calls
+
+    def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
+        while not (called := calls(plan, looks=looks)) and looks and run.step == each - 1:
+            time.sleep(0.02)
+        return called and run.step >= each - 1
+
+    run._membership.calls = calls_then  # type: ignore[method-assign]
+    for _ in range(int(run.progress), EPOCHS):
+        for (x,) in loader:
+            prepared(x / SAMPLES).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += len(x) if run.has_data else 0
+            digests[run.step] = digest(model)
+            (here / f"step-{run.step}").touch()
+        assert run.mean(run.step) == run.step
+    run.close()
+    return digests, samples, each
+
+
+@pytest.mark.slow
+def test_who_comes_at_the_end_of_an_epoch_begins_with_the_next(tmp_path: Path) -> None:
+    results = run_workers(2, begin, str(tmp_path), newcomers=1)
+    newcomer, _, each = results[2]
+    assert min(newcomer) == each + 1
+    for step, found in newcomer.items():
+        assert {digests[step] for digests, _, _ in results} == {found}
+    assert sum(samples for _, samples, _ in results) == EPOCHS * SAMPLES
 
 
 def swap_often(folder: str, every: int) -> tuple[dict[int, str], list[list[int]], list[str], str]:

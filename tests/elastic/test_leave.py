@@ -52,7 +52,9 @@ def train(folder: str, how: str) -> tuple[dict[int, str], list[int], list[str]]:
     return digests, used, said
 
 
-@pytest.mark.parametrize("how", ["before its step", "behind its step", "in an evaluation"])
+@pytest.mark.parametrize(
+    "how", ["before its step", pytest.param("behind its step", marks=pytest.mark.slow), "in an evaluation"]
+)
 def test_who_leaves_stops_nobody_and_what_it_gave_counts_once(how: str, tmp_path: Path) -> None:
     results = run_workers(3, train, str(tmp_path), how, faulty=1)
     (first, _, said), (second, _, _) = results[0], results[2]
