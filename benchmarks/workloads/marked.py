@@ -37,6 +37,7 @@ NEWCOMER = "newcomer"
 _BEGAN_WITH = 3
 _NEWCOMERS_STEPS = 10
 _FIRST_PHASE_S = 0.3
+_PACE_S = 0.02
 
 
 class Held(msgspec.Struct, kw_only=True):
@@ -85,16 +86,20 @@ class Asked:
     swap_at: int
     save_every: int
 
+    def awaits_newcomer(self) -> bool:
+        """Whether a newcomer is on its way."""
+        log = Path(os.environ[LOG])
+        return any(one.fault.kind == "join" for one in read_fired(log)) and not (log.parent / NEWCOMER).exists()
+
     def is_over(self, rank: int, done: int, began: int) -> bool:
         """Whether a worker has done enough: so many steps, and until so long after the faults."""
         if done >= STEPS:
             return True
         if done - began < (2 * _NEWCOMERS_STEPS if rank >= _BEGAN_WITH else self.steps):
             return False
-        log = Path(os.environ[LOG])
-        fired = read_fired(log)
+        fired = read_fired(Path(os.environ[LOG]))
         if any(one.fault.kind == "join" for one in fired):
-            return (log.parent / NEWCOMER).exists()
+            return not self.awaits_newcomer()
         ends_s = [one.time_s + self.after_s + one.fault.seconds * (one.fault.kind in LASTING) for one in fired]
         return bool(fired) and time.time() > max(ends_s)
 
@@ -134,6 +139,8 @@ def train(asked: Asked, run: offbeat.Run) -> None:
                 time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
             if run.rank == 0 and done % asked.save_every == 0:
                 _save(module, folder / "checkpoint.pt")
+            if asked.awaits_newcomer():
+                time.sleep(_PACE_S)  # starting takes a newcomer long, and there are marks for so many steps only
             is_over = _all_are_over(asked, run, done, began)
             if is_over:
                 break
