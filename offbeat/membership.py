@@ -82,7 +82,7 @@ class Membership:
         self._models, self._exchangers, self._history = models, exchangers, history
         self._plan, self._has_come = Plan(), False
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
-        self._is_through = False  # the last of them has, so the loop begins again
+        self._is_last = False  # the last of them has stepped, so the loop begins again
         self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
 
     # -- among those that train ----------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Membership:
         """A model has stepped."""
         if model not in self._turns:
             self._turns.append(model)
-        self._is_through = model == self._turns[-1]
+        self._is_last = model == self._turns[-1]
 
     def expect(self) -> None:
         """Learn who comes in where the loop begins again. Collective, behind a step of all."""
@@ -114,8 +114,7 @@ class Membership:
             plan: that holds.
             drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
         """
-        begins = drawing and not self._data.is_through if self._data.leased else not drawing and self._is_through
-        if not self._reception.expects or not begins:
+        if not self._reception.expects or not self._begins_again(drawing=drawing):
             return None
         if not self._data.is_settled:
             self._reception.put_off()
@@ -127,6 +126,12 @@ class Membership:
             return None
         self._hand_over(self._state(plan, ranks))
         return Came(ranks, self._data.join(ranks), plan)
+
+    def _begins_again(self, *, drawing: bool) -> bool:
+        """Whether the script's loop does, here."""
+        if self._data.leased:
+            return drawing and not self._data.is_through
+        return not drawing and self._is_last
 
     def _describe(self) -> Job | None:
         # Data that is not leased is dealt out for the whole job.
