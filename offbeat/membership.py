@@ -121,6 +121,7 @@ class Membership:
             return None
         for one in self._exchangers():
             one.even_out()
+            one.take_call()  # newcomers have not heard it; whoever still wants something calls again
         ranks = self._reception.admit()
         if not ranks:
             return None
