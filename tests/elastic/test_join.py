@@ -293,6 +293,17 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
     first, optimizer = run.prepare(judge, torch.optim.Adam(judge.parameters(), lr=1e-2))
     second, forgers = run.prepare(forger, torch.optim.Adam(forger.parameters(), lr=1e-2))
     digests: dict[int, str] = {}
+    assert run._membership is not None
+    calls, is_open = run._membership.calls, False
+
+    def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
+        """Only from a step of the second model on: both then call, the first one in an exchange of the second's step."""
+        nonlocal is_open
+        called = calls(plan, looks=looks)
+        is_open = is_open or (called and run.step % 2 == 0)
+        return called and is_open
+
+    run._membership.calls = calls_then  # type: ignore[method-assign]
     while run.step < steps:
         time.sleep(0.03)
         with run.no_sync():
