@@ -297,7 +297,7 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
     calls, is_open = run._membership.calls, False
 
     def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
-        """Only from a step of the second model on: both then call, the first one in an exchange of the second's step."""
+        """From a step of the second model on: both call then, the first one in an exchange of the second's step."""
         nonlocal is_open
         called = calls(plan, looks=looks)
         is_open = is_open or (called and run.step % 2 == 0)
