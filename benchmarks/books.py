@@ -72,7 +72,8 @@ def books(story: Story, each: int = 1) -> Books | None:
     ends = {rank: one.done for rank, one in story.held.items()}
     if not known:
         idle = {(rank, step) for rank, one in story.held.items() for step in one.idle}
-        return _together(marks, ends, idle, held.torn, verdict, broken)
+        stepped = {rank: range(one.began, one.done) for rank, one in story.held.items()}
+        return _together(marks, stepped, idle, held.torn, verdict, broken)
     spans = list(_spans(known, each, ends))
     shares: dict[Place, float | None] = {(rank, step): 0.0 for rank, done in ends.items() for step in range(done)}
     fates: dict[Place, str] = dict.fromkeys(shares, "pending")
@@ -129,7 +130,7 @@ def _compare(marks: Mapping[Place, float], shares: Mapping[Place, float | None])
 
 def _together(
     marks: Mapping[Place, float],
-    ends: Mapping[int, int],
+    steps: Mapping[int, range],
     idle: Collection[Place],
     torn: int,
     verdict: Verdict,
@@ -139,16 +140,14 @@ def _together(
     sums: Counter[int] = Counter()
     for (_, step), mark in marks.items():
         sums[step] += mark  # type: ignore[assignment]
-    steps = range(max(ends.values()))
+    whole = range(max(own.stop for own in steps.values()))
     return Books(
         applied=len(marks),
-        more=sum(sums[step] > 1 + _A_LITTLE for step in steps),
-        less=sum(sums[step] < 1 - _A_LITTLE for step in steps),
+        more=sum(sums[step] > 1 + _A_LITTLE for step in whole),
+        less=sum(sums[step] < 1 - _A_LITTLE for step in whole),
         torn=torn,
         missing=sum(
-            (rank, step) not in marks and (rank, step) not in idle
-            for rank, done in ends.items()
-            for step in range(done)
+            (rank, step) not in marks and (rank, step) not in idle for rank, own in steps.items() for step in own
         ),
         checked=verdict.compared > 0,
         broken=broken,

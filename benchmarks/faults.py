@@ -224,7 +224,9 @@ def judge(story: cell.Story, policy: str, case: Case) -> Cell:
         outcome = "hangs"
     elif fired_s is None:
         outcome = "never fired"
-    elif all(rank in story.held and story.codes[rank] == 0 for rank in expected):
+    elif all(rank in story.held and story.codes[rank] == 0 for rank in expected) and (
+        case.kind != "join" or cell.WORKERS in story.held  # it came to the end, too
+    ):
         outcome = "survived"
     else:
         outcome = "stopped"

@@ -41,6 +41,7 @@ class Data:
         outlives: whether the others go on without one that is lost, and without a server.
         reducers, models: that were prepared; more may come.
         begins: called when a loop over leased data begins.
+        draws: called before each batch is drawn of leased data, in the outermost loop.
 
     Attributes:
         server: that deals out data, if there is one.
@@ -60,10 +61,12 @@ class Data:
         reducers: Sequence[Exchanger],
         models: Sequence[torch.nn.Module],
         begins: Callable[[], None],
+        draws: Callable[[], None],
     ) -> None:
         self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
         self._world, self._seed, self._outlives = world, seed, outlives
-        self._reducers, self._models, self._begins = reducers, models, begins
+        self._reducers, self._models, self._begins, self._draws_next = reducers, models, begins, draws
+        self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
         self._abouts: dict[int, Enrol] = {}  # what was said of leased loaders, by number
         self.server: Server | None = None
         self.loaders: list[Loader | LeasedLoader] = []
@@ -127,8 +130,13 @@ class Data:
 
     @property
     def is_settled(self) -> bool:
-        """Whether newcomers can be told where the data is."""
-        return all(loader.is_settled for loader in self.leased)
+        """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
+        return not min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the outermost loop over leased data is about to end with its epoch."""
+        return self._outermost is not None and self._outermost.is_through
 
     def hand_over(self) -> list[dict[str, Any]]:
         """What newcomers have to know, by loader."""
@@ -232,6 +240,7 @@ class Data:
             put_back=self._put_back,
             world=self._world,
             begins=self._begins,
+            draws=self._before_draw,
         )
 
     def _agreed(self, about: Enrol) -> AgreedSource:
@@ -313,6 +322,13 @@ class Data:
     @property
     def _keeps(self) -> Keeps:
         return "global_batch" if self._plan.tuning is not None else self._plan.keeps
+
+    def _before_draw(self, loader: LeasedLoader) -> None:
+        # A loop within another's, and one over a second loader beside it, are where those that train are, too.
+        if self._outermost is None or not self._outermost.is_open:
+            self._outermost = loader
+        if loader is self._outermost:
+            self._draws_next()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
         self.has_data = real

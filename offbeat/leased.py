@@ -68,6 +68,7 @@ class LeasedLoader:
         put_back: called with those in whose middle the loop was left.
         world: number of workers.
         begins: called when a loop begins, before anything is asked for; it may `change_source`.
+        draws: called before each batch is asked for, with this.
     """
 
     def __init__(
@@ -79,9 +80,12 @@ class LeasedLoader:
         put_back: PutBack,
         world: int,
         begins: Callable[[], None] = lambda: None,
+        draws: Callable[[LeasedLoader], None] = lambda loader: None,
     ) -> None:
-        self._source, self._drawn, self._put_back, self._begins = source, drawn, put_back, begins
+        self._source, self._drawn, self._put_back = source, drawn, put_back
+        self._begins, self._draws = begins, draws
         self._loop = 0  # the present one
+        self.is_open = False  # it is under way
         self._given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)  # in it
         self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
         together = world * batch_of(loader)
@@ -102,8 +106,9 @@ class LeasedLoader:
         self._begins()
         asked, given = self._batches.asked, self._given
         self._loop += 1
-        loop = self._loop
+        loop, self.is_open = self._loop, True
         try:
+            self._draws(self)
             for data in self.loader:
                 batch = asked.popleft()
                 self._source.drawn(batch)
@@ -116,6 +121,7 @@ class LeasedLoader:
                         f"Cannot go on with loop {loop} over this loader: loop {self._loop} has begun since, and "
                         "batches are dealt out to one at a time. End one before the next, or use another loader in it."
                     )
+                self._draws(self)
             self._source.ended()
             given.clear()
         finally:
@@ -133,6 +139,7 @@ class LeasedLoader:
 
     def _leave(self) -> None:
         """The loop is over."""
+        self.is_open = False
         self._left += tuple(self._given)
         self._given.clear()
         self._source.give_back(tuple(self._batches.asked))
@@ -150,9 +157,9 @@ class LeasedLoader:
         self._left = ()
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no batch may yet be given back of which nothing was computed."""
-        return not self._left
+    def is_through(self) -> bool:
+        """Whether a loop that draws now is told the end of its epoch, where all work out alike who computes what."""
+        return not self._batches.asked and isinstance(self._source, AgreedSource) and self._source.is_through
 
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer has to know, where all work out alike who computes what."""

@@ -1,8 +1,15 @@
 """Workers that come to a job without a server while it trains: what a run does for them, and as one of them.
 
-Behind a step, all that train and the newcomers form a new circle (`offbeat.engine.admission`). The newcomers are handed
-parameters, buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then
-all compare their parameters, and go on. Nobody starts again, and nothing is computed twice.
+All that train and the newcomers form a new circle (`offbeat.engine.admission`). The newcomers are handed parameters,
+buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then all compare
+their parameters, and go on. Nobody starts again, and nothing is computed twice.
+
+A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
+an evaluation, a learning rate's schedule) is over by then. That is
+
+    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`); of the
+                        next epoch, where this one has no more
+    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
 """
 
 from __future__ import annotations
@@ -74,6 +81,8 @@ class Membership:
         self._watch, self._watched, self._data = watch, watched, data
         self._models, self._exchangers, self._history = models, exchangers, history
         self._plan, self._has_come = Plan(), False
+        self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
+        self._is_last = False  # the last of them has stepped, so the loop begins again
         self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
 
     # -- among those that train ----------------------------------------------------------------------------------
@@ -88,21 +97,42 @@ class Membership:
         self._plan = plan
         return self._reception.calls(looks=looks)
 
-    def take_in(self, plan: Plan) -> Came | None:
-        """Have those come in that are ready; None if there are none. Collective, behind a step of all.
+    def stepped(self, model: int) -> None:
+        """A model has stepped."""
+        if model not in self._turns:
+            self._turns.append(model)
+        self._is_last = model == self._turns[-1]
+
+    def expect(self) -> None:
+        """Learn who comes in where the loop begins again. Collective, behind a step of all."""
+        self._reception.agree()
+
+    def take_in(self, plan: Plan, *, drawing: bool) -> Came | None:
+        """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
 
         Args:
             plan: that holds.
+            drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
         """
+        if not self._reception.expects or not self._begins_again(drawing=drawing):
+            return None
         if not self._data.is_settled:
+            self._reception.put_off()
             return None
         for one in self._exchangers():
             one.even_out()
+            one.take_call()  # newcomers have not heard it; whoever still wants something calls again
         ranks = self._reception.admit()
         if not ranks:
             return None
         self._hand_over(self._state(plan, ranks))
         return Came(ranks, self._data.join(ranks), plan)
+
+    def _begins_again(self, *, drawing: bool) -> bool:
+        """Whether the script's loop does, here."""
+        if self._data.leased:
+            return drawing and not self._data.is_through
+        return not drawing and self._is_last
 
     def _describe(self) -> Job | None:
         # Data that is not leased is dealt out for the whole job.
@@ -121,6 +151,7 @@ class Membership:
                 for model, one in zip(self._models, self._exchangers(), strict=True)
             ],
             "loaders": self._data.hand_over(),
+            "turns": self._turns,
         }
 
     def part(self) -> None:
@@ -165,6 +196,7 @@ class Membership:
             one.take_over(theirs["exchanger"], plan)
         if self._watched is not None:
             self._watched.exchanges = int(state["exchanges"])
+        self._turns = [int(model) for model in state["turns"]]
         return Came(ranks, self._data.join(ranks, state["loaders"]), plan)
 
     def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.engine import Awaited, Nobody
+from offbeat.engine import Awaited, Nobody, Polled
 from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric import Elastic
-from offbeat.payload import Reply, Total
 
 if TYPE_CHECKING:
     from offbeat.engine import Waiter
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
 _REACH = timedelta(seconds=10)  # the store of a job that is to be joined
-_LOOK_S = 0.02
 _TCP = "tcp://"
 _held: dict[Path, int] = {}  # locks
 _met = 0  # how often the workers met: one process may join several times, one after the other
@@ -203,10 +200,8 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-class Roll(Nobody):
+class Roll(Polled, Nobody):
     """Who is there: something to wait for, and the witness of that wait."""
-
-    sent_bytes = 0
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
@@ -214,20 +209,9 @@ class Roll(Nobody):
         self._rank = rank
         store.set(f"here-{rank}", socket.gethostname())
 
-    def wait(self, timeout: timedelta) -> bool:
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        while not self.done():
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_LOOK_S)
-        return True
-
     def done(self) -> bool:
         self._missing = [other for other in self._missing if not self._store.check([f"here-{other}"])]
         return not self._missing
-
-    def result(self) -> Reply:
-        return Total(torch.empty(0))
 
     def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
         return Absent(self._rank, tuple(self._missing), waited_s)

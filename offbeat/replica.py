@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ class Replica(torch.nn.Module):
     A copy (`copy.deepcopy`, such as for weight averaging) is a plain wrapper that does not communicate.
     """
 
-    def __init__(self, module: torch.nn.Module, reducer: Exchanger | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, reducer: Exchanger | None, begins: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self.module = module
-        self._reducer = reducer
+        self._reducer, self._begins = reducer, begins
+        self._trains_in = True  # the mode of the last forward pass that led to an exchange
         self.train(module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +49,8 @@ class Replica(torch.nn.Module):
         if not torch.is_grad_enabled():
             reducer.share.seen()
             return False
+        if self.training == self._trains_in:  # else an evaluation that has gradients in vain
+            self._begins()
         reducer.on_forward((args, kwargs))
         return reducer.sync
 
@@ -53,9 +58,15 @@ class Replica(torch.nn.Module):
     def _after_forward(self, output: Any) -> None:
         reducer = self._reducer
         assert reducer is not None
+        mode = self.training
+
+        def on_grad(grad: torch.Tensor) -> None:
+            self._trains_in = mode
+            reducer.on_output_grad()
+
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: reducer.on_output_grad())
+                tensor.register_hook(on_grad)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,7 +105,7 @@ class Replica(torch.nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None}
+        return {**self.__dict__, "_reducer": None, "_begins": None}
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -182,6 +182,7 @@ class Run:
             reducers=self._reducers,
             models=self._models,
             begins=lambda: self._swapping.at_border(),
+            draws=lambda: self._take_in(drawing=True),
         )
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
@@ -338,7 +339,7 @@ class Run:
         after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer, parameters))
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
-        replica = Replica(model, reducer)
+        replica = Replica(model, reducer, lambda: self._take_in(drawing=False))
         if self._membership is not None and self._membership.is_due:
             self._tell_of(came := self._membership.come_in())
             self._swapping.plan = came.plan
@@ -387,6 +388,7 @@ class Run:
             looks = self.rank == self._first
             wanted = self._swapping.calls(looks=looks)
             if self._membership is not None:
+                self._membership.stepped(self._reducers.index(reducer))
                 wanted |= self._membership.calls(self.plan, looks=looks)
             reducer.now.calls = wanted
             if called:
@@ -399,13 +401,18 @@ class Run:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
     def _confer(self) -> None:
-        """Have another plan hold, and newcomers come in, if that is wanted. Collective, behind a step of all."""
+        """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
         self._swapping.confer()
-        if self._membership is not None and (came := self._membership.take_in(self.plan)):
-            self._tell_of(came)
-            self._swapping.joined(came.ranks)
+        if self._membership is not None:
+            self._membership.expect()
         for one in self._swapping.together:
             one.calls = False
+
+    def _take_in(self, *, drawing: bool) -> None:
+        """Have those come in that are expected, if all are where a newcomer begins. Collective there."""
+        if self._membership is not None and (came := self._membership.take_in(self.plan, drawing=drawing)):
+            self._tell_of(came)
+            self._swapping.joined(came.ranks)
 
     def _tell_of(self, came: Came) -> None:
         one = len(came.ranks) == 1
@@ -689,6 +696,7 @@ class Run:
             _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
             self._tell_pace()
+            self._record_given()
             error = self._leave_together()
         self._end_metrics(error)
         if self._watch is not None:
@@ -752,6 +760,12 @@ class Run:
             _log.warning("This worker is done, but not all are: %s", error)
             return error
         return None
+
+    def _record_given(self) -> None:
+        """Write down what is in a mean with which the others step, and this worker does not."""
+        for model, reducer in enumerate(self._reducers):
+            if isinstance(reducer.now, SwapsTogether) and (weights := reducer.now.take_weights()):
+                self._diary.gave(model, reducer.step - 1, samples=self._meter.last_samples, weights=weights)
 
     def _drain(self) -> None:
         """Leave the others in order, between two steps, and end as one who was told to."""

@@ -37,13 +37,15 @@ NEWCOMER = "newcomer"
 _BEGAN_WITH = 3
 _NEWCOMERS_STEPS = 10
 _FIRST_PHASE_S = 0.3
+_PACE_S = 0.02
 
 
 class Held(msgspec.Struct, kw_only=True):
     """What a worker holds at the end.
 
     Args:
-        done: steps of its loop.
+        began: at this step: 0, but for who joins a job in which all step together.
+        done: steps of its loop, and those before it began.
         idle: those of them for which it had no data, and that weigh nothing.
         marks: [rank][step], of the first copy, up to the last that is not 0; `torn` counts those that differ in the
             second one.
@@ -59,6 +61,7 @@ class Held(msgspec.Struct, kw_only=True):
     seen: list[dict[str, Any]]
     loss: float | None
     idle: list[int] = []
+    began: int = 0
 
 
 class Marked(nn.Module):
@@ -83,16 +86,20 @@ class Asked:
     swap_at: int
     save_every: int
 
-    def is_over(self, rank: int, done: int) -> bool:
+    def awaits_newcomer(self) -> bool:
+        """Whether a newcomer is on its way."""
+        log = Path(os.environ[LOG])
+        return any(one.fault.kind == "join" for one in read_fired(log)) and not (log.parent / NEWCOMER).exists()
+
+    def is_over(self, rank: int, done: int, began: int) -> bool:
         """Whether a worker has done enough: so many steps, and until so long after the faults."""
         if done >= STEPS:
             return True
-        if done < (2 * _NEWCOMERS_STEPS if rank >= _BEGAN_WITH else self.steps):
+        if done - began < (2 * _NEWCOMERS_STEPS if rank >= _BEGAN_WITH else self.steps):
             return False
-        log = Path(os.environ[LOG])
-        fired = read_fired(log)
+        fired = read_fired(Path(os.environ[LOG]))
         if any(one.fault.kind == "join" for one in fired):
-            return (log.parent / NEWCOMER).exists()
+            return not self.awaits_newcomer()
         ends_s = [one.time_s + self.after_s + one.fault.seconds * (one.fault.kind in LASTING) for one in fired]
         return bool(fired) and time.time() > max(ends_s)
 
@@ -111,7 +118,8 @@ def train(asked: Asked, run: offbeat.Run) -> None:
         TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
     )
     model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
-    done, loss, idle = 0, torch.tensor(0.0), list[int]()
+    began = run.step if run._server is None else 0  # who joins a server's job counts its own
+    done, loss, idle = began, torch.tensor(0.0), list[int]()
     is_over = False
     while not is_over:
         for x, y in loader:
@@ -122,7 +130,7 @@ def train(asked: Asked, run: offbeat.Run) -> None:
             optimizer.zero_grad()
             idle += [] if run.has_data else [done]
             done += 1
-            if run.rank >= _BEGAN_WITH and done == _NEWCOMERS_STEPS:
+            if run.rank >= _BEGAN_WITH and done - began == _NEWCOMERS_STEPS:
                 (folder / NEWCOMER).touch()
             if run.rank == 0 and done == asked.swap_at:
                 while not read_fired(Path(os.environ[LOG])):  # somebody who cannot agree any more
@@ -131,22 +139,24 @@ def train(asked: Asked, run: offbeat.Run) -> None:
                 time.sleep(_FIRST_PHASE_S)  # what is to strike between the two phases strikes in the next step
             if run.rank == 0 and done % asked.save_every == 0:
                 _save(module, folder / "checkpoint.pt")
-            is_over = _all_are_over(asked, run, done)
+            if asked.awaits_newcomer():
+                time.sleep(_PACE_S)  # starting takes a newcomer long, and there are marks for so many steps only
+            is_over = _all_are_over(asked, run, done, began)
             if is_over:
                 break
     run.settle()
-    held = _held(run, module, done, float(loss.detach()), idle)
+    held = _held(run, module, done, began, float(loss.detach()), idle)
     (folder / f"held{run.rank}.json").write_bytes(msgspec.json.encode(held))
     run.mean(0.0)  # nobody leaves before all have written
 
 
-def _all_are_over(asked: Asked, run: offbeat.Run, done: int) -> bool:
+def _all_are_over(asked: Asked, run: offbeat.Run, done: int, began: int) -> bool:
     """Whether this worker has done enough; without a server all end behind the same step."""
-    is_over = asked.is_over(run.rank, done)
+    is_over = asked.is_over(run.rank, done, began)
     return is_over if run._server is not None else run.mean(float(is_over)) > 0
 
 
-def _held(run: offbeat.Run, module: Marked, done: int, loss: float, idle: list[int]) -> Held:
+def _held(run: offbeat.Run, module: Marked, done: int, began: int, loss: float, idle: list[int]) -> Held:
     first, last = module.first.detach(), module.last.detach()
     used = int(first.abs().sum(0).nonzero().max()) + 1 if bool(first.any()) else 0
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
@@ -164,6 +174,7 @@ def _held(run: offbeat.Run, module: Marked, done: int, loss: float, idle: list[i
         seen=seen,
         loss=loss,
         idle=idle,
+        began=began,
     )
 
 

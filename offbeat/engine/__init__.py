@@ -53,7 +53,7 @@ from offbeat.engine.source import Batch, Source
 from offbeat.engine.steering import Steering
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
-from offbeat.engine.waiting import Awaited, Nobody, Waiter
+from offbeat.engine.waiting import Awaited, Nobody, Polled, Waiter
 from offbeat.engine.witness import Watched, join_watch, start_watch
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "Newcomer",
     "Nobody",
     "Parting",
+    "Polled",
     "Reception",
     "Reducer",
     "Served",

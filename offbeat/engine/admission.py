@@ -5,11 +5,14 @@
                                            <---   answer: the plan that holds, what was prepared; or why not
       prepares the same, and compares
       ready                                --->
-                                                  calls all together, as for another plan (`confer`)
+                                                  calls all together, as for another plan (`confer`): all know of it
+                                                  where the script begins again, behind a step:
                                            <---   entry: behind which circle, at how many exchanges; all write it
       is in the next circle (`Circle.arrive`, `Circle.admit`), and is handed what the others have (`handover`)
 
-Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second.
+Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second. It is
+agreed upon behind an exchange, and comes in later: it begins its script where the others have to be then, and these may
+ask each other for more before, such as the mean of a loss.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.engine.control import first_difference
-from offbeat.engine.waiting import Awaited
+from offbeat.engine.waiting import Awaited, Polled
 from offbeat.errors import DisagreementError, NetworkError, PlanError, WorkerLostError
 
 if TYPE_CHECKING:
@@ -31,12 +34,10 @@ if TYPE_CHECKING:
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Waiter
     from offbeat.fabric import Circle
-    from offbeat.payload import Reply
 
 _LOOK_S = 1.0  # of the first worker, for newcomers
-_POLL_S = 0.02  # of a newcomer, for what it is told
 _ASK_S = 1.0  # of a newcomer, whether anybody trains
-_MOST = 1 << 20
+_MOST_BYTES = 256 << 20  # of what one says
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=64 << 20)]
@@ -136,6 +137,7 @@ class Reception:
         self._heard = 0  # newcomers that have said hello
         self._open: list[int] = []  # those of them of whom it is not known what becomes
         self._ready: dict[int, _Guest] = {}
+        self._expected: dict[int, _Guest] = {}  # on all workers: those that come in next
 
     def calls(self, *, looks: bool) -> bool:
         """Whether this worker wants all to come together, because a newcomer is ready.
@@ -153,21 +155,33 @@ class Reception:
                 self._attend(number)
         return bool(self._ready)
 
-    def admit(self) -> tuple[int, ...]:
-        """Take in who is ready; the ranks of those that are in. Collective, between exchanges."""
+    def agree(self) -> None:
+        """Have all expect who is ready. Collective, between exchanges."""
         mine = msgspec.json.encode(tuple(self._ready.values())).decode()
         told = self._control.texts("the question who comes in", mine)
-        guests = {guest.number: guest for text in told.values() for guest in _guests.decode(text)}
+        self._expected |= {guest.number: guest for text in told.values() for guest in _guests.decode(text)}
         self._ready.clear()
-        if not guests:
-            return ()
-        ranks = sorted({guest.rank for guest in guests.values()} - set(self._circle.members))
+        self._open = [number for number in self._open if number not in self._expected]
+
+    @property
+    def expects(self) -> bool:
+        """Whether somebody is to come in; the same on all."""
+        return bool(self._expected)
+
+    def admit(self) -> tuple[int, ...]:
+        """Take in who is expected; the ranks of those that are in. Collective, between exchanges."""
+        ranks = sorted({guest.rank for guest in self._expected.values()} - set(self._circle.members))
         entry = msgspec.json.encode(Entry(self._circle.number, self._circle.begun)).decode()
-        for number in guests:
+        for number in self._expected:
             self._store.compare_set(f"{number}/entry", "", entry)
-        self._open = [number for number in self._open if number not in guests]
+        self._expected.clear()
         self._waiter.wait(_Admission(self._circle, ranks), Awaited("newcomers to come in"))
         return tuple(rank for rank in ranks if rank in self._circle.members)
+
+    def put_off(self) -> None:
+        """Take in nobody now, on all workers: they call each other again in the next exchange."""
+        self._ready |= self._expected
+        self._expected.clear()
 
     def _attend(self, number: int) -> None:
         """See what this newcomer wants now."""
@@ -315,32 +329,12 @@ class Newcomer:
 def _read(store: Store, key: str, kind: type[T]) -> T | None:
     data = store.get(key)
     try:
-        return msgspec.json.decode(data, type=kind) if len(data) <= _MOST * 256 else None
+        return msgspec.json.decode(data, type=kind) if len(data) <= _MOST_BYTES else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-class _Polled:
-    """Something to wait for that is looked at again and again. A `Pending`."""
-
-    sent_bytes = 0
-
-    def wait(self, timeout: timedelta) -> bool:
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        while not self.done():
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
-    def done(self) -> bool:
-        raise NotImplementedError
-
-    def result(self) -> Reply:
-        return []
-
-
-class _Key(_Polled):
+class _Key(Polled):
     """Somebody writes it."""
 
     def __init__(self, store: Store, key: str, look: Callable[[], Any]) -> None:
@@ -359,7 +353,7 @@ class _Key(_Polled):
         return False
 
 
-class _Arrival(_Polled):
+class _Arrival(Polled):
     """This worker is in."""
 
     def __init__(self, circle: Circle) -> None:
@@ -369,7 +363,7 @@ class _Arrival(_Polled):
         return self._circle.mend(timedelta())
 
 
-class Parting(_Polled):
+class Parting(Polled):
     """Nobody needs this worker any more, which is done."""
 
     def __init__(self, circle: Circle) -> None:
@@ -379,7 +373,7 @@ class Parting(_Polled):
         return self._circle.part(timedelta())
 
 
-class _Admission(_Polled):
+class _Admission(Polled):
     """It is known who is in."""
 
     def __init__(self, circle: Circle, ranks: Sequence[int]) -> None:

@@ -126,14 +126,8 @@ class AgreedSource:
             return self._before.popleft()
         if self._books.round % _TOLD_EVERY == 0:
             self._tell()
-        books, pool, parts = self._books, self._books.pool, dict[int, Lease]()
-        tuning, counts = self._counts(books)
-        for rank in books.members:
-            if rank not in books.over:
-                count = min(counts[rank], self.leases.samples)
-                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
-                if isinstance(deal, Lease):
-                    parts[rank] = deal
+        books = self._books
+        pool, tuning, parts = self._deal(books)
         if not parts:
             self._books = dataclasses.replace(books, pool=pool, tuning=tuning, over=frozenset())
             self._is_over = True
@@ -146,6 +140,11 @@ class AgreedSource:
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
         return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing more can be asked for in this epoch, as far as this worker knows."""
+        return self._is_over or not self._deal(self._books)[2]
 
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
@@ -326,6 +325,18 @@ class AgreedSource:
                     blocked_s = timing.wait_s - transfer_s
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
         return dataclasses.replace(books, tuning=tuning)
+
+    def _deal(self, books: Books) -> tuple[Pool, Tuning | None, dict[int, Lease]]:
+        """What each member gets in this round, and what is known then; nobody gets anything where the epoch ends."""
+        pool, parts = books.pool, dict[int, Lease]()
+        tuning, counts = self._counts(books)
+        for rank in books.members:
+            if rank not in books.over:
+                count = min(counts[rank], self.leases.samples)
+                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
+                if isinstance(deal, Lease):
+                    parts[rank] = deal
+        return pool, tuning, parts
 
     def _counts(self, books: Books) -> tuple[Tuning | None, dict[int, int]]:
         """The batch of each member in this round."""

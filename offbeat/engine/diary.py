@@ -88,6 +88,15 @@ class Diary:
         self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples, weights=weights))
         self.cost_s += time.monotonic() - began_s
 
+    def gave(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
+        """What this worker gave to a step that it does not make itself: it leaves behind the exchange.
+
+        Args:
+            weights: as in `has`.
+        """
+        if self._writer is not None:
+            self._writer.append(Has(model, step, time.monotonic(), None, samples, weights=weights))
+
     def has_from_server(
         self,
         model: int,

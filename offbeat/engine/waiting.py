@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from abc import ABC, abstractmethod
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ T = TypeVar("T")
 
 # Long enough to cost nothing, short enough that Ctrl-C and the timeout are noticed at once.
 _POLL = timedelta(milliseconds=200)
+_LOOK_S = 0.02  # at what nobody tells of
 # Part of the timeout after which to ask, so that the report is out when the timeout has passed.
 _LOOK_EARLY = 0.85
 # How long after a broken connection the watch may need to learn who died.
@@ -230,6 +233,29 @@ class Waiter:
             self._report_path.write_text(json.dumps(findings.to_json(), indent=1))
         except OSError as error:  # a full disk is no reason to end the run
             self._tell(f"Cannot leave this report as {self._report_path}: {error.strerror}.")
+
+
+class Polled(ABC):
+    """Something to wait for that is looked at again and again. A `Pending`."""
+
+    sent_bytes = 0
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it is; called often."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Look until it is done, for so long; whether it is."""
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while not self.done():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def result(self) -> Reply:
+        """Nothing."""
+        return []
 
 
 class _Call(Generic[T]):

@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -183,9 +184,10 @@ def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> Watch:
     watch = Watch.start(rank=rank, world=world, token=token, hub=hub)
     deadline_s = time.monotonic() + _HEARD_S
     while time.monotonic() < deadline_s:
-        roster = watch.roster(_ASK_LEAST)
-        if roster.hub_lost_s is None and any(words.rank == rank and words.host for words in roster.words):
-            return watch
+        with suppress(NetworkError):  # on a crowded machine it may take longer to answer, just when it has started
+            roster = watch.roster(_ASK_LEAST)
+            if roster.hub_lost_s is None and any(words.rank == rank and words.host for words in roster.words):
+                return watch
         time.sleep(_ASK_LEAST.total_seconds() / 4)
     watch.close(well=False)
     raise NetworkError(

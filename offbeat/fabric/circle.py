@@ -201,6 +201,8 @@ class Circle:
     def admit(self, newcomers: Sequence[int], timeout: timedelta) -> bool:
         """Take these in; whether it is known who is in. Call it again until it is. Collective, between exchanges.
 
+        Who is gone, or done, does not come here any more: the others go on without it.
+
         Raises:
             WorkerLostError: if the others have gone on without this worker.
         """
@@ -213,7 +215,8 @@ class Circle:
                 self._admits = ()
                 return True
             self._say(f"border/{self.rank}")
-            if self._store.check([f"{self._number}/border/{rank}" for rank in self.members]) or self.ask(self.members):
+            here = self._store.check([f"{self._number}/border/{rank}" for rank in self.members])
+            if here or self._store.check([f"{self._number}/done"]) or self.ask(self.members):
                 self.break_()
                 continue
             self.look(0.0)

@@ -72,7 +72,7 @@ def rank_here() -> int:
 def train(
     folder: str, starts: dict[int, int], kills: dict[int, int], keeps: Keeps, num_workers: int, sync: Policy | None
 ) -> Trained:
-    """Train to the end of the epochs.
+    """Train to the end of the epochs; behind each step all ask each other for more, and evaluate now and then.
 
     Args:
         starts: at which step of the first worker each newcomer starts.
@@ -88,6 +88,7 @@ def train(
     samples = TensorDataset(torch.arange(SAMPLES).float()[:, None])
     data = DataLoader(samples, batch_size=10, shuffle=True, num_workers=num_workers)
     prepared, optimizer, loader = run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3), data)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     trained = Trained({}, [list[int]() for _ in range(EPOCHS)], {}, 0.0, said)
     longest_s = 0.0
     while run.progress < EPOCHS:
@@ -107,8 +108,20 @@ def train(
             if kills.get(run.rank) == run.step:
                 (here / f"used-{run.rank}").write_text(json.dumps(trained.used))
                 os.kill(os.getpid(), signal.SIGKILL)
+            assert run.mean(run.step) == run.step
+            schedule.step()
+            if run.step % 3 == 0:
+                evaluate(run, prepared)
     run.close()
     return trained._replace(longest_s=longest_s)
+
+
+def evaluate(run: offbeat.Run, prepared: nn.Module) -> None:
+    prepared.eval()
+    with torch.no_grad():
+        found = float(prepared(torch.full((3, 1), 0.5)).mean())
+    prepared.train()
+    assert run.mean(found) == pytest.approx(found, rel=1e-5) or isinstance(run.plan.sync, offbeat.LocalSGD)
 
 
 def check(results: list[Trained | None], folder: Path, kills: dict[int, int]) -> None:
@@ -258,7 +271,8 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
         answer = json.loads(newcomers.get(f"{number}/answer"))
         assert says in answer["refusal"]
         assert answer["job"] is None
-    assert reception.admit() == ()
+    reception.agree()
+    assert not reception.expects
 
 
 @pytest.mark.slow
@@ -266,6 +280,142 @@ def test_who_has_more_steps_goes_on_when_the_others_are_done(tmp_path: Path) -> 
     *results, newcomer = run_workers(2, come, str(tmp_path), "well", 100, newcomers=1)
     assert all(moves == [1.0] * 100 for moves, _, _ in results)
     assert newcomer[0] == [1.0] * 100
+
+
+def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
+    """Two models, the second of which steps behind the first, without a loader; parameters of both after each pass."""
+    said, here = listen(), Path(folder)
+    if rank_here() >= 2:
+        wait_for(here / "step-4")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    judge, forger = nn.Linear(4, 1), nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1))
+    first, optimizer = run.prepare(judge, torch.optim.Adam(judge.parameters(), lr=1e-2))
+    second, forgers = run.prepare(forger, torch.optim.Adam(forger.parameters(), lr=1e-2))
+    digests: dict[int, str] = {}
+    assert run._membership is not None
+    calls, is_open = run._membership.calls, False
+
+    def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
+        """From a step of the second model on: both call then, the first one in an exchange of the second's step."""
+        nonlocal is_open
+        called = calls(plan, looks=looks)
+        is_open = is_open or (called and run.step % 2 == 0)
+        return called and is_open
+
+    run._membership.calls = calls_then  # type: ignore[method-assign]
+    while run.step < steps:
+        time.sleep(0.03)
+        with run.no_sync():
+            first(second(torch.randn(5, 2)).detach()).square().mean().backward()
+        first(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.mean(1.0)
+        (1 - first(second(torch.randn(5, 2)))).square().mean().backward()
+        forgers.step()
+        forgers.zero_grad()
+        optimizer.zero_grad()
+        assert run.mean(run.step) == run.step
+        first.eval()
+        shown = first(torch.ones(1, 4))  # an evaluation with gradients in vain
+        first.train()
+        assert run.mean(shown) == pytest.approx(float(shown.detach()), rel=1e-5)
+        digests[run.step] = digest(judge) + digest(forger)
+        (here / f"step-{run.step}").touch()
+    run.close()
+    return digests, said
+
+
+def test_with_two_models_a_newcomer_begins_with_the_first(tmp_path: Path) -> None:
+    results = run_workers(2, play, str(tmp_path), 120, newcomers=1)
+    newcomer = results[2][0]
+    assert 3 < min(newcomer) < 110
+    assert max(newcomer) == 120
+    for step, found in newcomer.items():
+        assert {digests[step] for digests, _ in results} == {found}
+    assert sum("Rank 2 has joined at step" in text for text in results[0][1]) == 1
+
+
+def nest(folder: str) -> dict[int, str]:
+    """A loop with steps of another one in it now and then, which is left with a batch in its hands."""
+    here = Path(folder)
+    if rank_here() >= 2:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model, rest, digests = nn.Linear(1, 5), nn.Linear(1, 1), dict[int, str]()
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
+    _, _, other = run.prepare(rest, torch.optim.SGD(rest.parameters(), lr=1e-3), data)
+
+    def step(x: torch.Tensor) -> None:
+        time.sleep(0.03)
+        prepared(x / SAMPLES).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests[run.step] = digest(model)
+        (here / f"step-{run.step}").touch()
+
+    for (x,) in loader:
+        step(x)
+        if run.step % 12 == 1:
+            for number, (y,) in enumerate(other):
+                if number == 7:
+                    break
+                step(y)
+    run.close()
+    return digests
+
+
+@pytest.mark.slow
+def test_a_newcomer_begins_with_the_outermost_loop(tmp_path: Path) -> None:
+    results = run_workers(2, nest, str(tmp_path), newcomers=1)
+    assert 3 < min(results[2]) < max(results[2]) - 10
+    for step, found in results[2].items():
+        assert {digests[step] for digests in results} == {found}
+
+
+def begin(folder: str) -> tuple[dict[int, str], int, int]:
+    """Two epochs, with a mean behind each; all learn that somebody comes in the last exchange of the first one."""
+    here, each = Path(folder), SAMPLES // 20
+    if rank_here() >= 2:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    torch.manual_seed(run.rank)
+    model, digests, samples = nn.Linear(1, 5), dict[int, str](), 0
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
+    assert run._membership is not None
+    calls = run._membership.calls
+
+    def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
+        while not (called := calls(plan, looks=looks)) and looks and run.step == each - 1:
+            time.sleep(0.02)
+        return called and run.step >= each - 1
+
+    run._membership.calls = calls_then  # type: ignore[method-assign]
+    for _ in range(int(run.progress), EPOCHS):
+        for (x,) in loader:
+            prepared(x / SAMPLES).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += len(x) if run.has_data else 0
+            digests[run.step] = digest(model)
+            (here / f"step-{run.step}").touch()
+        assert run.mean(run.step) == run.step
+    run.close()
+    return digests, samples, each
+
+
+@pytest.mark.slow
+def test_who_comes_at_the_end_of_an_epoch_begins_with_the_next(tmp_path: Path) -> None:
+    results = run_workers(2, begin, str(tmp_path), newcomers=1)
+    newcomer, _, each = results[2]
+    assert min(newcomer) == each + 1
+    for step, found in newcomer.items():
+        assert {digests[step] for digests, _, _ in results} == {found}
+    assert sum(samples for _, samples, _ in results) == EPOCHS * SAMPLES
 
 
 def swap_often(folder: str, every: int) -> tuple[dict[int, str], list[list[int]], list[str], str]:

@@ -52,6 +52,8 @@ def case_of(target: str, name: str) -> Case:
                 ("local-sgd", "worker", "cut"),
                 ("asp", "coordinator", "sigstop, short"),
                 ("ssp", "worker", "join"),
+                ("elastic", "worker", "join"),
+                ("elastic", "worker", "leave"),
             )
         ),
     ],

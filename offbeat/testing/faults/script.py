@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _ARMED = ("forward", "backward", "loader")  # in the step before
-_WORK = ("OFFBEAT_LAB_WORK",)  # what it is to do
+_WORK = ("OFFBEAT_LAB_WORK", "OFFBEAT_HISTORY")  # what it is to do, and where to record it
 _OURS = ("OFFBEAT_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_")
 
 

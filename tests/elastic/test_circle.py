@@ -1,0 +1,99 @@
+"""Who goes on where newcomers come in: circles without fabrics, over one store, turn by turn."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.fabric import Circle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Turn = Callable[[], bool]
+
+AT_ONCE = timedelta()
+NEWCOMER = 3
+
+
+class Table:
+    """Three circles, and one that comes to them.
+
+    Args:
+        gone: who is known to be gone.
+    """
+
+    def __init__(self, gone: dict[int, str]) -> None:
+        store = HashStore()
+        self.circles = [Circle(store, rank, NEWCOMER, timedelta(seconds=1)) for rank in range(NEWCOMER + 1)]
+        for circle in self.circles:
+            circle.gone = lambda: gone
+
+    def comes(self) -> Turn:
+        """The newcomer's turns, which is told that it may come in."""
+        newcomer = self.circles[NEWCOMER]
+        newcomer.arrive(self.circles[0].number, ())
+        return lambda: newcomer.mend(AT_ONCE)
+
+    def admits(self, rank: int) -> Turn:
+        """The turns of one that has come to where newcomers come in."""
+        return lambda: self.circles[rank].admit([NEWCOMER], AT_ONCE)
+
+    def parts(self, rank: int) -> Turn:
+        """The turns of one that is done."""
+        return lambda: self.circles[rank].part(AT_ONCE)
+
+    def play(self, *turns: Turn) -> None:
+        """Give each its turn until all have come to their end."""
+        deadline_s, going = time.monotonic() + 10, list(turns)
+        while going:
+            going = [turn for turn in going if not turn()]
+            assert time.monotonic() < deadline_s, "they wait for ever"
+
+    def members(self, *ranks: int) -> set[tuple[int, ...]]:
+        """Who is in, as these have it."""
+        return {self.circles[rank].members for rank in ranks}
+
+
+def test_all_and_a_newcomer() -> None:
+    table = Table({})
+    table.play(table.comes(), *(table.admits(rank) for rank in range(3)))
+    assert table.members(0, 1, 2, 3) == {(0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_done_does_not_come_there_and_is_not_waited_for(rank: int) -> None:
+    table = Table({})
+    there = [other for other in range(3) if other != rank]
+    table.play(table.comes(), table.parts(rank), *(table.admits(other) for other in there))
+    assert table.members(*there, NEWCOMER) == {(*there, NEWCOMER)}
+
+
+@pytest.mark.parametrize("lost", [0, 2, NEWCOMER])
+def test_who_is_gone_does_not_come_there(lost: int) -> None:
+    table = Table({lost: "died."})
+    left = [rank for rank in range(NEWCOMER + 1) if rank != lost]
+    turns = [table.admits(rank) for rank in left if rank != NEWCOMER]
+    table.play(*turns, *([table.comes()] if lost != NEWCOMER else []))
+    assert table.members(*left) == {tuple(left)}
+
+
+def test_whoever_breaks_the_circle_before_all_are_there_only_delays_it() -> None:
+    """Rank 2 is lost while rank 1 is not there yet, and breaks the circle from within an exchange."""
+    gone: dict[int, str] = {}
+    table = Table(gone)
+    first, newcomer = table.admits(0), table.comes()
+    assert not first()
+    assert not newcomer()
+    gone[2] = "died."
+    second = table.circles[1]
+    second.break_()
+    table.play(lambda: (first(), newcomer(), second.mend(AT_ONCE))[-1])
+    assert table.members(0, 1) == {(0, 1)}
+    assert not newcomer()
+    table.play(first, newcomer, table.admits(1))
+    assert table.members(0, 1, NEWCOMER) == {(0, 1, NEWCOMER)}

@@ -1,0 +1,68 @@
+"""Workers that leave a job without a server in order: the others go on, whatever they ask each other for."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.audit import verify
+from offbeat.run import drain
+from tests.workers import listen, run_workers
+
+SAMPLES, AT = 600, 7
+
+
+def train(folder: str, how: str) -> tuple[dict[int, str], list[int], list[str]]:
+    """One epoch, with a mean behind each step and an evaluation behind each second; rank 1 leaves at step `AT`."""
+    said, here = listen(), Path(folder)
+    plan = offbeat.Plan(fabric=offbeat.Elastic())
+    run = offbeat.init(plan, timeout=timedelta(seconds=3), history=here / "history")
+    torch.manual_seed(0)
+    model, digests, used = nn.Linear(1, 5), dict[int, str](), list[int]()
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
+    prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
+    for (x,) in loader:
+        prepared(x / SAMPLES).square().mean().backward()
+        used += x.flatten().int().tolist() if run.has_data else []
+        (here / f"used-{run.rank}").write_text(json.dumps(used))
+        if (run.rank, run.step) == (1, AT):
+            if how == "before its step":
+                break
+            assert drain()  # as a SIGTERM does
+        optimizer.step()
+        optimizer.zero_grad()
+        digests[run.step] = hashlib.sha256(
+            b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        ).hexdigest()
+        if how == "in an evaluation" and run.step % 2:
+            with torch.no_grad():
+                run.mean(float(prepared(torch.ones(1, 1)).sum()))
+        run.mean(float(run.has_data))
+    run.close()
+    return digests, used, said
+
+
+@pytest.mark.parametrize(
+    "how", ["before its step", pytest.param("behind its step", marks=pytest.mark.slow), "in an evaluation"]
+)
+def test_who_leaves_stops_nobody_and_what_it_gave_counts_once(how: str, tmp_path: Path) -> None:
+    results = run_workers(3, train, str(tmp_path), how, faulty=1)
+    (first, _, said), (second, _, _) = results[0], results[2]
+    assert first == second
+    assert len(first) > AT + 10
+    assert sum("Rank 1 is done, and takes no further part" in text for text in said) == 1
+    used = (json.loads((tmp_path / f"used-{rank}").read_text()) for rank in range(3))
+    assert Counter(itertools.chain(*used)) == Counter(range(SAMPLES))
+    verdict = verify(tmp_path / "history")
+    assert verdict.holds, verdict.violations
+    assert {1, 2, 3} <= verdict.checked
