@@ -696,9 +696,9 @@ class Lead:
         self._carry_out(model, one.coordinator.tell(Deadline(one.coordinator.now_s())))
 
     def _answer(self) -> None:
-        """Answer what all have asked, once all take part again."""
-        if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
-            return  # not everyone is back
+        """Answer what all have asked, once all take part, or take part again."""
+        if not all(one.coordinator.started for one in self.models.values()):
+            return  # those who are not here, or not back, are to be asked, too
         for asked in self._questions.settle(self._workers):
             if any(ask.question == LEAVING for ask in asked.values()):
                 self._swaps.left()
