@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from offbeat.data import Data
     from offbeat.engine import Control, Diary, Either, Waiter
-    from offbeat.engine.server import Server, Starting
+    from offbeat.engine.beside import Starting
+    from offbeat.engine.server import Server
     from offbeat.exchanging import Exchanging, Prepared
     from offbeat.plan import Plan
 

@@ -7,30 +7,23 @@ import functools
 import json
 import logging
 import os
-import secrets
-import threading
-from concurrent import futures
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from offbeat.engine.beside import addresses_of, beside_workers, start_beside
 from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
-from offbeat.engine.witness import meeting_address
-from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
+from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Awaitable, Callable, Sequence
 
+    from offbeat.engine.beside import Starting
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Waiter
-    from offbeat.payload import Reply
     from offbeat.serve import Settings
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
@@ -197,92 +190,6 @@ class Server:
         self._loop.close()
 
 
-class Starting:
-    """The server of a job that trains without one, started beside rank 0 meanwhile; other ranks have nothing to start.
-
-    Args:
-        settings: of the first shard; None on other ranks.
-    """
-
-    sent_bytes = 0
-
-    def __init__(self, settings: Settings | None) -> None:
-        self._settings = settings
-        self._started: Future[tuple[subprocess.Popen[bytes], str]] = Future()
-        if settings is not None:
-            threading.Thread(target=self._start, args=(settings,), name="offbeat-server", daemon=True).start()
-
-    def _start(self, settings: Settings) -> None:
-        from offbeat.serve import start_shard
-
-        try:
-            self._started.set_result(start_shard(settings))
-        except BaseException as error:
-            self._started.set_exception(error)
-
-    def where(self, waiter: Waiter) -> str:
-        """Its address, job and token, for all; waits until it is there.
-
-        Raises:
-            NetworkError: if it cannot be started.
-        """
-        settings = self._settings
-        if settings is None:
-            return ""
-        waiter.wait(self, Awaited("starting the parameter server", alone=True))
-        _, address = self._started.result()
-        return f"{address} {settings.job} {settings.token}"
-
-    def abandon(self) -> None:
-        """Nobody will come."""
-        self._started.add_done_callback(_terminate)
-
-    # -- something to wait for -----------------------------------------------------------------------------------
-
-    def done(self) -> bool:
-        """Whether it is there, or cannot be."""
-        return self._settings is None or self._started.done()
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Wait until it is."""
-        return bool(futures.wait([self._started], timeout.total_seconds()).done)
-
-    def result(self) -> Reply:
-        """Nothing."""
-        return []
-
-
-def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
-    if started.exception() is None:
-        started.result()[0].terminate()
-
-
-def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
-    """Have rank 0 begin to start the first shard of a server, with a job and a token of its own. Collective.
-
-    Args:
-        run_dir: where snapshots are kept; None for none.
-    """
-    from offbeat.serve import from_environment
-
-    bind = meeting_address(control)
-    if control.rank:
-        return Starting(None)
-    job, token = secrets.token_hex(8), secrets.token_hex(32)
-    settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
-    return Starting(_with_snapshots(settings, run_dir, 0))
-
-
-def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
-    """Where the shards are that somebody else has started; empty if nobody has.
-
-    Args:
-        again: the job had left a server, which has ended: it is not the one in the environment any more.
-    """
-    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
-    return spec.addresses or tuple(filter(None, named.split(",")))
-
-
 def connect(
     plan: Plan,
     spec: ParameterServer,
@@ -329,7 +236,7 @@ def connect(
         )
     if not addresses:
         starting = starting or start_beside(control, timeout, run_dir)
-        addresses, settings = _beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
+        addresses, settings = beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
     if run_dir is not None and control.rank == 0 and place is None:
@@ -387,63 +294,3 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> 
         part.replace(path)
     except OSError as error:  # a full disk is no reason to end the run
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
-
-
-def _beside_workers(
-    control: Control,
-    waiter: Waiter,
-    settings: Settings,
-    run_dir: Path | None,
-    starting: Starting,
-    *,
-    everywhere: bool,
-) -> tuple[tuple[str, ...], Settings]:
-    """Wait for the shard that rank 0 starts; where it is, and how to connect. Collective.
-
-    Args:
-        run_dir: where snapshots are kept; None for none.
-        everywhere: the other ranks start one each, which follows rank 0's.
-    """
-    try:
-        said = starting.where(waiter)
-    except NetworkError as error:
-        said = f"! {error}"
-    said = control.texts("the parameter server's address", said)[0]
-    if said.startswith("!"):
-        raise NetworkError(said[2:])
-    address, job, token = said.split()
-    settings = msgspec.structs.replace(settings, job=job, token=token)
-    if not everywhere:
-        return (address,), settings
-    said = address
-    bind = meeting_address(control)
-    if control.rank > 0:
-        try:
-            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
-            said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
-        except NetworkError as error:
-            said = f"! {error}"
-    addresses = list(control.texts("the addresses of the shards", said).values())
-    for one in addresses:
-        if one.startswith("!"):
-            raise NetworkError(one[2:])
-    return tuple(addresses), settings
-
-
-def _start(settings: Settings, waiter: Waiter) -> str:
-    """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
-    from offbeat.serve import start_shard
-
-    what = Awaited("starting a shard of the parameter server", alone=True)
-    _, address = waiter.call(lambda: start_shard(settings), what)
-    return address
-
-
-def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:
-    """The same, with a folder for snapshots, so that the shard can be started again if it dies."""
-    from offbeat.serve import RESTARTS
-
-    if run_dir is None:
-        return settings
-    folder = run_dir / "server" / f"shard-{shard}"
-    return msgspec.structs.replace(settings, snapshots=str(folder), is_fresh=True, restarts=RESTARTS)

@@ -171,8 +171,7 @@ class Waiter:
         Raises:
             Exception: what `function` raises; and as `wait`.
         """
-        call = _Call(function)
-        threading.Thread(target=call.run, name="offbeat-call", daemon=True).start()
+        call = Call(function)
         self.wait(call, awaited)
         return call.outcome.result()
 
@@ -232,16 +231,21 @@ class Waiter:
             self._tell(f"Cannot leave this report as {self._report_path}: {error.strerror}.")
 
 
-class _Call(Generic[T]):
-    """A call on another thread, as something to wait for."""
+class Call(Generic[T]):
+    """A call on a thread of its own, as something to wait for. A `Pending`.
+
+    Attributes:
+        outcome: what it returns, or raises.
+    """
 
     sent_bytes = 0
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], T], name: str = "offbeat-call") -> None:
         self._function = function
         self.outcome: Future[T] = Future()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self.outcome.set_result(self._function())
         except BaseException as error:
