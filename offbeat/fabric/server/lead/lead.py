@@ -420,7 +420,7 @@ class Lead:
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():
-            sync = plan.sync if plan.is_served else _until_left(one)
+            sync = plan.sync if plan.is_served else _until_left(one, are_level=self._swaps.are_level)
             self._carry_out(model, one.coordinator.swap(sync, by_controller=plan.controller is not None))
 
     def _metrics(self, controller: Controller) -> Metrics | None:
@@ -745,15 +745,18 @@ class Lead:
         return one
 
 
-def _until_left(one: Model) -> Policy:
+def _until_left(one: Model, *, are_level: bool) -> Policy:
     """Who decides until all have come where they leave the server.
 
     Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
-    all are in step they come there together.
+    all are in step they come there together. With as many contributions they are not yet: one may be of several steps.
+
+    Args:
+        are_level: they are equally far in their scripts.
     """
     policy = one.coordinator.policy
     steps = {member.step for member in one.coordinator.state.members.values()}
-    return policy if isinstance(policy, BSP) and len(steps) == 1 else ASP()
+    return policy if isinstance(policy, BSP) and are_level and len(steps) == 1 else ASP()
 
 
 def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:

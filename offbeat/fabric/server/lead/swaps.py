@@ -50,6 +50,7 @@ class Swaps:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
         self.present: Parts | None = None
         self.count = 0  # of swaps, in all lives of the server
+        self.are_level = False  # those who are about to leave had passed as many places when they agreed
         self._before: Parts | None = None  # what holds again if not all leave who are about to
         self._proposal: Proposal | None = None
         self._proposals = 0
@@ -205,7 +206,7 @@ class Swaps:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
             border = None
             if not proposal.parts.is_served:
-                self._before, border = self.present, proposal.place
+                self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
             text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms, border)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
