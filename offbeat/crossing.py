@@ -73,7 +73,7 @@ class Crossing:
                 f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}. Try again when "
                 "they have."
             )
-        plan.check_world(self._control.world)
+        plan.check_world(len(self._control.members))
         if not plan.is_served:
             return
         self._check_history(plan)
@@ -94,8 +94,12 @@ class Crossing:
 
     @property
     def calls(self) -> bool:
-        """Whether this worker wants all to confer, because the server is there that it has started."""
-        return self.due is not None and self.starting is not None and self.starting.done() and not self._control.rank
+        """Whether this worker wants all to confer, as the server is there that it has started, or never will be."""
+        if self.due is None or self.starting is None:
+            return False
+        if self.starting.beside not in self._control.members:
+            return self._control.is_first
+        return self._control.rank == self.starting.beside and self.starting.done()
 
     def is_due(self) -> bool:
         """Whether all go over now. Collective, behind a step of all."""
@@ -117,6 +121,8 @@ class Crossing:
         server, refusal = self._connect(connect)
         starting, self.due, self.starting = self.starting, None, None
         refusals = self._control.texts("whether all can reach the server", refusal)
+        if server is not None:
+            server.begin_with(tuple(refusals))
         refusal = next((text for text in refusals.values() if text), "")
         if server is None or refusal:
             if server is not None:

@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class Starting:
-    """The server of a job that trains without one, started beside rank 0 meanwhile; other ranks have nothing to start.
+    """The server of a job, started beside one worker meanwhile; the others have nothing to start.
 
     Args:
-        settings: of the first shard; None on other ranks.
+        beside: rank of that worker.
+        settings: of the first shard; None on the others.
     """
 
-    def __init__(self, settings: Settings | None) -> None:
+    def __init__(self, beside: int, settings: Settings | None) -> None:
         from offbeat.serve import start_shard
 
-        self._settings = settings
+        self.beside, self._settings = beside, settings
         self._call = None if settings is None else Call(lambda: start_shard(settings), "offbeat-server")
 
     def done(self) -> bool:
@@ -66,7 +67,7 @@ def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
 
 
 def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
-    """Have rank 0 begin to start the first shard of a server, with a job and a token of its own. Collective.
+    """Have the first worker begin to start the first shard of a server, with its own job and token. Collective.
 
     Args:
         run_dir: where snapshots are kept; None for none.
@@ -74,11 +75,12 @@ def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> 
     from offbeat.serve import from_environment
 
     bind = meeting_address(control)
-    if control.rank:
-        return Starting(None)
+    first = control.first
+    if control.rank != first:
+        return Starting(first, None)
     job, token = secrets.token_hex(8), secrets.token_hex(32)
     settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
-    return Starting(_with_snapshots(settings, run_dir, 0))
+    return Starting(first, _with_snapshots(settings, run_dir, first))
 
 
 def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
@@ -100,20 +102,22 @@ def beside_workers(
     *,
     everywhere: bool,
 ) -> tuple[tuple[str, ...], Settings]:
-    """Wait for the shard that rank 0 starts; where it is, and how to connect. Collective.
+    """Wait for the shard that one worker starts; where it is, and how to connect. Collective.
 
     Args:
         run_dir: where snapshots are kept; None for none.
-        everywhere: the other ranks start one each, which follows rank 0's.
+        everywhere: the others start one each, which follows that one.
 
     Raises:
-        NetworkError: on all ranks, if one cannot be started.
+        NetworkError: on all workers, if one cannot be started.
     """
     try:
         said = starting.where(waiter)
     except NetworkError as error:
         said = f"! {error}"
-    said = control.texts("the parameter server's address", said)[0]
+    beside = starting.beside
+    lost = f"! Cannot start a parameter server: rank {beside}, beside which that was to be, is lost."
+    said = control.texts("the parameter server's address", said).get(beside, lost)
     if said.startswith("!"):
         raise NetworkError(said[2:])
     address, job, token = said.split()
@@ -122,13 +126,14 @@ def beside_workers(
         return (address,), settings
     said = address
     bind = meeting_address(control)
-    if control.rank > 0:
+    if control.rank != beside:
         try:
             fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
             said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
         except NetworkError as error:
             said = f"! {error}"
-    addresses = list(control.texts("the addresses of the shards", said).values())
+    told = control.texts("the addresses of the shards", said)
+    addresses = [told.pop(beside, address), *told.values()]
     for one in addresses:
         if one.startswith("!"):
             raise NetworkError(one[2:])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from offbeat.wire.session import Receiver
 
 _FIRST_PATIENCE = timedelta(seconds=20)
+_BITS = 32  # of a float that is a set of ranks
 _log = logging.getLogger("offbeat")
 
 
@@ -38,14 +39,14 @@ class Plans:
 
     Args:
         plan: the present one.
-        stays: why this worker could not do without the server, or "".
+        stays: why this worker could not leave the server to go by another plan, or "".
 
     Attributes:
         taken: the one that the training thread goes by.
         border: where it leaves the server.
     """
 
-    def __init__(self, plan: Plan, stays: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, plan: Plan, stays: Callable[[Plan], str] = lambda plan: "") -> None:
         self.present = self.taken = plan
         self.told: collections.deque[str] = collections.deque()  # what has changed, for people
         self.border = Border()
@@ -62,7 +63,7 @@ class Plans:
             return "", str(error), 0
         if new.is_served:
             return new.digest, "", 0
-        if refusal := self._stays():
+        if refusal := self._stays(new):
             return "", refusal, 0
         return new.digest, "", self.border.hold()
 
@@ -88,18 +89,35 @@ class Server:
         shards: how many there are.
         plans: which one holds.
         job: its name.
+        first: rank of the worker that brings what one has to bring for all.
     """
 
     def __init__(
-        self, client: Client, spec: ParameterServer, loop: Loop, shards: int, plans: Plans, job: str = ""
+        self,
+        client: Client,
+        spec: ParameterServer,
+        loop: Loop,
+        shards: int,
+        plans: Plans,
+        job: str = "",
+        first: int = 0,
     ) -> None:
-        self.client, self.plans, self.job = client, plans, job
+        self.client, self.plans, self.job, self.first = client, plans, job, first
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
         self.drawn: list[tuple[int, int]] = []
         self.used: list[tuple[int, int]] = []
         self._loop = loop
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker brings what one has to bring for all."""
+        return self.client.rank == self.first
+
+    def begin_with(self, ranks: tuple[int, ...]) -> None:
+        """These workers are there when the job begins at this server; the first of them brings what one has to."""
+        self.client.ranks, self.first = ranks, ranks[0]
 
     def keep_drawn(self) -> None:
         """What was drawn is used in this worker's next contribution."""
@@ -130,19 +148,19 @@ class Server:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
 
         Args:
-            refusal: why this worker cannot; "" if it has, and if it is rank 0 has brought it to the server.
+            refusal: why this worker cannot; "" if it has, and if it is the first has brought it to the server.
 
         Raises:
-            ModelError: on all workers, if one cannot, or rank 0 is gone.
+            ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
-        brought = float(self.client.rank == 0 and not refusal)
+        brought = float(self.is_first and not refusal)
         asked = self.client.ask(
             "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
         )
         waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
-            why = asked.refused or "Rank 0, which brings it to the server, is gone."
+            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def pace(self, waiter: Waiter) -> str:
@@ -169,15 +187,17 @@ class Server:
         if asked.refused:
             raise PlanError(asked.refused)
 
-    def leave(self, waiter: Waiter) -> int:
-        """Come together with all workers that are there, and take the newest parameters; how many they are. Collective.
+    def leave(self, waiter: Waiter) -> tuple[int, ...]:
+        """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
 
         Raises:
             NetworkError: if the server is gone.
         """
-        asked = self.client.ask(LEAVING, (1.0,), refresh=True)
+        place, bit = divmod(self.client.rank, _BITS)
+        asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
         waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
-        return int(asked.numbers[0])
+        sums = [int(number) for number in asked.numbers]
+        return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
@@ -199,20 +219,20 @@ def connect(
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
     place: tuple[int, int] | None = None,
-    stays: Callable[[], str] = lambda: "",
+    stays: Callable[[Plan], str] = lambda plan: "",
     patience: timedelta = _FIRST_PATIENCE,
     again: bool = False,
     starting: Starting | None = None,
 ) -> Server:
-    """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
+    """Connect with the plan's server; the first, or every worker, starts a shard if there is none. Collective.
 
     Args:
         plan: of the job; `spec` is its fabric.
         waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
-        run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
+        run_dir: where the first leaves how to look at the job (`offbeat top`); None for nowhere.
         place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
-        stays: why this worker could not leave the server, or "".
+        stays: why this worker could not leave the server to go by another plan, or "".
         patience: for how long to dial it for the first time.
         again: as of `addresses_of`.
         starting: its first shard, if that is being started already.
@@ -239,7 +259,7 @@ def connect(
         addresses, settings = beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
-    if run_dir is not None and control.rank == 0 and place is None:
+    if run_dir is not None and control.is_first and place is None:
         _leave_address(run_dir / "server.json", addresses, settings)
     rank, world = place or (control.rank, control.world)
     loop = Loop()
@@ -274,7 +294,7 @@ def connect(
         loop.close()
         raise
     waiter.ask_server = client.trouble
-    return Server(client, spec, loop, len(addresses), plans, settings.job)
+    return Server(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
 
 
 def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:

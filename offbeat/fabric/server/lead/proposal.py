@@ -25,6 +25,7 @@ class Parts(Protocol):
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
         is_served: whether parameters live at a server.
+        outlives: whether the others go on without a worker that is lost, and without a server.
         digest: of its TOML.
     """
 
@@ -38,6 +39,8 @@ class Parts(Protocol):
     def controller(self) -> Controller | None: ...
     @property
     def is_served(self) -> bool: ...
+    @property
+    def outlives(self) -> bool: ...
     @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
