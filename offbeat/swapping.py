@@ -147,7 +147,7 @@ class Swapping:
                 f"Cannot leave the server for {plan.fabric!r}: the workers have met for {here}. Go on with "
                 f"fabric={here}, or begin with {plan.fabric!r} - at `plan.fabric`."
             )
-        return self._crossing.stays(self.plan)
+        return self._crossing.stays
 
     @property
     def _takes_part(self) -> bool:

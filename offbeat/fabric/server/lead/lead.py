@@ -420,12 +420,15 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
-        self._record(Adopts(adopt.plan))
+        together = self._swaps.are_level and all(map(_is_in_step, self.models.values()))
+        self._record(Adopts(adopt.plan if plan.is_served else self._swaps.until_left(together=together)))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():
-            sync = plan.sync if plan.is_served else _until_left(one, are_level=self._swaps.are_level)
+            sync = plan.sync
+            if not plan.is_served:
+                sync = one.coordinator.policy if together else ASP()
             self._carry_out(model, one.coordinator.swap(sync, by_controller=plan.controller is not None))
 
     def _metrics(self, controller: Controller) -> Metrics | None:
@@ -764,18 +767,15 @@ class Lead:
         return one
 
 
-def _until_left(one: Model, *, are_level: bool) -> Policy:
-    """Who decides until all have come where they leave the server.
+def _is_in_step(one: Model) -> bool:
+    """Whether all wait for all, and have brought as much.
 
     Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
-    all are in step they come there together. With as many contributions they are not yet: one may be of several steps.
-
-    Args:
-        are_level: they are equally far in their scripts.
+    all are in step they come there together. With as many contributions they are not yet: one may be of several steps,
+    so they also have to be equally far in their scripts.
     """
-    policy = one.coordinator.policy
     steps = {member.step for member in one.coordinator.state.members.values()}
-    return policy if isinstance(policy, BSP) and are_level and len(steps) == 1 else ASP()
+    return isinstance(one.coordinator.policy, BSP) and len(steps) == 1
 
 
 def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:

@@ -190,6 +190,15 @@ class Swaps:
             before, self._before = self._before, None
             self._adopt(before, before.to_toml(), self.count + 1, reason)
 
+    def until_left(self, *, together: bool) -> str:
+        """What decides until all who are about to leave have left, as a plan in TOML.
+
+        Args:
+            together: all are in step.
+        """
+        assert self._before is not None
+        return (self._before if together else self._before.swapped('[sync]\nkind = "ASP"\n')).to_toml()
+
     def left(self) -> None:
         """All have met who were about to leave: they are no longer this server's."""
         self._before = None
