@@ -150,6 +150,9 @@ class Crossing:
             OffbeatError: if another worker, or the server, is lost meanwhile.
         """
         steps = self._control.texts("the steps that were made", str(max(one.step for one in self._reducers)))
+        witness = self._waiter.witness
+        done = self._control.texts("the exchanges that were made", str(witness.exchanges))
+        witness.exchanges = max(map(int, done.values()))
         stamps = self._control.texts("the batches that were drawn", str(max(r.share.stamp for r in self._reducers)))
         step = max(map(int, steps.values()))
         border = self._leave_stretch(plan, step)

@@ -83,7 +83,13 @@ class Findings(Protocol):
 
 
 class Witness(Protocol):
-    """Who knows about the other workers while this one waits."""
+    """Who knows about the other workers while this one waits.
+
+    Attributes:
+        exchanges: that are complete, of all models; the same on all workers that wait for each other.
+    """
+
+    exchanges: int
 
     def waiting(self, awaited: Awaited) -> None:
         """This worker begins to wait."""
@@ -104,6 +110,8 @@ class Witness(Protocol):
 
 class Nobody:
     """The witness of a worker that is alone, or of a run without a watch."""
+
+    exchanges = 0
 
     def waiting(self, awaited: Awaited) -> None:
         """Nobody listens."""
