@@ -12,6 +12,7 @@ the bit. Steps of the workers' own (`LocalSGD`) end before, and begin anew after
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 
 from offbeat.engine import SwapsAlone, SwapsTogether
@@ -21,9 +22,12 @@ from offbeat.fabric.server.optimizers import check_states
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from offbeat.data import Data
     from offbeat.engine import Control, Diary, Either, Waiter
-    from offbeat.engine.server import Server, Starting
+    from offbeat.engine.beside import Starting
+    from offbeat.engine.server import Server
     from offbeat.exchanging import Exchanging, Prepared
     from offbeat.plan import Plan
 
@@ -72,29 +76,25 @@ class Crossing:
                 f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}. Try again when "
                 "they have."
             )
-        plan.check_world(self._control.world)
+        plan.check_world(len(self._control.members))
         if not plan.is_served:
             return
-        self._check_history(plan)
         for one in self._prepared:
             check_states(one.describe(), one.gathered(), one.parameters)
 
-    def stays(self, plan: Plan) -> str:
-        """Why this worker could not leave the server, or "".
-
-        Args:
-            plan: that holds.
-        """
-        try:
-            self._check_history(plan)
-        except PlanError as error:
-            return str(error)
+    @property
+    def stays(self) -> str:
+        """Why this worker could not leave the server, or ""."""
         return self._data.stays
 
     @property
     def calls(self) -> bool:
-        """Whether this worker wants all to confer, because the server is there that it has started."""
-        return self.due is not None and self.starting is not None and self.starting.done() and not self._control.rank
+        """Whether this worker wants all to confer, as the server is there that it has started, or never will be."""
+        if self.due is None or self.starting is None:
+            return False
+        if self.starting.beside not in self._control.members:
+            return self._control.is_first
+        return self._control.rank == self.starting.beside and self.starting.done()
 
     def is_due(self) -> bool:
         """Whether all go over now. Collective, behind a step of all."""
@@ -116,6 +116,8 @@ class Crossing:
         server, refusal = self._connect(connect)
         starting, self.due, self.starting = self.starting, None, None
         refusals = self._control.texts("whether all can reach the server", refusal)
+        if server is not None:
+            server.begin_with(tuple(refusals))
         refusal = next((text for text in refusals.values() if text), "")
         if server is None or refusal:
             if server is not None:
@@ -124,6 +126,8 @@ class Crossing:
                 starting.abandon()
             self._waiter.ask_server = str
             return None, refusal
+        step = max((reducer.step for reducer in self._reducers), default=0)
+        border = self._leave_stretch(plan, step, server.job)
         pairs = list(zip(self._prepared, self._reducers, strict=True))
         crossed = []
         for one, reducer in pairs:
@@ -136,6 +140,7 @@ class Crossing:
             reducer.now = after
             after.refreshed()
             after.plan = plan
+        self._enter_stretch(border, step)
         return server, ""
 
     def to_group(self, plan: Plan, server: Server) -> None:
@@ -145,15 +150,21 @@ class Crossing:
             OffbeatError: if another worker, or the server, is lost meanwhile.
         """
         steps = self._control.texts("the steps that were made", str(max(one.step for one in self._reducers)))
+        witness = self._waiter.witness
+        done = self._control.texts("the exchanges that were made", str(witness.exchanges))
+        witness.exchanges = max(map(int, done.values()))
         stamps = self._control.texts("the batches that were drawn", str(max(r.share.stamp for r in self._reducers)))
+        step = max(map(int, steps.values()))
+        border = self._leave_stretch(plan, step)
         for one, reducer in zip(self._prepared, self._reducers, strict=True):
             before = reducer.now
             assert isinstance(before, SwapsAlone)
             before.share.stamp = max(map(int, stamps.values()))
-            after = self._exchanging.to_group(one, plan, before, max(map(int, steps.values())))
+            after = self._exchanging.to_group(one, plan, before, step)
             before.close()
             reducer.now = after
             after.plan = plan
+        self._enter_stretch(border, step)
         self._data.to_group(server)
         self._waiter.ask_server = str
         server.close()
@@ -165,9 +176,32 @@ class Crossing:
             self._waiter.failure = None  # the workers are as they were
             return None, str(error)
 
-    def _check_history(self, plan: Plan) -> None:
-        if self._diary.is_kept:
-            raise PlanError(
-                f"Cannot leave {plan.fabric!r} while a history is kept: what it says of steps, or of a server's "
-                "versions, is checked from its first to its last. Run without --history - at `plan.fabric`."
-            )
+    # -- the history ---------------------------------------------------------------------------------------------
+
+    def _leave_stretch(self, plan: Plan, step: int, job: str = "") -> str:
+        """In the history a stretch ends here, and another begins; the name of the place. Collective.
+
+        Args:
+            plan: that holds then.
+            step: that all go on with.
+            job: at the server; "" if there is none.
+        """
+        if not self._diary.is_kept:
+            return ""
+        names = self._control.texts("the name of this place in the history", secrets.token_hex(8))
+        border = next(iter(names.values()))
+        self._diary.leaves(border, job or border, step, self._tensors)
+        members = self._control.members
+        world = len(members) if members == tuple(range(len(members))) else 0  # else nobody knows who should be there
+        for one in self._prepared:
+            self._diary.trains(one.number, plan, world, one.parameters.values())
+        return border
+
+    def _enter_stretch(self, border: str, step: int) -> None:
+        """What this worker has behind the place."""
+        if border:
+            self._diary.enters(border, step, self._tensors)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [parameter for one in self._prepared for parameter in one.parameters.values()]

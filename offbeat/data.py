@@ -286,7 +286,7 @@ class Data:
         if not places:
             return
         server.sum("the data to be dealt out by the server", (), self._waiter)
-        if self._control.rank == 0:
+        if server.is_first:
             told = server.client.restock(place.for_coordinator(places))
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
 
@@ -303,12 +303,7 @@ class Data:
             NetworkError: if the server is gone.
         """
         self.server = None
-        said = ""
-        if self.leased and self._control.rank == 0:
-            asked = server.client.books()
-            self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
-            said = bytes(asked.place).decode()
-        books = self._control.texts("the place in the data", said)[0]
+        books = self._books(server) if self.leased else ""
         for number, loader in enumerate(self.loaders):
             if isinstance(loader, Loader):
                 loader.go_together()
@@ -318,6 +313,19 @@ class Data:
             source.load_state_dict(place.for_workers(books, number, leases), seed=leases.seed)
             source.progress = max(source.progress, reached)
             loader.change_source(source)
+
+    def _books(self, server: Server) -> str:
+        """The place in the data, as one of the workers has asked; another, if that is lost meanwhile. Collective."""
+        books = ""
+        while not books:
+            said = ""
+            if self._control.is_first:
+                asked = server.client.books()
+                self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+                said = bytes(asked.place).decode()
+            told = self._control.texts("the place in the data", said)
+            books = next(filter(None, told.values()), "")
+        return books
 
     @property
     def _keeps(self) -> Keeps:

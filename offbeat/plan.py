@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
+_CROSSED = ({ProcessGroup, ParameterServer}, {Elastic, ParameterServer})  # from one to the other while training
 
 
 @dataclass(frozen=True)
@@ -212,13 +213,13 @@ class Plan:
 
     def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name == "fabric" and {type(here), type(there)} == {ProcessGroup, ParameterServer}:
+            if name == "fabric" and {type(here), type(there)} in _CROSSED:
                 self._check_crossing(here, there)
             elif name not in ("sync", "controller"):
                 raise PlanError(
                     f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "
-                    "controller, and ProcessGroup() for ParameterServer() or back. Save a checkpoint, and start again "
-                    f"with the other plan - at `plan.{name}`."
+                    "controller, and ProcessGroup() or Elastic() for ParameterServer() or back. Save a checkpoint, and "
+                    f"start again with the other plan - at `plan.{name}`."
                 )
 
     def _check_crossing(self, here: FabricSpec, there: FabricSpec) -> None:
@@ -232,6 +233,11 @@ class Plan:
     def is_served(self) -> bool:
         """Whether parameters live at a server."""
         return self.fabric.offers.served
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the others go on without a worker that is lost, and without a server."""
+        return isinstance(self.fabric, Elastic)
 
     @property
     def digest(self) -> str:

@@ -168,7 +168,8 @@ class Run:
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
         self._circle = Circle(_shared(store), self.rank, self.world, timeout) if elastic else None
-        self._control = Control(self._bind(plan, "gloo"), self._waiter)
+        members = None if self._circle is None else lambda: self._circle.members  # type: ignore[union-attr]
+        self._control = Control(self._bind(plan, "gloo"), self._waiter, members)
         if newcomer is not None:
             self._control.compares = newcomer.compare
         self._data = Data(
@@ -201,6 +202,7 @@ class Run:
             rank=self.rank,
             run_dir=run_dir,
             joins=self._joins,
+            circle=self._circle,
             tell=lambda text: self._tell_all("swap", text),
         )
         self._watch, watched = None, None

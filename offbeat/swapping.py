@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat.engine import Control, Diary, Either, Meter, Waiter
     from offbeat.engine.server import Server
     from offbeat.exchanging import Exchanging, Prepared
+    from offbeat.fabric import Circle
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
@@ -48,6 +49,7 @@ class Swapping:
         rank: of this worker.
         run_dir: where wishes for other plans, and word of a server, are left; None for nowhere.
         joins: rank of this worker, and how many the job began with, if it joins one that trains.
+        circle: of the workers, if they go on without one that is lost.
         tell: what all have to say alike is said by one.
 
     Attributes:
@@ -72,6 +74,7 @@ class Swapping:
         rank: int,
         run_dir: Path | None,
         joins: tuple[int, int] | None,
+        circle: Circle | None,
         tell: Callable[[str], None],
     ) -> None:
         self.plan = plan
@@ -80,6 +83,7 @@ class Swapping:
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
         self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
         self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
+        self._circle = circle
         self._crossing = Crossing(
             control=control,
             waiter=waiter,
@@ -129,14 +133,27 @@ class Swapping:
             self._timeout,
             self._run_dir,
             lambda text: self._meter.event("server", text, self._step),
-            place=self._joins,
+            place=None if self._takes_part else self._joins,
             stays=self._stays,
             **how,
         )
 
-    def _stays(self) -> str:
-        """Why this worker could not leave the server, or ""."""
-        return "It has joined the job later." if self._joins else self._crossing.stays(self.plan)
+    def _stays(self, plan: Plan) -> str:
+        """Why this worker could not leave the server to go by another plan, or ""."""
+        if not self._takes_part:
+            return "It has joined the job later."
+        if plan.outlives != (self._circle is not None):
+            here = "ProcessGroup()" if self._circle is None else "Elastic()"
+            return (
+                f"Cannot leave the server for {plan.fabric!r}: the workers have met for {here}. Go on with "
+                f"fabric={here}, or begin with {plan.fabric!r} - at `plan.fabric`."
+            )
+        return self._crossing.stays
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this worker is one of those that can do without a server."""
+        return not self._joins or self._control.world > 1
 
     # -- called while training -----------------------------------------------------------------------------------
 
@@ -302,6 +319,12 @@ class Swapping:
         self._tell(text)
         return text
 
+    def _go_on_with(self, there: Sequence[int]) -> None:
+        """These have left the server, and form the circle, if there is one."""
+        if self._circle is not None:
+            why = "had gone while there was a server."
+            self._circle.go_on_without({rank: why for rank in self._circle.members if rank not in there})
+
     def _leave_server(self, server: Server) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
         before, began_s = self.plan, self._clock.now_s()
@@ -313,12 +336,13 @@ class Swapping:
             reducer.refreshed()
         self.take_plan()
         plan = server.plans.present
-        if there < self._control.world or plan.is_served:
+        if plan.is_served or (len(there) < self._control.world and not plan.outlives):
             return
+        self._go_on_with(there)
         self._crossing.to_group(plan, server)
         self.server, self._had_server = None, True
-        if self._run_dir is not None and self._rank == 0:
+        if self._run_dir is not None and self._control.is_first:
             (self._run_dir / "server.json").unlink(missing_ok=True)
-        if "OFFBEAT_OUTLIVES" in os.environ:  # who is lost from now on ends the job
+        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
         self._take(before, plan, began_s)

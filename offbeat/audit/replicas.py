@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
-from offbeat.history import Adopts, Ended, Has, Loaded, Trains
+from offbeat.history import Adopts, Crosses, Ended, Has, Loaded, Trains
 from offbeat.plan import Plan
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
 
     from offbeat.audit.verdict import Verdict
     from offbeat.history import Log
@@ -36,6 +36,7 @@ class Diary:
         has: after each step, in order.
         loads: how many of these were recorded before each checkpoint that was taken over.
         swaps: how many of these were recorded before each other policy that came to hold without a server.
+        crosses: where its stretch of the run borders on others.
         is_whole: nothing is missing at its end.
     """
 
@@ -45,6 +46,7 @@ class Diary:
     has: list[Has] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
+    crosses: list[Crosses] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
 
@@ -78,6 +80,8 @@ def read_diary(log: Log) -> Diary:
             diary.swaps.append((len(diary.has), _policy(record.plan)))
         elif isinstance(record, Has):
             diary.has.append(record)
+        elif isinstance(record, Crosses):
+            diary.crosses.append(record)
         elif isinstance(record, Loaded):
             diary.loads.append(len(diary.has))
     return diary
@@ -112,6 +116,28 @@ def check_replicas(diaries: list[Diary], verdict: Verdict) -> None:
     verdict.hashes += counted.total()
     verdict.compared += sum(count for count in counted.values() if count > 1)
     if verdict.compared:
+        verdict.checked.add(1)
+
+
+def check_borders(diaries: Sequence[Diary], verdict: Verdict) -> None:
+    """Compare what workers have on both sides of where they went to a server, or left it.
+
+    Args:
+        diaries: of all stretches.
+    """
+    first: dict[str, tuple[Diary, Crosses]] = {}
+    for diary in diaries:
+        for one in diary.crosses:
+            other, there = first.setdefault(one.border, (diary, one))
+            if (one.step, one.digest) != (there.step, there.digest):
+                verdict.violated(
+                    1,
+                    f"Where one stretch ends and another begins, rank {diary.rank} has {one.digest:016x} behind step "
+                    f"{one.step} ({diary.file}), and rank {other.rank} {there.digest:016x} behind step {there.step} "
+                    f"({other.file}).",
+                )
+    verdict.borders += len(first)
+    if first:
         verdict.checked.add(1)
 
 

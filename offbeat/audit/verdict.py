@@ -44,6 +44,7 @@ class Verdict:
         staleness, stalest: sum and maximum, over the applied ones, of the updates between the parameters they were
             computed on and their own.
         hashes, compared: digests of parameters that workers recorded; those that have one to be equal to.
+        borders: places at which workers went to a server, or left it; each stretch between counts as a job.
         steps_against: those that were compared with another run's.
         broken: how many violations there are; the first of them are in `violations`.
         notes: what could not be looked at, and why.
@@ -72,6 +73,7 @@ class Verdict:
     swaps: int = 0
     hashes: int = 0
     compared: int = 0
+    borders: int = 0
     steps_against: int = 0
     broken: int = 0
     violations: list[Violation] = field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat.audit.contributions import listed
 from offbeat.audit.decisions import Decisions
 from offbeat.audit.exchanges import check_exchanges
-from offbeat.audit.replicas import check_replicas, read_diary
+from offbeat.audit.replicas import Diary, check_borders, check_replicas, read_diary
 from offbeat.audit.sources import find_jobs
 from offbeat.audit.updates import Fates, Held, check_shards
 from offbeat.audit.verdict import Verdict
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import os
 
     from offbeat.audit.contributions import Contribution
-    from offbeat.audit.replicas import Diary
     from offbeat.audit.sources import Job
     from offbeat.history import Log
 
@@ -32,11 +31,14 @@ def verify(*paths: str | os.PathLike[str]) -> Verdict:
     Raises:
         HistoryError: if one cannot be read.
     """
-    verdict = Verdict()
+    verdict, diaries = Verdict(), list[Diary]()
     for job in find_jobs(map(Path, paths)):
         verdict.jobs += 1
         verdict.files += len(job.coordinators) + len(job.shards) + len(job.workers)
-        _Audit(job, verdict).run()
+        audit = _Audit(job, verdict)
+        audit.run()
+        diaries += audit.diaries
+    check_borders(diaries, verdict)
     return verdict
 
 

@@ -73,7 +73,10 @@ def _lines(verdict: Verdict) -> list[str]:
 
 
 def _looked_at(verdict: Verdict) -> str:
-    parts = [_some(verdict.files, "file"), _some(verdict.jobs, "job")]
+    parts = [
+        _some(verdict.files, "file"),
+        _some(verdict.jobs, "stretch", "stretches") if verdict.borders else _some(verdict.jobs, "job"),
+    ]
     if verdict.lives:
         parts += [_some(verdict.lives, "life", "lives") + " of a server", _some(verdict.events, "event")]
         parts += [_some(verdict.updates, "update"), _some(verdict.swaps, "swap")]
@@ -82,7 +85,10 @@ def _looked_at(verdict: Verdict) -> str:
 
 def _counts(law: int, verdict: Verdict) -> str:
     if law == 1:
-        return f"{verdict.compared} of {verdict.hashes} hashes have others to be equal to" if verdict.hashes else ""
+        told = [f"{verdict.compared} of {verdict.hashes} hashes have others to be equal to"] if verdict.hashes else []
+        if verdict.borders:
+            told.append(f"equal on both sides of {_some(verdict.borders, 'border')} between stretches")
+        return "; ".join(told)
     if law == 5:
         return f"{_some(verdict.steps_against, 'step')} equal" if verdict.steps_against else ""
     if law not in verdict.checked:

@@ -6,13 +6,15 @@
 * `local` - workers that step by themselves, and average now and then
 * `served` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
 * `swappable` - goes over from gradients in every step to `local` and back: `swaps_together` without a server,
-  `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same
+  `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same; `take_over` - an
+  optimizer goes on from another's
 * `confer` - how workers without a server come to another plan
 * `steering` - asks the plan's controller there; `times` - how long each computes, told in the tails of exchanges
 * `admission` - how workers come to a job without a server; `handover` - what they are handed
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
-* `server` - how a worker finds its server, and its questions to all through it; `border` - where it leaves it again
+* `server` - how a worker reaches its server, and its questions to all through it; `beside` - one beside the workers;
+  `border` - where they leave it again
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
 * `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
@@ -34,6 +36,7 @@
 from offbeat.engine.admission import Claim, Job, Newcomer, Parting, Reception
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
+from offbeat.engine.beside import addresses_of, start_beside
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
@@ -47,7 +50,7 @@ from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.served import Served
-from offbeat.engine.server import addresses_of, connect, start_beside
+from offbeat.engine.server import connect
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.steering import Steering

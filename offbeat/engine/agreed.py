@@ -112,7 +112,7 @@ class AgreedSource:
         self._batch, self._total, self._least = batch, batch * control.world, least
         self._kept, self._keeps, self._world = kept, keeps, control.world
         tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
-        self._books = self._join(Books(leases.init(), tuning, ()), range(control.world))
+        self._books = self._join(Books(leases.init(), tuning, ()), control.members)
         self._at = self._books  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
         self._lost: dict[int, int] = {}

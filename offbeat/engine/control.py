@@ -36,17 +36,33 @@ class Control:
     Args:
         fabric: carries sums and gathers of CPU tensors; nobody else uses it.
         waiter: the one waiting primitive.
+        members: ranks that take part now, in order; None for all.
 
     Attributes:
         compares: compares what `agree` is asked to, instead of all workers: this one is not among them yet.
         compared: what was compared so far: the thing, the text, the advice.
     """
 
-    def __init__(self, fabric: Fabric, waiter: Waiter) -> None:
-        self._fabric, self._waiter = fabric, waiter
+    def __init__(self, fabric: Fabric, waiter: Waiter, members: Callable[[], Sequence[int]] | None = None) -> None:
+        self._fabric, self._waiter, self._members = fabric, waiter, members
         self.rank, self.world = fabric.rank, fabric.world
         self.compares: Compared | None = None
         self.compared: list[tuple[str, str, str]] = []
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that take part now, in order."""
+        return tuple(range(self.world)) if self._members is None else tuple(self._members())
+
+    @property
+    def first(self) -> int:
+        """Rank of the one that does for all what one has to do."""
+        return self.members[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is that one."""
+        return self.rank == self.first
 
     def sum(self, question: str, numbers: Sequence[float] = ()) -> list[float]:
         """The sum over all workers of up to two numbers. Collective.

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from offbeat.errors import PlanError
 from offbeat.fabric.server.memory import bytes_of
-from offbeat.history import Adopts, Has, Loaded, Trains, Writer
+from offbeat.history import Adopts, Crosses, Has, Loaded, Trains, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     import torch
 
@@ -39,6 +39,7 @@ class Diary:
     def __init__(self, every: int = 1) -> None:
         self._every = every
         self._writer: Writer | None = None
+        self._folder, self._rank = Path(), 0
         self.cost_s = 0.0  # that training has waited for it
 
     def open(self, folder: Path, *, job: str, rank: int) -> None:
@@ -47,6 +48,7 @@ class Diary:
         Raises:
             PlanError: if it cannot be written.
         """
+        self._folder, self._rank = folder, rank
         try:
             self._writer = Writer(folder, f"worker-{rank}", kind="worker", job=job, rank=rank)
         except OSError as error:
@@ -130,6 +132,30 @@ class Diary:
         )
         self.cost_s += time.monotonic() - began_s
 
+    def leaves(self, border: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """A stretch ends, with a server or without, and another begins, in a file of its own.
+
+        Args:
+            border: name of the place.
+            job: of the stretch that begins.
+            step: that all go on with.
+            tensors: of all models.
+        """
+        if self._writer is None:
+            return
+        self._writer.append(Crosses(border, step, self._of(tensors)))
+        self._writer.close("")
+        try:
+            self.open(self._folder, job=job, rank=self._rank)
+        except PlanError as error:  # a full disk is no reason to end the run
+            self._writer = None
+            _log.warning("%s", error)
+
+    def enters(self, border: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """The stretch has begun; what all have there."""
+        if self._writer is not None:
+            self._writer.append(Crosses(border, step, self._of(tensors)))
+
     def loaded(self) -> None:
         """A checkpoint is taken over."""
         if self._writer is not None:
@@ -143,6 +169,10 @@ class Diary:
     def _digest(self, step: int, tensors: Iterable[torch.Tensor], *, always: bool = False) -> int | None:
         if step % self._every and not always:
             return None
+        return self._of(tensors)
+
+    @staticmethod
+    def _of(tensors: Iterable[torch.Tensor]) -> int:
         digest = xxhash.xxh3_64()
         for tensor in tensors:
             digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))

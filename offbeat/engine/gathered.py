@@ -1,9 +1,9 @@
-"""What the workers' optimizers have gathered: made the same on all of them after steps of their own; for a newcomer."""
+"""What the workers' optimizers have gathered, made the same on all of them after steps of their own."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,29 +57,3 @@ def average_states(
             optimizer.state[parameter][key] = mean
         else:
             tensor.copy_(mean)
-
-
-def gathered_by(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
-    """The optimizer's state by name of the parameter, and the hyper-parameters of each group."""
-    return {
-        "state": {name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)},
-        "groups": [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups],
-    }
-
-
-def gather_as(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], gathered: Mapping[str, Any]
-) -> None:
-    """Go on with what `gathered_by` returned of another worker's optimizer.
-
-    Hyper-parameters are what they are there now, such as a learning rate that a schedule has lowered; what is no
-    number, text or tensor stays as it is here.
-    """
-    for name, state in gathered["state"].items():
-        optimizer.state[parameters[name]] = dict(state)
-    for mine, theirs in zip(optimizer.param_groups, gathered["groups"], strict=True):
-        for key, value in theirs.items():
-            if isinstance(value, list):
-                mine[key] = tuple(value) if isinstance(mine.get(key), tuple) else value
-            elif value is not None:
-                mine[key] = value

@@ -221,7 +221,7 @@ class Served:
         load(self._optimizer, self._parameters, own)
 
     def begin_with(self, step: int, codec: Mapping[str, Any], gathered: States) -> None:
-        """Go on where workers without a server are; rank 0 brings its parameters and what its optimizer has gathered.
+        """Go on where workers without a server are; the first brings its parameters and what its optimizer has.
 
         All have them when they are `refreshed`.
 
@@ -265,7 +265,7 @@ class Served:
         return {"step": self.step, "codec": codec, "server": to_bytes(self._fetch())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; rank 0 brings it, and its parameters, to the server.
+        """Take over what `state_dict` returned; the first brings it, and its parameters, to the server.
 
         All have them when they are `refreshed`.
 
@@ -283,7 +283,7 @@ class Served:
             for name, tensors in states.items():
                 for key, tensor in tensors.items():
                     tensor.copy_(state["codec"][name][key])
-        if self._client.rank == 0:
+        if self._server.is_first:
             portions = list(scatter(brought, self._blocks))
             for _, parameter, value, _ in self._slots:
                 value.copy_(parameter.data)

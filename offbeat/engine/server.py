@@ -7,36 +7,30 @@ import functools
 import json
 import logging
 import os
-import secrets
-import threading
-from concurrent import futures
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from offbeat.engine.beside import addresses_of, beside_workers, start_beside
 from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
-from offbeat.engine.witness import meeting_address
-from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError
+from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Awaitable, Callable, Sequence
 
+    from offbeat.engine.beside import Starting
     from offbeat.engine.control import Control
     from offbeat.engine.waiting import Waiter
-    from offbeat.payload import Reply
     from offbeat.serve import Settings
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
     from offbeat.wire.session import Receiver
 
 _FIRST_PATIENCE = timedelta(seconds=20)
+_BITS = 32  # of a float that is a set of ranks
 _log = logging.getLogger("offbeat")
 
 
@@ -45,14 +39,14 @@ class Plans:
 
     Args:
         plan: the present one.
-        stays: why this worker could not do without the server, or "".
+        stays: why this worker could not leave the server to go by another plan, or "".
 
     Attributes:
         taken: the one that the training thread goes by.
         border: where it leaves the server.
     """
 
-    def __init__(self, plan: Plan, stays: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, plan: Plan, stays: Callable[[Plan], str] = lambda plan: "") -> None:
         self.present = self.taken = plan
         self.told: collections.deque[str] = collections.deque()  # what has changed, for people
         self.border = Border()
@@ -69,7 +63,7 @@ class Plans:
             return "", str(error), 0
         if new.is_served:
             return new.digest, "", 0
-        if refusal := self._stays():
+        if refusal := self._stays(new):
             return "", refusal, 0
         return new.digest, "", self.border.hold()
 
@@ -95,18 +89,35 @@ class Server:
         shards: how many there are.
         plans: which one holds.
         job: its name.
+        first: rank of the worker that brings what one has to bring for all.
     """
 
     def __init__(
-        self, client: Client, spec: ParameterServer, loop: Loop, shards: int, plans: Plans, job: str = ""
+        self,
+        client: Client,
+        spec: ParameterServer,
+        loop: Loop,
+        shards: int,
+        plans: Plans,
+        job: str = "",
+        first: int = 0,
     ) -> None:
-        self.client, self.plans, self.job = client, plans, job
+        self.client, self.plans, self.job, self.first = client, plans, job, first
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
         self.drawn: list[tuple[int, int]] = []
         self.used: list[tuple[int, int]] = []
         self._loop = loop
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker brings what one has to bring for all."""
+        return self.client.rank == self.first
+
+    def begin_with(self, ranks: tuple[int, ...]) -> None:
+        """These workers are there when the job begins at this server; the first of them brings what one has to."""
+        self.client.ranks, self.first = ranks, ranks[0]
 
     def keep_drawn(self) -> None:
         """What was drawn is used in this worker's next contribution."""
@@ -137,19 +148,19 @@ class Server:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
 
         Args:
-            refusal: why this worker cannot; "" if it has, and if it is rank 0 has brought it to the server.
+            refusal: why this worker cannot; "" if it has, and if it is the first has brought it to the server.
 
         Raises:
-            ModelError: on all workers, if one cannot, or rank 0 is gone.
+            ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
-        brought = float(self.client.rank == 0 and not refusal)
+        brought = float(self.is_first and not refusal)
         asked = self.client.ask(
             "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
         )
         waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
-            why = asked.refused or "Rank 0, which brings it to the server, is gone."
+            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def pace(self, waiter: Waiter) -> str:
@@ -176,15 +187,17 @@ class Server:
         if asked.refused:
             raise PlanError(asked.refused)
 
-    def leave(self, waiter: Waiter) -> int:
-        """Come together with all workers that are there, and take the newest parameters; how many they are. Collective.
+    def leave(self, waiter: Waiter) -> tuple[int, ...]:
+        """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
 
         Raises:
             NetworkError: if the server is gone.
         """
-        asked = self.client.ask(LEAVING, (1.0,), refresh=True)
+        place, bit = divmod(self.client.rank, _BITS)
+        asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
         waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
-        return int(asked.numbers[0])
+        sums = [int(number) for number in asked.numbers]
+        return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
@@ -197,92 +210,6 @@ class Server:
         self._loop.close()
 
 
-class Starting:
-    """The server of a job that trains without one, started beside rank 0 meanwhile; other ranks have nothing to start.
-
-    Args:
-        settings: of the first shard; None on other ranks.
-    """
-
-    sent_bytes = 0
-
-    def __init__(self, settings: Settings | None) -> None:
-        self._settings = settings
-        self._started: Future[tuple[subprocess.Popen[bytes], str]] = Future()
-        if settings is not None:
-            threading.Thread(target=self._start, args=(settings,), name="offbeat-server", daemon=True).start()
-
-    def _start(self, settings: Settings) -> None:
-        from offbeat.serve import start_shard
-
-        try:
-            self._started.set_result(start_shard(settings))
-        except BaseException as error:
-            self._started.set_exception(error)
-
-    def where(self, waiter: Waiter) -> str:
-        """Its address, job and token, for all; waits until it is there.
-
-        Raises:
-            NetworkError: if it cannot be started.
-        """
-        settings = self._settings
-        if settings is None:
-            return ""
-        waiter.wait(self, Awaited("starting the parameter server", alone=True))
-        _, address = self._started.result()
-        return f"{address} {settings.job} {settings.token}"
-
-    def abandon(self) -> None:
-        """Nobody will come."""
-        self._started.add_done_callback(_terminate)
-
-    # -- something to wait for -----------------------------------------------------------------------------------
-
-    def done(self) -> bool:
-        """Whether it is there, or cannot be."""
-        return self._settings is None or self._started.done()
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Wait until it is."""
-        return bool(futures.wait([self._started], timeout.total_seconds()).done)
-
-    def result(self) -> Reply:
-        """Nothing."""
-        return []
-
-
-def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
-    if started.exception() is None:
-        started.result()[0].terminate()
-
-
-def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
-    """Have rank 0 begin to start the first shard of a server, with a job and a token of its own. Collective.
-
-    Args:
-        run_dir: where snapshots are kept; None for none.
-    """
-    from offbeat.serve import from_environment
-
-    bind = meeting_address(control)
-    if control.rank:
-        return Starting(None)
-    job, token = secrets.token_hex(8), secrets.token_hex(32)
-    settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
-    return Starting(_with_snapshots(settings, run_dir, 0))
-
-
-def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
-    """Where the shards are that somebody else has started; empty if nobody has.
-
-    Args:
-        again: the job had left a server, which has ended: it is not the one in the environment any more.
-    """
-    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
-    return spec.addresses or tuple(filter(None, named.split(",")))
-
-
 def connect(
     plan: Plan,
     spec: ParameterServer,
@@ -292,20 +219,20 @@ def connect(
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
     place: tuple[int, int] | None = None,
-    stays: Callable[[], str] = lambda: "",
+    stays: Callable[[Plan], str] = lambda plan: "",
     patience: timedelta = _FIRST_PATIENCE,
     again: bool = False,
     starting: Starting | None = None,
 ) -> Server:
-    """Connect with the plan's server; rank 0, or every rank, starts a shard if there is none. Collective.
+    """Connect with the plan's server; the first, or every worker, starts a shard if there is none. Collective.
 
     Args:
         plan: of the job; `spec` is its fabric.
         waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
-        run_dir: where rank 0 leaves how to look at the job (`offbeat top`); None for nowhere.
+        run_dir: where the first leaves how to look at the job (`offbeat top`); None for nowhere.
         place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
-        stays: why this worker could not leave the server, or "".
+        stays: why this worker could not leave the server to go by another plan, or "".
         patience: for how long to dial it for the first time.
         again: as of `addresses_of`.
         starting: its first shard, if that is being started already.
@@ -329,10 +256,10 @@ def connect(
         )
     if not addresses:
         starting = starting or start_beside(control, timeout, run_dir)
-        addresses, settings = _beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
+        addresses, settings = beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
     if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
         Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
-    if run_dir is not None and control.rank == 0 and place is None:
+    if run_dir is not None and control.is_first and place is None:
         _leave_address(run_dir / "server.json", addresses, settings)
     rank, world = place or (control.rank, control.world)
     loop = Loop()
@@ -367,7 +294,7 @@ def connect(
         loop.close()
         raise
     waiter.ask_server = client.trouble
-    return Server(client, spec, loop, len(addresses), plans, settings.job)
+    return Server(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
 
 
 def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:
@@ -387,63 +314,3 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> 
         part.replace(path)
     except OSError as error:  # a full disk is no reason to end the run
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
-
-
-def _beside_workers(
-    control: Control,
-    waiter: Waiter,
-    settings: Settings,
-    run_dir: Path | None,
-    starting: Starting,
-    *,
-    everywhere: bool,
-) -> tuple[tuple[str, ...], Settings]:
-    """Wait for the shard that rank 0 starts; where it is, and how to connect. Collective.
-
-    Args:
-        run_dir: where snapshots are kept; None for none.
-        everywhere: the other ranks start one each, which follows rank 0's.
-    """
-    try:
-        said = starting.where(waiter)
-    except NetworkError as error:
-        said = f"! {error}"
-    said = control.texts("the parameter server's address", said)[0]
-    if said.startswith("!"):
-        raise NetworkError(said[2:])
-    address, job, token = said.split()
-    settings = msgspec.structs.replace(settings, job=job, token=token)
-    if not everywhere:
-        return (address,), settings
-    said = address
-    bind = meeting_address(control)
-    if control.rank > 0:
-        try:
-            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
-            said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
-        except NetworkError as error:
-            said = f"! {error}"
-    addresses = list(control.texts("the addresses of the shards", said).values())
-    for one in addresses:
-        if one.startswith("!"):
-            raise NetworkError(one[2:])
-    return tuple(addresses), settings
-
-
-def _start(settings: Settings, waiter: Waiter) -> str:
-    """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
-    from offbeat.serve import start_shard
-
-    what = Awaited("starting a shard of the parameter server", alone=True)
-    _, address = waiter.call(lambda: start_shard(settings), what)
-    return address
-
-
-def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:
-    """The same, with a folder for snapshots, so that the shard can be started again if it dies."""
-    from offbeat.serve import RESTARTS
-
-    if run_dir is None:
-        return settings
-    folder = run_dir / "server" / f"shard-{shard}"
-    return msgspec.structs.replace(settings, snapshots=str(folder), is_fresh=True, restarts=RESTARTS)

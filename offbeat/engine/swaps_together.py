@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offbeat.engine.gathered import average_states, gather_as, gathered_by
+from offbeat.engine.gathered import average_states
 from offbeat.engine.swappable import Swappable
-from offbeat.engine.take_over import load
+from offbeat.engine.take_over import load, load_optimizer_state, optimizer_state
 from offbeat.fabric.server.checkpoint import from_bytes
 from offbeat.fabric.server.optimizers import OUTER
 from offbeat.sync import LocalSGD
@@ -115,7 +115,7 @@ class SwapsTogether(Swappable):
             "layout": self._reducer.hand_over(),
             "ranks": self._reducer.times.ranks,
             "exchanger": self.state_dict(),
-            "optimizer": gathered_by(self._optimizer, self._parameters),
+            "optimizer": optimizer_state(self._optimizer, self._parameters),
         }
 
     def take_over(self, state: Mapping[str, Any], plan: Plan) -> None:
@@ -131,7 +131,7 @@ class SwapsTogether(Swappable):
         if isinstance(policy := plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=0)
         self.load_state_dict(state["exchanger"])
-        gather_as(self._optimizer, self._parameters, state["optimizer"])
+        load_optimizer_state(self._optimizer, self._parameters, state["optimizer"])
 
     def go_on_from(self, step: int, *, were_apart: bool) -> None:
         """Begin where workers are that had a server. Collective.

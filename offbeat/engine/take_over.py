@@ -1,4 +1,8 @@
-"""An optimizer goes on from where another one is that has stepped on the same parameters, here or at a server."""
+"""An optimizer goes on from where another one is that has stepped on the same parameters, here or at a server.
+
+gathered, load                          tensors only, on the CPU: what a server's optimizer knows
+optimizer_state, load_optimizer_state   all of it, with the hyper-parameters of each group: another worker's
+"""
 
 from __future__ import annotations
 
@@ -58,3 +62,29 @@ def load(
                 key: value if not value.dim() else view_in(value, 0, parameter).clone() for key, value in state.items()
             }
     optimizer.load_state_dict(saved)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
+    """The optimizer's state by name of the parameter, and the hyper-parameters of each group."""
+    return {
+        "state": {name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)},
+        "groups": [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups],
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], theirs: Mapping[str, Any]
+) -> None:
+    """Go on with what `optimizer_state` returned of another worker's optimizer.
+
+    Hyper-parameters are what they are there now, such as a learning rate that a schedule has lowered; what is no
+    number, text or tensor stays as it is here.
+    """
+    for name, state in theirs["state"].items():
+        optimizer.state[parameters[name]] = dict(state)
+    for mine, group in zip(optimizer.param_groups, theirs["groups"], strict=True):
+        for key, value in group.items():
+            if isinstance(value, list):
+                mine[key] = tuple(value) if isinstance(mine.get(key), tuple) else value
+            elif value is not None:
+                mine[key] = value

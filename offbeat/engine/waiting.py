@@ -86,7 +86,13 @@ class Findings(Protocol):
 
 
 class Witness(Protocol):
-    """Who knows about the other workers while this one waits."""
+    """Who knows about the other workers while this one waits.
+
+    Attributes:
+        exchanges: that are complete, of all models; the same on all workers that wait for each other.
+    """
+
+    exchanges: int
 
     def waiting(self, awaited: Awaited) -> None:
         """This worker begins to wait."""
@@ -107,6 +113,8 @@ class Witness(Protocol):
 
 class Nobody:
     """The witness of a worker that is alone, or of a run without a watch."""
+
+    exchanges = 0
 
     def waiting(self, awaited: Awaited) -> None:
         """Nobody listens."""
@@ -174,8 +182,7 @@ class Waiter:
         Raises:
             Exception: what `function` raises; and as `wait`.
         """
-        call = _Call(function)
-        threading.Thread(target=call.run, name="offbeat-call", daemon=True).start()
+        call = Call(function)
         self.wait(call, awaited)
         return call.outcome.result()
 
@@ -258,16 +265,21 @@ class Polled(ABC):
         return []
 
 
-class _Call(Generic[T]):
-    """A call on another thread, as something to wait for."""
+class Call(Generic[T]):
+    """A call on a thread of its own, as something to wait for. A `Pending`.
+
+    Attributes:
+        outcome: what it returns, or raises.
+    """
 
     sent_bytes = 0
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], T], name: str = "offbeat-call") -> None:
         self._function = function
         self.outcome: Future[T] = Future()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self.outcome.set_result(self._function())
         except BaseException as error:

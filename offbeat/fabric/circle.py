@@ -151,6 +151,7 @@ class Circle:
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
         self._turned_away: dict[int, str] = {}  # those of them that did not, and why
+        self._absent: dict[int, str] = {}  # who is gone, as was learnt elsewhere
         self._said: set[tuple[int, str]] = set()
         self._asked_s = self._looked_s = 0.0
 
@@ -268,6 +269,16 @@ class Circle:
             self._store.set(f"{self._number}/broken", "")
             self._mending = _Mending(self, self._number, self._parties)
 
+    def go_on_without(self, absent: Mapping[int, str]) -> None:
+        """These members take no further part, and why: all others know that from elsewhere. Between exchanges.
+
+        Raises:
+            NetworkError: if nobody can know who else is left.
+        """
+        self._absent |= {rank: why for rank, why in absent.items() if rank in self.members}
+        if self._absent.keys() & set(self.members):
+            self.break_()
+
     def look(self, waited_s: float) -> None:
         """See whether others have found out that it is no more, or somebody is gone without a word.
 
@@ -286,10 +297,10 @@ class Circle:
 
     def ask(self, ranks: Sequence[int]) -> Mapping[int, str]:
         """Which of these are known to be gone, and why; asked not too often."""
-        if self.gone is None or time.monotonic() - self._asked_s < _ASK_S:
-            return {}
-        gone = self.gone()
-        self._asked_s = time.monotonic()
+        gone = self._absent
+        if self.gone is not None and time.monotonic() - self._asked_s >= _ASK_S:
+            gone = {**self.gone(), **gone}
+            self._asked_s = time.monotonic()
         return {rank: gone[rank] for rank in ranks if rank in gone and rank != self.rank}
 
     def mend(self, timeout: timedelta) -> bool:

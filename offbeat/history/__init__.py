@@ -12,6 +12,7 @@ from offbeat.history.log import Log, Writer, write_log
 from offbeat.history.records import (
     Adopts,
     Began,
+    Crosses,
     Ended,
     Has,
     Header,
@@ -31,6 +32,7 @@ from offbeat.history.records import (
 __all__ = [
     "Adopts",
     "Began",
+    "Crosses",
     "Ended",
     "Has",
     "Header",

@@ -252,6 +252,22 @@ class Loaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """By a worker: a checkpoint is taken over; what it has next is not what the version said before."""
 
 
+class Crosses(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """By a worker, on either side: here one stretch of its run ends or begins, with a server or without one.
+
+    Each stretch has a file and a name of its own.
+
+    Args:
+        border: name of the place, the same on all workers and on both sides.
+        step: that they go on with.
+        digest: of the parameters of all models.
+    """
+
+    border: _Line
+    step: _Count
+    digest: _Count
+
+
 class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The last: nothing is missing before it.
 
@@ -262,7 +278,7 @@ class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     why: _Line = ""
 
 
-Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Ended
+Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Ended
 
 
 def told(

@@ -103,6 +103,7 @@ class Parts:
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
     is_served = True
+    outlives = False
 
     @property
     def digest(self) -> str:

@@ -251,6 +251,19 @@ def test_who_has_asked_goes_on(together: Callable[[Policy, int], Together], refr
     assert [end.other.took["Granted"] for end in job.ends] == [0, 0] if refresh else [2, 2]
 
 
+def test_who_has_not_opened_the_model_yet_is_asked_too(together: Callable[[Policy, int], Together]) -> None:
+    """Those who are early have the parameters of the first one, and could ask before the last one is there."""
+    job = together(BSP(), 3)
+    early = [Worker(client) for client in job.clients[1:]]
+    asked = [worker.client.ask("how many", [1.0]) for worker in early]
+    assert job.clients[1].look().wait(SOON)  # what was asked before has been heard
+    assert not any(one.done() for one in asked)
+    Worker(job.clients[0])
+    asked.append(job.clients[0].ask("how many", [10.0]))
+    assert all(one.wait(SOON) for one in asked)
+    assert [one.numbers for one in asked] == [(12.0,)] * 3
+
+
 # -- a worker is lost in the middle of a push --------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,45 @@ def test_each_gradient_is_applied_once_whatever_the_fabric(crossings: int, every
     told = [text for text in results[0][2] if "decides when" in text]
     assert sum(", on ParameterServer(" in text for text in told) == (crossings + 1) // 2, told
     assert sum(", on ProcessGroup()" in text for text in told) == crossings // 2, told
+
+
+def be_apart(folder: Path) -> tuple[float, int]:
+    """Rank 1 is a step ahead, though both have brought as much: one of its contributions was of a step more."""
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    with offbeat.init(offbeat.Plan(sync=LocalSGD(3), fabric=SERVER)) as run:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+            (model.weight * ((run.rank + 1.0) * steps)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(1 + run.rank):
+            step()
+        if run.rank == 1:
+            (folder / "ahead").touch()
+        else:
+            while not (folder / "ahead").exists():
+                time.sleep(0.01)
+            run.swap(sync=BSP())
+        for _ in range(8):
+            step()
+        if run.rank == 0:
+            run.swap(offbeat.Plan())
+        while run.plan.is_served:
+            step()
+        (value,) = model.weight.unique().tolist()
+        return value, steps
+
+
+def test_who_comes_to_the_border_later_weighs_no_more_for_it(tmp_path: Path) -> None:
+    (value, steps), other = run_workers(2, be_apart, tmp_path)
+    assert other == (value, steps)
+    assert value == pytest.approx(-LR * 1.5 * steps * (steps + 1) / 2, rel=1e-9)
 
 
 # -- leased data -------------------------------------------------------------------------------------------------------

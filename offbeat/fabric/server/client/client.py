@@ -119,6 +119,7 @@ class Client:
         self._plans = plans
         self._swaps: dict[int, Exchange] = {}
         self.rank, self.world = rank, world
+        self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
         self._shard_hosts = tuple(hosts)
         self._tell = tell
         self._route = Route(self, rank=rank, dials=dials, patience=patience)
@@ -321,6 +322,7 @@ class Client:
             optimizer=place.optimizer,
             back=self._back(place),
             hosts=self._hosts_of(place),
+            ranks=self.ranks,
         )
         self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
 

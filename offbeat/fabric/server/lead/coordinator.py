@@ -111,6 +111,14 @@ class Coordinator:
         """These took part before; if one comes back before the start, it is waited for."""
         self._left_early |= workers
 
+    def miss(self, worker: int) -> tuple[Action, ...]:
+        """The worker was to take part from the beginning, and is gone before it did; what is decided now."""
+        if self.started or worker in self._left_early:
+            return ()
+        self.world -= 1
+        self._left_early.add(worker)
+        return self.start_if_all_are_here()
+
     def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
         """The worker is gone, or `returns`; what is decided now."""
         if worker not in self.state.members and worker not in self.state.away:

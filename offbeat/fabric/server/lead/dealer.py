@@ -133,12 +133,15 @@ class Dealer:
 
     # -- workers come and go -------------------------------------------------------------------------------------
 
-    def enrol(self, worker: int, about: Enrol, *, together: bool, world: int) -> dict[int, list[Lease | Over]]:
+    def enrol(
+        self, worker: int, about: Enrol, *, together: bool, world: int, ranks: Collection[int] = ()
+    ) -> dict[int, list[Lease | Over]]:
         """A worker takes part, or does again; what is dealt now, by worker.
 
         Args:
             together: whether all workers wait for each other in every round.
             world: how many workers are to enrol before the first leases are dealt.
+            ranks: of these; () for all below the number with which the job began.
 
         Raises:
             DisagreementError: if its data is not the others'.
@@ -149,8 +152,7 @@ class Dealer:
             deck = self._decks[about.loader] = self._open(about, together=together, world=world)
         _compare(worker, about, deck.about)
         begun = not deck.missing
-        # Who joins later has a rank beyond those of the beginning.
-        is_awaited = worker < about.world and worker not in deck.gone and worker not in deck.ahead
+        is_awaited = worker in (ranks or range(about.world)) and worker not in deck.gone and worker not in deck.ahead
         deck.missing -= not begun and is_awaited
         self._take_in(deck, worker, about)
         if deck.missing:

@@ -104,6 +104,7 @@ class Lead:
         self._entries: dict[int, int] = {}  # by worker
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
+        self._missed: set[int] = set()  # that were, and are gone before they opened any model
         self._questions = Questions()
         self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
         self._controlling = Controlling(self._metrics, self._propose)
@@ -127,11 +128,14 @@ class Lead:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         self._controlling.follow(plan.controller)
         now_s = asyncio.get_running_loop().time
-        coordinator = Coordinator(plan.sync, details.world, now_s, State(hosts=details.hosts))
+        ranks = details.begins_with
+        coordinator = Coordinator(plan.sync, len(ranks), now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         self.models[model] = Model(
-            coordinator, details.optimizer, details.shards, to_fill, details.holders, world=details.world
+            coordinator, details.optimizer, details.shards, to_fill, details.holders, ranks=ranks
         )
+        for worker in self._missed & ranks:
+            coordinator.miss(worker)
         self._write_down(model)
 
     def _write_down(self, model: int) -> None:
@@ -161,6 +165,7 @@ class Lead:
         one, back = self.models[model], details.back
         self._swaps.join(worker, details, life=self.life)
         self._workers.add(worker)
+        self._missed.discard(worker)
         self._entries[worker] = entry
         decided = one.coordinator.state.past.get(worker, 0)
         verdict = judge(back, life=self.life, decided=decided)
@@ -327,7 +332,7 @@ class Lead:
         pace, present = self._dealer.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
         return tuple(
-            one.coordinator.scene(number, world=one.world, note=one.note, pace=pace, plan=plan)
+            one.coordinator.scene(number, world=len(one.ranks), note=one.note, pace=pace, plan=plan)
             for number, one in self.models.items()
         )
 
@@ -346,7 +351,7 @@ class Lead:
                 except PlanError as error:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
-                deals = self._dealer.enrol(worker, message, together=together, world=world)
+                deals = self._dealer.enrol(worker, message, together=together, world=world, ranks=self._ranks)
                 if (own := deals.pop(worker, None)) is not None:
                     first, *others = [dealt(loader, deal) for deal in own] or [Dealt(loader, ())]
                     self._say(worker, msgspec.structs.replace(first, void=self._dealer.void(worker, message)))
@@ -366,7 +371,8 @@ class Lead:
         Raises:
             PeerError: if not.
         """
-        if worker >= about.world and about.loader not in self._dealer.epochs():
+        is_new = worker not in (self._ranks or range(about.world))
+        if is_new and about.loader not in self._dealer.epochs():
             text = (
                 f"Cannot deal out data to rank {worker}: this job began without a server, and its workers still go "
                 "through the parts that they were given then. Train with workers that join from the beginning of a "
@@ -405,8 +411,7 @@ class Lead:
 
     def swap(self, part: str, tell: Tell, *, whole: bool = False) -> None:
         """Somebody wants another plan; see `Swaps.swap`."""
-        world = max((one.world for one in self.models.values()), default=0)
-        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, world=world)
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, ranks=self._ranks)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -415,12 +420,15 @@ class Lead:
     def _adopted(self, plan: Parts, adopt: Adopt) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
-        self._record(Adopts(adopt.plan))
+        together = self._swaps.are_level and all(map(_is_in_step, self.models.values()))
+        self._record(Adopts(adopt.plan if plan.is_served else self._swaps.until_left(together=together)))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
         for model, one in self.models.items():
-            sync = plan.sync if plan.is_served else _until_left(one)
+            sync = plan.sync
+            if not plan.is_served:
+                sync = one.coordinator.policy if together else ASP()
             self._carry_out(model, one.coordinator.swap(sync, by_controller=plan.controller is not None))
 
     def _metrics(self, controller: Controller) -> Metrics | None:
@@ -439,6 +447,20 @@ class Lead:
         number = self._swaps.control(sync, reason, tell, self._workers)
         if number is not None:
             asyncio.get_running_loop().call_later(CONSENT_S, self._swaps.consent, number)
+
+    def miss(self, worker: int) -> None:
+        """A worker is gone before it has opened any model."""
+        self._missed.add(worker)
+        for model, one in self.models.items():
+            if worker in one.ranks:
+                self._carry_out(model, one.coordinator.miss(worker))
+                self._step_out_who_asked(model)
+        self._answer()
+
+    @property
+    def _ranks(self) -> frozenset[int]:
+        """Of the workers that the job began with here, as far as that is known."""
+        return max((one.ranks for one in self.models.values()), key=len, default=frozenset())
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""
@@ -696,9 +718,9 @@ class Lead:
         self._carry_out(model, one.coordinator.tell(Deadline(one.coordinator.now_s())))
 
     def _answer(self) -> None:
-        """Answer what all have asked, once all take part again."""
-        if any(one.losses is not None and not one.coordinator.started for one in self.models.values()):
-            return  # not everyone is back
+        """Answer what all have asked, once all take part, or take part again."""
+        if not all(one.coordinator.started for one in self.models.values()):
+            return  # those who are not here, or not back, are to be asked, too
         for asked in self._questions.settle(self._workers):
             if any(ask.question == LEAVING for ask in asked.values()):
                 self._swaps.left()
@@ -745,15 +767,15 @@ class Lead:
         return one
 
 
-def _until_left(one: Model) -> Policy:
-    """Who decides until all have come where they leave the server.
+def _is_in_step(one: Model) -> bool:
+    """Whether all wait for all, and have brought as much.
 
     Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
-    all are in step they come there together.
+    all are in step they come there together. With as many contributions they are not yet: one may be of several steps,
+    so they also have to be equally far in their scripts.
     """
-    policy = one.coordinator.policy
     steps = {member.step for member in one.coordinator.state.members.values()}
-    return policy if isinstance(policy, BSP) and len(steps) == 1 else ASP()
+    return isinstance(one.coordinator.policy, BSP) and len(steps) == 1
 
 
 def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:

@@ -41,7 +41,7 @@ class Model:
     shards: int
     to_fill: int  # shards that have not got their first values
     holders: int  # shards that hold blocks of it
-    world: int = 0  # workers that the job was to begin with
+    ranks: frozenset[int] = frozenset()  # of the workers that the job was to begin with here
     announced: dict[Push, About] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
@@ -173,7 +173,7 @@ def revived(
         details.shards,
         0,
         details.holders,
-        world=details.world,
+        ranks=details.begins_with,
         losses=losses,
         note=progress.note,
     )

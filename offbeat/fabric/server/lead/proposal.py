@@ -25,6 +25,7 @@ class Parts(Protocol):
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
         is_served: whether parameters live at a server.
+        outlives: whether the others go on without a worker that is lost, and without a server.
         digest: of its TOML.
     """
 
@@ -38,6 +39,8 @@ class Parts(Protocol):
     def controller(self) -> Controller | None: ...
     @property
     def is_served(self) -> bool: ...
+    @property
+    def outlives(self) -> bool: ...
     @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
@@ -77,7 +80,7 @@ class Proposal:
         reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
         asked: all that were asked.
-        place: that no worker had passed when it answered.
+        places: how many of its script each worker had passed when it answered.
     """
 
     number: int
@@ -89,19 +92,24 @@ class Proposal:
     waiting: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     refusal: str = ""
-    place: int = 0
+    places: set[int] = field(default_factory=set)
 
     def hear(self, worker: int, agreed: Agreed) -> None:
         """What a worker makes of it."""
         if agreed.number != self.number or worker not in self.waiting:
             return  # of an earlier one
         self.waiting.discard(worker)
-        self.place = max(self.place, agreed.place)
+        self.places.add(agreed.place)
         if agreed.digest != self.parts.digest and not self.refusal:
             why = (
                 agreed.refusal or f"it reads a plan with the digest {agreed.digest!r} in it, not {self.parts.digest!r}"
             )
             self.refusal = f"Rank {worker} cannot go by that plan: {why}"
+
+    @property
+    def place(self) -> int:
+        """The first that no worker had passed."""
+        return max(self.places, default=0)
 
     @property
     def is_decided(self) -> bool:

@@ -6,7 +6,7 @@ is refused by whoever says so, and taken as agreed to by whoever is silent for `
 
 Under a plan without a server all are about to leave, at a border that they have agreed upon with it. Until then each
 comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
-again, and all stay.
+again, and all stay; but where workers go on without one that is lost, they leave without it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Swaps:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
         self.present: Parts | None = None
         self.count = 0  # of swaps, in all lives of the server
+        self.are_level = False  # those who are about to leave had passed as many places when they agreed
         self._before: Parts | None = None  # what holds again if not all leave who are about to
         self._proposal: Proposal | None = None
         self._proposals = 0
@@ -68,7 +69,14 @@ class Swaps:
         return self.present
 
     def swap(
-        self, part: str, tell: Tell, workers: Set[int], *, has_begun: bool, whole: bool = False, world: int = 0
+        self,
+        part: str,
+        tell: Tell,
+        workers: Set[int],
+        *,
+        has_begun: bool,
+        whole: bool = False,
+        ranks: Set[int] = frozenset(),
     ) -> None:
         """Somebody wants another plan; all workers are asked whether they can go by it.
 
@@ -78,7 +86,7 @@ class Swaps:
             workers: that are connected.
             has_begun: whether anything was decided yet.
             whole: what is not in `part` has its default.
-            world: with how many workers the job began.
+            ranks: of the workers that the job began with here.
         """
         try:
             if self.present is None or not has_begun:
@@ -89,12 +97,12 @@ class Swaps:
                 )
             parts = self.present.swapped(part, whole=whole)
             parts.check_world(len(workers))
-            if not parts.is_served and workers != set(range(world)):
-                ranks = ", ".join(map(str, sorted(workers)))
+            if not parts.is_served and not parts.outlives and workers != ranks:
+                there = ", ".join(map(str, sorted(workers)))
                 raise PlanError(
-                    f"Cannot leave the server: the workers' process group is of the {world} that the job began with, "
-                    f"and rank {ranks} takes part now. Go on with the server, or start again from a checkpoint - at "
-                    "`plan.fabric`."
+                    f"Cannot leave the server: the workers' process group is of the {len(ranks)} that the job began "
+                    f"with, and rank {there} takes part now. Go on with the server, or start again from a checkpoint - "
+                    "at `plan.fabric`."
                 )
         except PlanError as error:
             tell("", str(error))
@@ -174,13 +182,22 @@ class Swaps:
         proposal = self._proposal
         if proposal is not None:
             proposal.waiting.discard(worker)
-            if not proposal.parts.is_served and not proposal.refusal:
+            if not proposal.parts.is_served and not proposal.parts.outlives and not proposal.refusal:
                 proposal.refusal = f"Cannot leave the server: rank {worker} is gone, which all would wait for."
             self._decide()
-        elif self._before is not None:
+        elif self._before is not None and self.present is not None and not self.present.outlives:
             reason = f"rank {worker} is gone, so that the others stay at the server"
             before, self._before = self._before, None
             self._adopt(before, before.to_toml(), self.count + 1, reason)
+
+    def until_left(self, *, together: bool) -> str:
+        """What decides until all who are about to leave have left, as a plan in TOML.
+
+        Args:
+            together: all are in step.
+        """
+        assert self._before is not None
+        return (self._before if together else self._before.swapped('[sync]\nkind = "ASP"\n')).to_toml()
 
     def left(self) -> None:
         """All have met who were about to leave: they are no longer this server's."""
@@ -205,7 +222,7 @@ class Swaps:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
             border = None
             if not proposal.parts.is_served:
-                self._before, border = self.present, proposal.place
+                self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
             text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms, border)
         for tell in proposal.tell:
             tell(text, proposal.refusal)

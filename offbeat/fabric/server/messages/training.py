@@ -11,6 +11,7 @@ from offbeat.fabric.server.messages.fields import Count, Digest, Dtype, Model, T
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
 MOST_REFUSAL = 4096  # characters
+MOST_NUMBERS = 128  # of a question
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +45,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
     """A question that all were asked, and its answer."""
 
     number: Count
-    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)]
     workers: Count
 
 
@@ -89,6 +90,7 @@ class Details(msgspec.Struct, frozen=True):
         hosts: on how many these holders run.
         former: digests of plans that held before this one.
         swaps: how often it was swapped.
+        ranks: of the workers that the job begins with here; () for all below `world`.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -103,6 +105,12 @@ class Details(msgspec.Struct, frozen=True):
     hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
     swaps: Count = 0
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
+
+    @property
+    def begins_with(self) -> frozenset[int]:
+        """Ranks of the workers that the job begins with here."""
+        return frozenset(self.ranks or range(self.world))
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
@@ -233,7 +241,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     number: Count
     question: Name
     refresh: bool = False
-    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)] = ()
     refusal: Annotated[str, msgspec.Meta(max_length=MOST_REFUSAL)] = ""
 
 
@@ -247,7 +255,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     """
 
     number: Count
-    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)]
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)]
     workers: Count
     disagreement: Text = ""
     refused: Text = ""

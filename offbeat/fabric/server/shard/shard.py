@@ -418,6 +418,8 @@ class Shard:
         if self._guests.get(guest.rank) is not guest:  # it was never taken in
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
+            if guest.role == "worker" and guest.rank not in self._guests and self._lead is not None:
+                self._lead.miss(guest.rank)
             return
         if error is not None and self._lead is not None:
             changes = self._lead.what_changes()
