@@ -796,7 +796,8 @@ def drain() -> bool:
     """Have this process leave its job behind its next step; whether it is in one whose others go on then."""
     asked = False
     for run in tuple(_runs):
-        if os.getpid() == run._pid and run._membership is not None and not run._membership.is_outside:
+        takes_part = run._membership is not None and not run._membership.is_outside
+        if os.getpid() == run._pid and (takes_part or run._server is not None):
             run._drains = asked = True
     return asked
 
