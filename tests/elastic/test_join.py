@@ -134,8 +134,10 @@ def check(results: list[Trained | None], folder: Path, kills: dict[int, int]) ->
     assert all(len(found) == 1 for found in at.values()), [step for step, found in at.items() if len(found) > 1]
     assert len({max(one.digests) for one in there}) == 1
     used = [one.used for one in there] + [json.loads((folder / f"used-{rank}").read_text()) for rank in kills]
+    # What one held that is killed when an epoch ends is computed in the next one, as is what is still missing of it.
+    assert Counter(itertools.chain(*itertools.chain(*used))) == Counter(list(range(SAMPLES)) * EPOCHS)
     for epoch in range(EPOCHS):
-        assert Counter(itertools.chain(*(one[epoch] for one in used))) == Counter(range(SAMPLES))
+        assert sum(len(one[epoch]) for one in used) in range(SAMPLES - 10 * len(kills), SAMPLES + 10 * len(kills) + 1)
 
 
 @pytest.mark.parametrize(
