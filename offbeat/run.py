@@ -414,6 +414,7 @@ class Run:
         """Have those come in that are expected, if all are where a newcomer begins. Collective there."""
         if self._membership is not None and (came := self._membership.take_in(self.plan, drawing=drawing)):
             self._tell_of(came)
+            self._diary.admits(came.ranks)
             self._swapping.joined(came.ranks)
 
     def _tell_of(self, came: Came) -> None:

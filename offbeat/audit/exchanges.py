@@ -30,7 +30,8 @@ def check_exchanges(diaries: list[Diary], verdict: Verdict) -> None:
                 places[has.model, has.step, diary.loaded(index)].append((diary, index))
     if not places:
         return
-    missing = set(range(max(diary.world for diary in diaries))) - {diary.rank for diary in diaries}
+    there = {diary.rank for diary in diaries}
+    missing = set(range(max(diary.world for diary in diaries))).union(*(diary.admitted for diary in diaries)) - there
     if missing:
         ranks = ", ".join(map(str, sorted(missing)))
         verdict.notes.append(f"The history of rank {ranks} is not there: what was exchanged cannot be added up.")

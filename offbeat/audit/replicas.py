@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
-from offbeat.history import Adopts, Crosses, Ended, Has, Loaded, Trains
+from offbeat.history import Admits, Adopts, Crosses, Ended, Has, Loaded, Trains
 from offbeat.plan import Plan
 from offbeat.sync import LocalSGD
 
@@ -36,6 +36,7 @@ class Diary:
         has: after each step, in order.
         loads: how many of these were recorded before each checkpoint that was taken over.
         swaps: how many of these were recorded before each other policy that came to hold without a server.
+        admitted: ranks that joined while it trained, without a server.
         crosses: where its stretch of the run borders on others.
         is_whole: nothing is missing at its end.
     """
@@ -46,6 +47,7 @@ class Diary:
     has: list[Has] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
+    admitted: set[int] = field(default_factory=set)
     crosses: list[Crosses] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
@@ -80,6 +82,8 @@ def read_diary(log: Log) -> Diary:
             diary.swaps.append((len(diary.has), _policy(record.plan)))
         elif isinstance(record, Has):
             diary.has.append(record)
+        elif isinstance(record, Admits):
+            diary.admitted |= set(record.ranks)
         elif isinstance(record, Crosses):
             diary.crosses.append(record)
         elif isinstance(record, Loaded):

@@ -45,11 +45,13 @@ class Joining:
         environment: by which workers find it.
         first_rank: that nobody in it has had.
         plan: the one that holds with a server, or that it began with without one; those that train have the last word.
+        history: folder in which it records one; None if it does not, or where it is is not known.
     """
 
     environment: dict[str, str]
     first_rank: int
     plan: Plan
+    history: Path | None = None
 
 
 def look_for(where: str, workers: int) -> Joining:
@@ -95,7 +97,7 @@ def look_for(where: str, workers: int) -> Joining:
         plan = Plan.from_toml(scenes[0].plan)
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
-    return Joining(environment, first_rank, plan)
+    return Joining(environment, first_rank, plan, _history(folder))
 
 
 def _without_server(folder: Path, workers: int) -> Joining:
@@ -121,7 +123,12 @@ def _without_server(folder: Path, workers: int) -> Joining:
         "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
-    return Joining(environment, first_rank, read_plan(folder / "plan.toml"))
+    return Joining(environment, first_rank, read_plan(folder / "plan.toml"), _history(folder))
+
+
+def _history(folder: Path) -> Path | None:
+    history = folder.resolve() / "history"
+    return history if history.is_dir() else None
 
 
 def _take_ranks(folder: Path, world: int, workers: int) -> int:

@@ -106,7 +106,7 @@ def run(
         timeout_s=timeout,
         run_dir=folder.resolve(),
         joining=joining,
-        history=folder.resolve() / "history" if history else None,
+        history=folder.resolve() / "history" if history else None if joining is None else joining.history,
         hash_every=hash_every,
         store=_store(folder.resolve()) if isinstance(chosen.fabric, Elastic) and joining is None else None,
     )

@@ -16,7 +16,7 @@ import xxhash
 
 from offbeat.errors import PlanError
 from offbeat.fabric.server.memory import bytes_of
-from offbeat.history import Adopts, Crosses, Has, Loaded, Trains, Writer
+from offbeat.history import Admits, Adopts, Crosses, Has, Loaded, Trains, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,6 +69,11 @@ class Diary:
         """Another plan holds, without a server."""
         if self._writer is not None:
             self._writer.append(Adopts(plan.to_toml()))
+
+    def admits(self, ranks: Iterable[int]) -> None:
+        """Others have joined, without a server."""
+        if self._writer is not None:
+            self._writer.append(Admits(tuple(ranks)))
 
     def has(
         self,

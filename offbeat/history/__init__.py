@@ -10,6 +10,7 @@ has after each of its steps. `offbeat.audit` reads it.
 
 from offbeat.history.log import Log, Writer, write_log
 from offbeat.history.records import (
+    Admits,
     Adopts,
     Began,
     Crosses,
@@ -30,6 +31,7 @@ from offbeat.history.records import (
 )
 
 __all__ = [
+    "Admits",
     "Adopts",
     "Began",
     "Crosses",

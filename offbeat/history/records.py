@@ -268,6 +268,12 @@ class Crosses(msgspec.Struct, tag=11, array_like=True, frozen=True):
     digest: _Count
 
 
+class Admits(msgspec.Struct, tag=12, array_like=True, frozen=True):
+    """By each worker, where there is no server: these take part from the next step on."""
+
+    ranks: tuple[_Rank, ...]
+
+
 class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The last: nothing is missing before it.
 
@@ -278,7 +284,7 @@ class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     why: _Line = ""
 
 
-Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Ended
+Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Admits | Ended
 
 
 def told(

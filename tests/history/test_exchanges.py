@@ -13,7 +13,7 @@ import offbeat
 from offbeat.audit import Verdict, verify
 from offbeat.control import ByProgress
 from offbeat.fabric import Elastic
-from offbeat.history import Has, Log, Writer
+from offbeat.history import Admits, Has, Log, Writer
 from offbeat.sync import BSP, LocalSGD
 from tests.workers import run_workers
 
@@ -128,3 +128,18 @@ def test_a_history_that_is_not_there_is_said_to_be_missing(recorded: Path, tmp_p
     assert verdict.holds
     assert verdict.checked == {1}
     assert "The history of rank 1 is not there: what was exchanged cannot be added up." in verdict.notes
+
+
+def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path: Path) -> None:
+    for log in recorded.glob("*.log"):
+        (tmp_path / log.name).write_bytes(log.read_bytes())
+    log = Log(next(tmp_path.glob("worker-0*.log")))
+    records = list(log)
+    log.path.unlink()
+    writer = Writer(tmp_path, "worker-0", kind="worker", job=log.header.job, rank=0)
+    for record in (*records[:4], Admits((3,)), *records[4:-1]):
+        writer.append(record)
+    writer.close()
+    verdict = verify(tmp_path)
+    assert verdict.checked == {1}
+    assert "The history of rank 3 is not there: what was exchanged cannot be added up." in verdict.notes
