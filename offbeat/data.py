@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from offbeat.pacing import Keeps
     from offbeat.plan import Plan
 
+_log = logging.getLogger("offbeat")
 _MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
 
 
@@ -186,7 +188,8 @@ class Data:
             loader.load_state_dict(state, seed=seed)
 
     def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
-        """The same places as a server takes them, if there is one, and the job had left its own when it was saved."""
+        """The same places as they are kept here, if the job was on another fabric when it was saved."""
+        states = [self._dealt_as_here(number, state, seed) for number, state in enumerate(states)]
         places = {
             number: (
                 msgspec.structs.replace(self._abouts[number], seed=seed % SEEDS),
@@ -199,7 +202,32 @@ class Data:
         if not places:
             return states
         books = place.for_coordinator(places)
-        return [{"place": books} if number in places else state for number, state in enumerate(states)]
+        return [
+            {"place": books, "progress": place.progress_of(state["leases"], places[number][1].samples)}
+            if number in places
+            else state
+            for number, state in enumerate(states)
+        ]
+
+    def _dealt_as_here(self, number: int, state: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+        """One loader's place; where its data was dealt out in another order, the epoch begins anew."""
+        loader, is_leased = self.loaders[number], "epoch" not in state
+        if isinstance(loader, LeasedLoader) and is_leased:
+            if "place" not in state or isinstance(loader.source, DealtSource):
+                return state
+            leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
+            return place.for_workers(state["place"], number, leases, is_held=False)
+        if isinstance(loader, Loader) and not is_leased:
+            return state
+        epoch = place.epoch_of(state, number) if is_leased else int(state["epoch"])
+        if self._control.is_first:
+            _log.warning(
+                "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
+            )
+        if isinstance(loader, Loader):
+            return {"epoch": epoch, "batch": 0}
+        leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
+        return place.beginning(leases, epoch, self._control.members)
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1

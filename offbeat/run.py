@@ -642,6 +642,8 @@ class Run:
             one.calls = wanted
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
+        if lacked := [name for name in ("plan", "seed", "models", "loaders") if name not in state]:
+            raise ModelError(f"Cannot load this state: it has no {lacked[0]!r}. It is damaged, or no run.state_dict().")
         for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
             if len(state[what]) != len(mine):
                 raise ModelError(

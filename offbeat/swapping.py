@@ -80,6 +80,7 @@ class Swapping:
         self.plan = plan
         self.server: Server | None = None
         self._had_server = False
+        self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
         self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
         self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
@@ -178,6 +179,7 @@ class Swapping:
         if self.server is None or (plans := self.server.plans).present is plans.taken:
             return
         plan = plans.taken = plans.present
+        self._leaving = None if plan.is_served else self._leaving or self.plan
         # One without a server holds once that is left; steps of the own end before.
         self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
         while plans.told:
@@ -258,6 +260,8 @@ class Swapping:
 
     def close(self) -> None:
         """The run is over."""
+        if self._crossing.due is not None:
+            self._tell(f"The run has ended before all went over to {self._crossing.due.fabric!r}.")
         if self._crossing.starting is not None:
             self._crossing.starting.abandon()
 
@@ -345,4 +349,5 @@ class Swapping:
             (self._run_dir / "server.json").unlink(missing_ok=True)
         if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
-        self._take(before, plan, began_s)
+        self._take(self._leaving or before, plan, began_s)
+        self._leaving = None

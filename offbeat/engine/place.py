@@ -12,29 +12,53 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.pacing import Lease
+from offbeat.errors import ModelError
+from offbeat.pacing import Lease, Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from offbeat.fabric.server import Enrol
     from offbeat.pacing import Leases
 
 
-def for_workers(books: str, loader: int, leases: Leases) -> dict[str, Any]:
+def for_workers(books: str | bytes, loader: int, leases: Leases, *, is_held: bool = True) -> dict[str, Any]:
     """What one loader's `AgreedSource` goes on from.
 
     Args:
         books: the coordinator's, when all workers have given back what they have not drawn. What they hold then is in
             gradients that they have, and counts as used.
         leases: how the dataset is dealt out.
+        is_held: False if nobody has those gradients any more: then it is dealt out again.
 
     Raises:
         ModelError: if that is damaged, or of other data.
     """
-    pool = leases.from_plain(msgspec.json.decode(books)[str(loader)]["leases"])
-    pool, _ = leases.acknowledge(pool, tuple(pool.held))
-    return {"leases": leases.to_plain(pool), "tuning": None, "round": 0, "over": []}
+    pool = leases.from_plain(_of_loader(books, loader))
+    if is_held:
+        pool, _ = leases.acknowledge(pool, tuple(pool.held))
+    for worker in pool.at:
+        pool = leases.give_back(pool, worker, pool.leased_to(worker))
+    return _kept(leases, pool)
+
+
+def beginning(leases: Leases, epoch: int, ranks: Iterable[int]) -> dict[str, Any]:
+    """What one loader's `AgreedSource` goes on from where an epoch begins."""
+    return _kept(leases, leases.beginning(epoch, ranks))
+
+
+def epoch_of(state: Mapping[str, Any], loader: int) -> int:
+    """The epoch in which all workers are, or the last of them, going by what was kept of one loader.
+
+    Raises:
+        ModelError: if that is damaged.
+    """
+    plain = state["leases"] if "leases" in state else _of_loader(state["place"], loader)
+    try:
+        pool = msgspec.convert(plain["pool"], Pool, str_keys=True)
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+    return min(pool.at.values(), default=pool.epoch)
 
 
 def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]]) -> bytes:
@@ -55,6 +79,22 @@ def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]
             for loader, (about, leases, state) in places.items()
         }
     )
+
+
+def progress_of(plain: Any, samples: int) -> float:
+    """Epochs that were dealt, going by a pool in dicts, lists and numbers."""
+    return float(plain["pool"]["epoch"] + plain["pool"]["fresh"] / samples)
+
+
+def _of_loader(books: str | bytes, loader: int) -> Any:
+    try:
+        return msgspec.json.decode(books)[str(loader)]["leases"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+
+
+def _kept(leases: Leases, pool: Pool) -> dict[str, Any]:
+    return {"leases": leases.to_plain(pool), "tuning": None, "round": 0, "over": []}
 
 
 def _begun(leases: Leases, plain: Any) -> dict[str, Any]:

@@ -114,6 +114,12 @@ class Leases:
         """Nothing is leased, and nobody takes part."""
         return Pool()
 
+    def beginning(self, epoch: int, workers: Iterable[int] = ()) -> Pool:
+        """These workers are where an epoch begins; those before it are behind them."""
+        behind = Tally(used=epoch * self.samples)
+        at = dict.fromkeys(workers, epoch)
+        return Pool(epoch=epoch, at=at, open={epoch: Tally()}, complete=epoch, settled=behind)
+
     def join(self, pool: Pool, worker: int, *, epoch: int | None = None, holds: Iterable[int] = ()) -> Pool:
         """`worker` takes part from now on.
 

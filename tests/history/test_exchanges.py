@@ -131,8 +131,8 @@ def test_a_history_that_is_not_there_is_said_to_be_missing(recorded: Path, tmp_p
 
 
 def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path: Path) -> None:
-    for log in recorded.glob("*.log"):
-        (tmp_path / log.name).write_bytes(log.read_bytes())
+    for file in recorded.glob("*.log"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     log = Log(next(tmp_path.glob("worker-0*.log")))
     records = list(log)
     log.path.unlink()
