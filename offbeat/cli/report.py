@@ -93,6 +93,8 @@ def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
     records = Records(run_dir / _METRICS, skip_bytes).all()
     if any(isinstance(record, Start) for record in records):
         return "No step was recorded: the run ended before the first exchange of gradients was complete."
+    if errors := [record.error for record in records if isinstance(record, End) and record.error]:
+        return f"No step was recorded: it ended before, with {errors[0].splitlines()[0]}"
     if any(isinstance(record, End) for record in records):
         return "No step was recorded: no worker prepared a model. Call run.prepare in the script."
     return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."

@@ -122,6 +122,8 @@ def test_why_there_is_no_table(tmp_path: Path) -> None:
     assert "does not use offbeat" in no_step(tmp_path)
     write(tmp_path, [end(0, 0)])
     assert no_step(tmp_path) == "No step was recorded: no worker prepared a model. Call run.prepare in the script."
+    write(tmp_path, [end(0, 0, "DisagreementError: Cannot join: the model differs.\nMore.")])
+    assert no_step(tmp_path).endswith("it ended before, with DisagreementError: Cannot join: the model differs.")
     write(tmp_path, [start(0)])
     assert "before the first exchange" in no_step(tmp_path)
     earlier = write(tmp_path, a_run()).stat().st_size
