@@ -286,8 +286,8 @@ def _steps(count: int) -> str:
 
 
 def _tail_of(stack: str) -> str:
-    """The main thread's innermost frames, without those that started it; faulthandler writes the main thread last."""
-    lines = stack.strip().split("\n\n")[-1].splitlines()
+    """The main thread's innermost frames, without those that started it."""
+    lines = stack.strip().splitlines()
     own = [line for line in lines if not any(starter in line for starter in _STARTERS)]
     return "\n".join(own[: _STACK_LINES + 1])
 

@@ -93,7 +93,9 @@ class Watch:
         watch = cls(page, ours, process, stack_fd)
         # A forked child is not the worker: what it says, no sentinel hears.
         os.register_at_fork(after_in_child=page.detach)
-        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        # The kernel prefers the main thread, which shows itself. To walk the frames of another one while that runs is a
+        # crash sooner or later: with two busy threads it came within ten signals.
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False, chain=False)
         config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind, outlives)
         watch._begin(config)
         return watch

@@ -104,9 +104,9 @@ def test_a_disagreement_has_to_settle() -> None:
 def test_a_stack_shows_what_the_worker_does_and_not_what_started_it() -> None:
     frames = ['File "train.py", line 12 in <module>', 'File "<frozen runpy>", line 88 in _run_code']
     frames += ['File "/x/offbeat/cli/worker.py", line 36 in main']
-    stack = 'Thread 1:\n  File "other.py"\n\nCurrent thread 2:\n' + "\n".join(frames)
+    stack = "Stack (most recent call first):\n" + "\n".join(frames)
     (culprit,) = look({"phase": "computing", "step": 7, "stack": stack}).culprits
-    assert culprit.detail.splitlines() == ["Current thread 2:", frames[0]]
+    assert culprit.detail.splitlines() == ["Stack (most recent call first):", frames[0]]
 
 
 def test_who_left_before_another_died_has_nothing_to_do_with_it() -> None:

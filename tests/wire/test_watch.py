@@ -12,6 +12,7 @@ import pytest
 
 from offbeat.errors import NetworkError
 from offbeat.wire import Watch
+from offbeat.wire.sentinel import STACK_SIGNAL
 from tests.cli.commands import alive, descendants
 
 WORKER = """
@@ -44,6 +45,40 @@ def test_it_ends_with_its_worker(end: str) -> None:
         while alive(sentinels) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert not alive(sentinels)
+
+
+BUSY = """
+import asyncio, threading
+from offbeat.wire import Watch
+
+def go_deep(levels):
+    return [go_deep(levels - 1) for _ in range(2)] if levels else [0]
+
+async def take_turns():
+    go_deep(6)
+    await asyncio.sleep(0)
+
+async def serve():
+    while True:
+        await asyncio.gather(*(take_turns() for _ in range(5)))
+
+watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+print("ready", flush=True)
+while True:
+    go_deep(8)
+"""
+
+
+def test_to_show_its_stack_does_not_end_a_worker_with_busy_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        for _ in range(500):
+            os.kill(worker.pid, STACK_SIGNAL)
+            time.sleep(0.001)
+        assert worker.poll() is None
+        worker.kill()
 
 
 def command_of(pid: int) -> str:
