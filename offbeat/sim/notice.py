@@ -9,7 +9,7 @@
 * *A server that is killed* has another in its place at once, which has loaded torch already.
 
 `START_S` and `JOIN_S` were measured on a machine like the one that the lab's results are from, with nothing else on it:
-in kill.toml steps across the end of a server took 0.48 to 0.60 s longer; for a newcomer 0.4 to 0.6 s are `offbeat run`'s,
+in kill.toml steps across a server's end took 0.48 to 0.60 s longer; for a newcomer 0.4 to 0.6 s are `offbeat run`'s,
 and 3.4 to 3.7 s a worker's imports.
 """
 
