@@ -7,6 +7,7 @@ clock or a dictionary's order is another one on another machine. So it is asked 
 from __future__ import annotations
 
 import datetime
+import gc
 import sys
 import time
 from copy import deepcopy
@@ -56,11 +57,17 @@ def impurity(policy: Policy, fresh: Policy, state: State) -> str:
 
 
 class _Ears:
-    """Hears the first clock that is asked while it is entered; nothing under a profiler, which listens there itself."""
+    """Hears the first clock that is asked while it is entered; nothing under a profiler, which listens there itself.
+
+    The garbage collector rests meanwhile: who is called by it (finalizers, `gc.callbacks`: Hypothesis times it) would
+    be taken for the policy.
+    """
 
     heard = ""
 
     def __enter__(self) -> _Ears:
+        self._collects = gc.isenabled()
+        gc.disable()
         self._listens = sys.getprofile() is None
         if self._listens:
             sys.setprofile(self._listen)
@@ -69,6 +76,8 @@ class _Ears:
     def __exit__(self, *exc: object) -> None:
         if self._listens:
             sys.setprofile(None)
+        if self._collects:
+            gc.enable()
 
     def _listen(self, frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and not self.heard and _is_clock(called):

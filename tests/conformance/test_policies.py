@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cProfile
+import gc
+import time
 from collections import Counter
 
 import pytest
@@ -118,3 +120,21 @@ def test_a_failure_tells_the_story_and_how_to_play_it_again() -> None:
     with pytest.raises(AssertionError) as again:
         check_policy(OneTooFar(), interleavings=1, seed=seed)
     assert str(again.value) == str(caught.value)
+
+
+def test_the_collectors_clock_is_not_taken_for_the_policys() -> None:
+    """As Hypothesis times it, in any function it happens to run in."""
+    often, timed = gc.get_threshold(), list[float]()
+
+    def times(_phase: str, _info: object) -> None:
+        timed.append(time.perf_counter())
+
+    gc.callbacks.append(times)
+    gc.set_threshold(1)
+    try:
+        check_policy(SSP(bound=2), interleavings=1)
+    finally:
+        gc.set_threshold(*often)
+        gc.callbacks.remove(times)
+    assert timed
+    assert gc.isenabled()
