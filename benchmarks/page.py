@@ -13,7 +13,7 @@ from benchmarks import growth
 from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predicted import errors
-from offbeat.lab.repeat import reached
+from offbeat.lab.repeat import behind_faults, reached
 from offbeat.lab.table import table
 from offbeat.scenario import Scenario
 
@@ -90,7 +90,17 @@ def _recoveries(report: Report) -> str:
             ]
         )
     headings = ["row", "fault", "others, s", "simulated, s", "back, s", "steps redone", "what the job said"]
-    return f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
+    told = f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
+    return told + _behind_faults(report)
+
+
+def _behind_faults(report: Report) -> str:
+    """How fast each row trained from one fault to the next."""
+    found = {row.row: behind_faults(report, row.row) for row in report.rows}
+    steps = sorted(set().union(*found.values()))
+    rows = [[row, *("" if step not in of else f"{1e3 * of[step]:.1f}" for step in steps)] for row, of in found.items()]
+    headings = ["row", *(f"from step {step}" for step in steps)]
+    return f"Milliseconds per step from each fault's step to the next one's:\n\n{_lines(headings, rows)}\n"
 
 
 def _seconds(value: float | None) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from offbeat.scenario import Scenario, Script
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.lab.results import Raw, Recovery, Report
     from offbeat.lab.sampler import Traffic
     from offbeat.scenario import Replay
@@ -59,6 +61,19 @@ class Repeat:
         metrics = self.workers[0].metrics
         return metrics[-1][1] if metrics else None
 
+    def stretches_s(self, begins: Sequence[int]) -> list[float | None]:
+        """Mean over the workers' steps from each of these until before the next; None where none was measured.
+
+        Args:
+            begins: counted from the first that was measured; below 0 while warming up.
+        """
+        indices = [max(0, begin) for begin in begins]
+        taken = [
+            [step for worker in self.workers for step in worker.step_s[index:end]]
+            for index, end in zip(indices, [*indices[1:], None], strict=False)
+        ]
+        return [statistics.fmean(steps) if steps else None for steps in taken]
+
     def time_to(self, workload: Replay | Script) -> float | None:
         """Training seconds until rank 0 first measured the workload's target, or None."""
         reached = self.reached(workload)
@@ -98,3 +113,16 @@ def reached(report: Report, row: str) -> Reached | None:
         time_s=statistics.median(run.time_s for run in found),
         sent_bytes=statistics.median(run.sent_bytes for run in found),
     )
+
+
+def behind_faults(report: Report, row: str) -> dict[int, float]:
+    """Seconds per step from each step at which the scenario has a fault until the next such step; medians."""
+    scenario = Scenario.from_toml(report.scenario)
+    steps = sorted({fault.step for fault in scenario.fault})
+    begins = [step - scenario.run.warmup_steps for step in steps]
+    found: dict[int, list[float]] = {}
+    for one in repeats(report, row):
+        for step, step_s in zip(steps, one.stretches_s(begins), strict=True):
+            if step_s is not None:
+                found.setdefault(step, []).append(step_s)
+    return {step: statistics.median(values) for step, values in found.items()}

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import claims, page
 from benchmarks.claims import Claim
 from offbeat.lab import results
-from offbeat.lab.repeat import Reached, Repeat, reached, repeats
+from offbeat.lab.repeat import Reached, Repeat, behind_faults, reached, repeats
 from offbeat.lab.results import LinkUse, Report
 from offbeat.lab.table import table
 from offbeat.scenario import Scenario
@@ -75,6 +75,20 @@ def test_the_target_may_lie_below() -> None:
 def test_workers_of_unequal_pace_add_up() -> None:
     workers = [raw("a", 0, 0, 1.0), raw("a", 0, 1, 2.0)]  # two steps of 4 samples each
     assert Repeat(workers).samples_per_s == 4 / 1.0 + 4 / 2.0
+
+
+def test_steps_are_told_apart_by_the_faults_they_follow() -> None:
+    faults = "".join(f'[[fault]]\nworker = 0\nstep = {step}\nkind = "sigstop"\nseconds = 1\n' for step in (2, 4, 6, 4))
+    text = TEXT.replace("[[row]]", f"{faults}[[row]]", 1)
+    taken = [[1.0] * 1 + [3.0] * 5, [1.0] * 1 + [5.0] * 5]  # behind 5 steps of warming up
+    slow = [msgspec.structs.replace(raw("slow", 0, rank, 1.0), step_s=step_s) for rank, step_s in enumerate(taken)]
+    fast = [msgspec.structs.replace(one, row="fast", step_s=[step / 2 for step in one.step_s]) for one in slow]
+    made = report(scenario=text, raw=slow + fast)
+    assert behind_faults(made, "slow") == {4: 1.0, 6: 4.0}, "nobody's steps are measured between 2 and 4"
+    claim = Claim(claims.BESIDE_BEST, "slow", at_most=1.1)
+    assert (claim.measured(made), claim.met(made)) == (2.0, False)
+    assert Claim(claims.BESIDE_BEST, "fast", at_most=1.1).met(made)
+    assert claim.measured(report()) is None, "without a fault"
 
 
 @pytest.mark.parametrize(
