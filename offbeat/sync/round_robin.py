@@ -17,7 +17,7 @@ With C the time to compute, d that of a turn and N workers, a round takes max(C 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
@@ -377,14 +377,18 @@ class RoundRobin:
         return max(self.gap_factor * median(cycles_s.values()) / len(state.members), self._slot_s(state))
 
     def _slot_s(self, state: State) -> float:
-        """How often a slot becomes free if all of them are always taken."""
+        """How often a slot becomes free if all of them are always taken.
+
+        Whose transfers take far longer than the others' holds its own slot for so long, but does not space theirs:
+        a mean would space all by a bad link, and for many rounds after that has healed.
+        """
         members = state.members.values()
         if self._whole:
             times_s = [m.turn_s for m in members if m.turn_s is not None]
         else:  # links carry both directions at once: the slower one counts
             both_s = [(m.push_s, m.turn_s) for m in members if m.push_s is not None and m.turn_s is not None]
             times_s = [max(push_s, turn_s - push_s) for push_s, turn_s in both_s]
-        return fmean(times_s) / self.slots_over(state.hosts) if times_s else 0.0
+        return median(times_s) / self.slots_over(state.hosts) if times_s else 0.0
 
     # -- who takes too long --------------------------------------------------------------------------------------
 

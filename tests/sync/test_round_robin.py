@@ -213,6 +213,15 @@ def test_the_gap_follows_all_workers_slowly_and_is_never_shorter_than_a_transfer
     assert [r.gap_s for r in rotations(server.run(1500))][-1] == pytest.approx(0.1, rel=0.05), "the transfer"
 
 
+def test_a_worker_with_a_bad_link_does_not_space_the_turns_of_the_others() -> None:
+    quick = Member(steps_here=20, since_s=9.9, computing_s=0.1, push_s=0.1, turn_s=0.2)
+    slow = Member(steps_here=20, since_s=9.9, computing_s=0.1, push_s=1.0, turn_s=1.1)
+    memory = Rotation(order=(0, 1, 2, 3), gap_s=0.1, next_open_s=10.0, free_since_s=9.0, turns=3)
+    state = State({0: quick, 1: quick, 2: quick, 3: slow}, now_s=9.0, memory=memory)
+    after, _ = on(RoundRobin(), state, Ready(0, 0, 10.0))
+    assert (after.memory.turns, after.memory.gap_s) == (4, pytest.approx(0.1))
+
+
 def test_a_change_of_members_changes_the_gap_at_once() -> None:
     server = Server(RoundRobin(warmup=3), jitter(), 4, 0.1, 4).run(100)
     before_s = server.state.memory.gap_s
