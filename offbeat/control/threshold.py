@@ -25,7 +25,8 @@ class WaitThreshold:
 
     Waiting for others is not all that `tight` may cost: if all push at the same time, they crowd the server's link. So
     what either policy brought is compared, in samples per second while nobody was late: `tight` does not decide where
-    it is known to bring less by more than the `price`; after a while it is tried again.
+    is known to bring less by more than the `price`; after a while it is tried again. As long as nobody is late, `loose`
+    is not known; `explore` has it tried.
 
     It does not flap: it goes back only where less than `below` would be waited, for twice `window_s`, and no policy
     decides for less than `least_s`. Each time that it had to turn back lately, it stays with `loose` twice as long
@@ -39,12 +40,15 @@ class WaitThreshold:
         window_s: over which shares are taken.
         least_s: of each policy.
         price: part of the pace that it may cost, where nobody is late, to have `tight` decide.
+        explore: have `loose` decide, for `least_s`, also where nobody was late for twice that and it is not known what
+            it brings: one that brings more by more than the `price` then goes on. Choose it where the links may be what
+            limits training, and gradients of `loose` do no harm.
 
     Raises:
         PlanError: if a value cannot be.
 
     >>> WaitThreshold(above=0.4)
-    WaitThreshold(tight=BSP(), loose=ASP(), above=0.4, below=0.15, window_s=2.0, least_s=4.0, price=0.1)
+    WaitThreshold(tight=BSP(), loose=ASP(), above=0.4, below=0.15, window_s=2.0, least_s=4.0, price=0.1, explore=False)
     """
 
     tight: Policy = field(default_factory=BSP)
@@ -54,6 +58,7 @@ class WaitThreshold:
     window_s: float = 2.0
     least_s: float = 4.0
     price: float = 0.1
+    explore: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tight", "loose"):
@@ -84,6 +89,8 @@ class WaitThreshold:
                 f"Cannot pay {self.price!r} for {self.tight!r}: it is a part of the pace, from 0 and below 1 "
                 "- at `plan.controller.price`."
             )
+        if type(self.explore) is not bool:
+            raise PlanError(f"Cannot explore {self.explore!r}: choose True or False - at `plan.controller.explore`.")
         for name in ("above", "below", "window_s", "least_s", "price"):
             object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest
 
@@ -107,12 +114,13 @@ class WaitThreshold:
                     f"{share:.0%} of the last {self.window_s:g} s were spent waiting for others, above "
                     f"{self.above:.0%}",
                 )
-            return Swap(self.loose, dear) if (dear := self._dear(metrics)) else Keep()
+            reason = self._dear(metrics) or self._unknown(metrics)
+            return Swap(self.loose, reason) if reason else Keep()
         if metrics.sync == self.loose:
             share = metrics.imbalance(2 * self.window_s)
             if share is None or share >= self.below or metrics.held_s < self._patience_s(metrics):
                 return Keep()
-            if self._dear(metrics):
+            if self._dear(metrics) or (self.explore and self._pace(metrics, self.loose) is None):
                 return Keep()
             return Swap(
                 self.tight,
@@ -123,13 +131,24 @@ class WaitThreshold:
 
     def _dear(self, metrics: Metrics) -> str:
         """Why `tight` costs too much though nobody is late; "" if it does not, or nothing is known of that."""
-        tight, loose = (metrics.pace(policy, self._memory_s) for policy in (self.tight, self.loose))
+        tight, loose = self._pace(metrics, self.tight), self._pace(metrics, self.loose)
         if tight is None or loose is None or tight >= (1 - self.price) * loose:
             return ""
         return (
             f"each worker had {tight:.4g} samples/s at best, and {loose:.4g} under {self.loose!r}: more than "
             f"{self.price:.0%} less"
         )
+
+    def _unknown(self, metrics: Metrics) -> str:
+        """Why `loose` is to be tried though nobody is late; "" if it is not."""
+        tight = self._pace(metrics, self.tight)
+        known = self._pace(metrics, self.loose) is not None
+        if not self.explore or tight is None or known or metrics.held_s < 2 * self.least_s:
+            return ""
+        return f"each worker had {tight:.4g} samples/s at best, and what it has under {self.loose!r} is not known"
+
+    def _pace(self, metrics: Metrics, policy: Policy) -> float | None:
+        return metrics.pace(policy, self._memory_s)
 
     @property
     def _memory_s(self) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from offbeat.control import ByProgress, Keep, Metrics, Reading, Swap, WaitThreshold
+from offbeat.control import ByProgress, Keep, Metrics, Pace, Reading, Swap, WaitThreshold
 from offbeat.errors import PlanError
 from offbeat.fabric import Elastic, FabricSpec, ParameterServer, ProcessGroup
 from offbeat.plan import Plan
-from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD
+from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy
 from offbeat.testing import check_controller
 
 SERVER = ParameterServer()
@@ -18,6 +20,7 @@ SERVER = ParameterServer()
     "controller",
     [
         WaitThreshold(),
+        WaitThreshold(explore=True),
         WaitThreshold(tight=SSP(2), loose=LocalSGD(8), above=0.5, below=0.1, window_s=1.0, least_s=1.0),
         ByProgress((BSP(), SSP(4), ASP()), at=(0.25, 0.9), steps=50),
     ],
@@ -102,6 +105,27 @@ def test_it_goes_back_when_nobody_would_be_late() -> None:
     assert isinstance(controller.decide(told(ASP(), 0.1, since_s=11.0, swaps=(1.0, 6.0, 11.0))), Swap)
 
 
+def test_what_is_not_known_may_be_explored() -> None:
+    """20 s are over: `tight` has decided for all of them, or since."""
+    asked = WaitThreshold(explore=True)
+
+    def decide(sync: BSP | ASP, since_s: float, **per_s: float) -> Keep | Swap:
+        policies: dict[str, Policy] = {"bsp": BSP(), "asp": ASP()}
+        paces = {policies[name]: Pace(20.0, value) for name, value in per_s.items()}
+        return asked.decide(dataclasses.replace(told(sync, 0.0, since_s=since_s), paces=paces))
+
+    assert WaitThreshold().decide(told(BSP(), 0.0)) == Keep()
+    assert decide(BSP(), 0.0) == Keep(), "not before there is something to compare with"
+    assert decide(BSP(), 13.0, bsp=10.0) == Keep(), "not before 8 s are over"
+    assert decide(BSP(), 0.0, bsp=10.0) == Swap(
+        ASP(), "each worker had 10 samples/s at best, and what it has under ASP() is not known"
+    )
+    assert decide(ASP(), 12.0, bsp=10.0) == Keep(), "it is still not known"
+    assert decide(ASP(), 12.0, bsp=10.0, asp=12.0) == Keep(), "it costs too much to go back"
+    assert isinstance(decide(ASP(), 12.0, bsp=10.0, asp=11.0), Swap)
+    assert decide(BSP(), 0.0, bsp=10.0, asp=11.0) == Keep()
+
+
 def test_a_schedule_may_end_as_it_began() -> None:
     controller = ByProgress((BSP(), ASP(), BSP()), at=(0.5, 0.75), steps=24)
     assert controller.decide(told(BSP(), 0.0)) == Keep(), "20 of 24"
@@ -131,6 +155,7 @@ def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
         (lambda: WaitThreshold(loose=BSP()), "plan.controller.loose"),
         (lambda: WaitThreshold(window_s=0), "plan.controller.window_s"),
         (lambda: WaitThreshold(price=1.0), "plan.controller.price"),
+        (lambda: WaitThreshold(explore=1), "plan.controller.explore"),  # type: ignore[arg-type]
         (lambda: ByProgress((BSP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.at"),
         (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),
