@@ -43,11 +43,14 @@ class Held:
         self.made[made.version] = made
 
 
-def check_shards(decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool) -> dict[Push, bool]:
+def check_shards(
+    decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool, kept: float
+) -> dict[Push, bool]:
     """Hold what shards made against what was decided.
 
     Args:
         is_whole: nothing is missing from the coordinator's history of this life.
+        kept: the version from which the next life went on; infinite if there is none.
 
     Returns:
         Contributions that are not in all blocks, although they were applied: whether they are in some.
@@ -66,7 +69,7 @@ def check_shards(decisions: Decisions, shards: list[Held], verdict: Verdict, *, 
                 blocks[(used.worker, used.clock)] += used.blocks
             for push in () if update is None else update.pushes:
                 of[push] += shard.serves.blocks
-        _check_all_made(decisions, shard, verdict, is_whole=is_whole)
+        _check_all_made(decisions, shard, verdict, is_whole=is_whole, kept=kept)
     missing = {push: bool(blocks[push]) for push in of if blocks[push] < of[push]}
     for push in sorted(missing):
         if push not in decisions.unarrived:
@@ -103,12 +106,16 @@ def _weighs(one: Used, decisions: Decisions) -> bool:
     return abs(one.weight - decisions.weights.get((one.worker, one.clock), 0.0)) <= _A_LITTLE * max(1.0, one.weight)
 
 
-def _check_all_made(decisions: Decisions, shard: Held, verdict: Verdict, *, is_whole: bool) -> None:
-    """Whatever had arrived is made, if nobody ended the server before that."""
+def _check_all_made(decisions: Decisions, shard: Held, verdict: Verdict, *, is_whole: bool, kept: float) -> None:
+    """Whatever had arrived is made, if nobody ended the server before that.
+
+    A shard that alone was told to end has all that it made in its snapshot and in its history, and the coordinator goes
+    on deciding until it misses it: that is undone.
+    """
     if not (is_whole and shard.is_whole and shard.serves.blocks):
         return
     for version, update in decisions.updates.items():
-        if version not in shard.made and decisions.arrived.issuperset(update.pushes):
+        if version <= kept and version not in shard.made and decisions.arrived.issuperset(update.pushes):
             verdict.violated(
                 2,
                 f"Update {version} was decided of {_listed(update.pushes)}, but {shard.file} says nothing of having "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,13 +105,15 @@ class _Audit:
         for model in sorted({decisions.model for decisions in self._decisions}):
             fates = self.fates[model] = Fates()
             was_whole = True
-            for decisions in self._of(model):
+            lives = self._of(model)
+            versions_kept = [*(decisions.began.version for decisions in lives[1:]), math.inf]
+            for decisions, kept in zip(lives, versions_kept, strict=True):
                 is_whole = self._is_whole[decisions.life]
                 held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
                 verdict.updates += len(decisions.updates)
                 missing = {}
                 if not decisions.is_broken:
-                    missing = check_shards(decisions, held, verdict, is_whole=is_whole)
+                    missing = check_shards(decisions, held, verdict, is_whole=is_whole, kept=kept)
                 fates.begin(decisions, verdict, was_whole=was_whole)
                 fates.add(decisions, held, missing, verdict)
                 was_whole = is_whole

@@ -10,7 +10,7 @@ import pytest
 from offbeat.audit import contributions, verify
 from offbeat.audit.updates import Fates
 from offbeat.audit.verdict import Verdict
-from offbeat.history import Has, Log, Made, Told, actions_of, event_of, told
+from offbeat.history import Began, Has, Log, Made, Told, actions_of, event_of, told
 from offbeat.sync import (
     ASP,
     BSP,
@@ -266,6 +266,25 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     assert verdict.holds, verdict.violations[0]
     assert verdict.unrecorded > 0
     assert len(list(Log(job.coordinator))) < len(job.records)
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["undone", "in the snapshot"])
+def test_what_a_shard_that_was_told_to_end_did_not_make_is_undone(tmp_path: Path, kept: int) -> None:
+    """Its history is whole, and so is the coordinator's, which decided one more update before it missed the shard."""
+    job = Recorded(SSP(1), tmp_path, leaves={})
+
+    def begin_anew(records: list[Any]) -> None:
+        last = records[index_of(records, lambda record: isinstance(record, Made), -1)].version
+        forget_to_make(records)
+        began = next(record for record in records if isinstance(record, Began))
+        records.insert(-1, msgspec.structs.replace(began, life=began.life + 1, version=last - 1 + kept))
+
+    rewrite(job.coordinator, begin_anew)
+    verdict = verify(tmp_path)
+    assert verdict.lives == 2
+    assert [one.law for one in verdict.violations] == [2] * kept, verdict
+    assert kept or "says nothing of having made it" not in str(verdict)
+    assert verdict.lost == 1 - kept
 
 
 @pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])
