@@ -97,7 +97,7 @@ def _wish(folder: Path, part: str) -> str:
                 )
             time.sleep(_LOOK_S)
     finally:
-        wish.take_back(folder)
+        wish.take_back(folder, wished)
     if granted.refusal:
         raise PlanError(granted.refusal)
     return granted.text
