@@ -303,7 +303,16 @@ class Swapping:
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if refusal:
+                self._forget_server(before)
         return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
+
+    def _forget_server(self, plan: Plan) -> None:
+        """Nobody is to look for a server any more, and this plan holds, which has none."""
+        if self._run_dir is not None and self._control.is_first:
+            (self._run_dir / "server.json").unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
@@ -345,9 +354,6 @@ class Swapping:
         self._go_on_with(there)
         self._crossing.to_group(plan, server)
         self.server, self._had_server = None, True
-        if self._run_dir is not None and self._control.is_first:
-            (self._run_dir / "server.json").unlink(missing_ok=True)
-        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
-            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        self._forget_server(plan)
         self._take(self._leaving or before, plan, began_s)
         self._leaving = None

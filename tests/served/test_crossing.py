@@ -273,6 +273,27 @@ def test_what_cannot_be_is_refused_and_the_workers_go_on(
     assert any(text.startswith("The plan stays as it is. ") and says in text for text in one[0]), one[0]
 
 
+def refused_in(folder: Path) -> list[str]:
+    """What says in the run's folder, and to the launcher, that there is a server, once it has turned out otherwise."""
+    os.environ["OFFBEAT_OUTLIVES"] = str(folder / "outlives")
+    model = nn.Linear(3, 3)
+    with offbeat.init(offbeat.Plan(), timeout=timedelta(seconds=1), run_dir=folder) as run:
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(5):
+            if step == 1:
+                run.swap(fabric=ParameterServer(addresses=("127.0.0.1:1",)))
+            prepared(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert run.mean(1.0) == 1.0
+        assert not run.plan.is_served
+        return [name for name in ("server.json", "outlives") if (folder / name).exists()]
+
+
+def test_of_a_server_that_nobody_reached_nothing_is_left(tmp_path: Path) -> None:
+    """Else whoever looks at the job, joins it or swaps its policy would look for that server."""
+    assert run_workers(2, refused_in, tmp_path) == [[], []]
+
+
 def stay(folder: Path) -> tuple[list[str], str, float]:
     """Rank 1 is done early, so that the others cannot leave the server."""
     refusals: list[str] = []
