@@ -287,7 +287,7 @@ def why_not_elastic(kind: str) -> str:
 
 def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
     """The cells that are asked for: each selection is words that all have to be a cell's policy, target or fault."""
-    cells = [(policy, case) for case in CASES for policy in POLICIES if _applies(policy, case)]
+    cells = [(policy, case) for case in CASES for policy in POLICIES if applies(policy, case)]
     if not only:
         return cells
     wanted = [set(re.split(r",(?! )", words)) for words in only]  # names have commas, too, with a space behind them
@@ -298,10 +298,12 @@ def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
     ]
 
 
-def _applies(policy: str, case: Case) -> bool:
+def applies(policy: str, case: Case) -> bool:
+    """Whether there is such a cell."""
     if policy == "elastic":
         return case.target == "worker" and not why_not_elastic(case.kind)
-    return not (case.two_phases and policy == "local-sgd")  # it cannot be swapped
+    # Its books have as many steps in every contribution, and behind the swap there would be one.
+    return not (case.two_phases and policy == "local-sgd")
 
 
 def read(path: Path) -> Result:

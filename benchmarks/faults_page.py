@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks.cell import WORKERS
-from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, read, why_not, why_not_elastic
+from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, applies, read, why_not, why_not_elastic
 from offbeat.fault import Target
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ timeout of {timeout_s:g} s, "short" half of it. A fault that did not fire would 
   a killed server, or because they had arrived in part, or not at all, when their worker was lost, or left out because
   they were NaN or infinite, with `nonfinite="skip"`; dropped because they were outdated, or computed from samples that
   others were given meanwhile.
+* **not run**: no such job is in the file. "-": there can be none; [why](#what-does-not-apply) stands at the end.
 * At the end all replicas are equal, and no worker was further ahead than its policy allows, unless the cell says so.
 """
 _TITLES: dict[Target, str] = {
@@ -56,14 +57,14 @@ def _section(result: Result, target: Target) -> str:
     lines = [f"\n## {_TITLES[target]}\n", f"| | {' | '.join(POLICIES)} |", "| --- |" + " --- |" * len(POLICIES)]
     for case in CASES:
         if case.target == target:
-            row = [_shown(cells.get((policy, target, case.name))) for policy in POLICIES]
+            row = [_shown(cells.get((policy, target, case.name)), applies(policy, case)) for policy in POLICIES]
             lines.append(f"| {case.name} | {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(one: Cell | None) -> str:
+def _shown(one: Cell | None, applies: bool) -> str:
     if one is None:
-        return "-"
+        return "not run" if applies else "-"
     parts = [one.outcome if one.outcome == "survived" else f"**{one.outcome}**"]
     if one.detection_s is not None:
         parts.append(f"{one.detection_s:.1f} s")
@@ -80,7 +81,12 @@ def _known(one: Cell) -> list[tuple[str, int]]:
 def _does_not_apply() -> str:
     lines = ["\n## What does not apply\n", "No cell stands above for these on a server:\n"]
     lines += _reasons(lambda kind: why_not(kind, "server"))
-    lines += ["\nAnd none for these without a server (elastic):\n", *_reasons(why_not_elastic)]
+    lines += ["\nAnd none for these without a server (elastic), nor for any fault of a server:\n"]
+    lines += _reasons(why_not_elastic)
+    lines += [
+        "\nNor is the server killed between two phases with local-sgd: the three witnesses count as many steps in each "
+        "of its contributions, and behind the swap there would be one."
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -150,6 +150,9 @@ class _Started:
     Args:
         wrap, environment, output: as of `start_shard`.
         is_kept: it ends when this thread does, and loads what it needs before it is told.
+
+    Raises:
+        NetworkError: if there can be no other process.
     """
 
     def __init__(
@@ -160,7 +163,10 @@ class _Started:
         *,
         is_kept: bool = False,
     ) -> None:
-        mine, theirs = os.pipe()
+        try:
+            mine, theirs = os.pipe()
+        except OSError as error:  # no more file descriptors
+            raise NetworkError(f"Cannot start a parameter server: {error.strerror}.") from error
         try:
             self.process = subprocess.Popen(
                 wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs), *(["kept"] if is_kept else [])]),
@@ -170,9 +176,9 @@ class _Started:
                 stderr=output,
                 env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
             )
-        except OSError:
+        except OSError as error:
             os.close(mine)
-            raise
+            raise NetworkError(f"Cannot start a parameter server: {error}.") from error
         finally:
             os.close(theirs)
         self._answer = mine
@@ -262,7 +268,7 @@ async def _live(
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect, listen
 
-    loop, ended, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    ended, again = asyncio.Event(), asyncio.Event()
     shard = Shard(
         None if settings.coordinator else Plan.from_toml,
         ended.set,
@@ -298,22 +304,24 @@ async def _live(
     )
     shard.begin_with_who_is_here_after(max(_RETURN_S, 2 * settings.timeout_s + 1))
 
-    def end_if_nobody_came() -> None:
+    async def end_if_nobody_comes() -> None:
+        await asyncio.sleep(settings.patience_s)
         # Between connecting and training a worker may prepare its data for as long as it likes.
-        if any(link.role == "worker" for link in listener.links):
-            loop.call_later(settings.patience_s, end_if_nobody_came)
-        elif not shard.was_visited:
+        while any(link.role == "worker" for link in listener.links):
+            await asyncio.sleep(settings.patience_s)
+        if not shard.was_visited:
             ended.set()
 
-    if settings.patience_s:
-        loop.call_later(settings.patience_s, end_if_nobody_came)
+    looking = asyncio.ensure_future(end_if_nobody_comes()) if settings.patience_s else None
     say(listener.address)
     await _first_of(ended, again, stop)
+    if looking is not None:
+        looking.cancel()
     if stop.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SNAPSHOT_S):
                 await shard.save()
-    shard.is_over = True
+    shard.stop()
     listener.close()
     await shard.be_quiet()
     if again.is_set() and not stop.is_set():
@@ -381,23 +389,32 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
     say(address)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
     while True:
-        spare = _Started(is_kept=True) if left else None
+        spare = _spare() if left else None
         if (code := serving.process.wait()) == 0 or was_told:
             return
         how = "was told to stop" if code == _STOPPED else how_it_ended(code)
-        if spare is None:
+        if not left:
             _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
             return
         left -= 1
         _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
         try:
-            serving = spare if spare.process.poll() is None else _Started(is_kept=True)
+            serving = spare if spare is not None and spare.process.poll() is None else _Started(is_kept=True)
             serving.serve(settings)
         except NetworkError as error:
             _log.error("%s", error)
             return
         if was_told:  # while it was being started
             serving.process.terminate()
+
+
+def _spare() -> _Started | None:
+    """One to take the place of the one that serves; None if there can be none now, which is no reason to end that."""
+    try:
+        return _Started(is_kept=True)
+    except NetworkError as error:
+        _log.warning("None stands by in case that the parameter server is lost. %s", error)
+        return None
 
 
 def prepare_process() -> None:

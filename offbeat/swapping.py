@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.crossing import Crossing
-from offbeat.engine import Conference, Steering, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.engine import Conference, Controlling, SwapsTogether, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.server import ParameterServer
 from offbeat.sync import ASP
@@ -95,7 +95,7 @@ class Swapping:
             reducers=reducers,
         )
         self._conference = Conference(control, clock.now_s, run_dir, self._crossing.check)
-        self._steering = Steering(clock.now_s)
+        self._controlling = Controlling(clock.now_s)
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Swapping:
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""
-        self._steering.adopts(self.plan, plan, by_controller=by_controller)
+        self._controlling.adopts(self.plan, plan, by_controller=by_controller)
         self.plan = plan
         if self.server is None:
             self._diary.adopts(plan)
@@ -200,20 +200,20 @@ class Swapping:
         Args:
             looks: whether it is the one that looks for wishes that somebody has left.
         """
-        self._steer(looks=looks)
+        self._ask_controller(looks=looks)
         return self._conference.calls(self.plan, looks=looks) or self._crossing.calls
 
-    def _steer(self, *, looks: bool) -> None:
+    def _ask_controller(self, *, looks: bool) -> None:
         """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
         # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
         if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
             return
         first, samples = self._reducers[0].now, self._meter.last_samples
         assert isinstance(first, SwapsTogether)
-        if not self._steering.stepped(controller, first.step, samples, first.take_times):
+        if not self._controlling.stepped(controller, first.step, samples, first.take_times):
             return
         if looks and self._crossing.due is None and not self._conference.is_due:
-            decision = self._steering.ask(controller, self.plan.sync)
+            decision = self._controlling.ask(controller, self.plan.sync)
             if decision is not None:
                 self._conference.want(self.plan.controlled(decision.sync), decision.reason)
 
@@ -240,7 +240,7 @@ class Swapping:
         if refusal:
             self._tell(f"The plan stays as it is. {refusal}")
             if outcome.reason:
-                self._steering.refused(before.controller)
+                self._controlling.refused(before.controller)
         if self._crossing.is_due():
             text, refusal = self._go_over()
         if self._crossing.due is None or self._data.leased:
@@ -303,7 +303,16 @@ class Swapping:
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if refusal:
+                self._forget_server(before)
         return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
+
+    def _forget_server(self, plan: Plan) -> None:
+        """Nobody is to look for a server any more, and this plan holds, which has none."""
+        if self._run_dir is not None and self._control.is_first:
+            (self._run_dir / "server.json").unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
@@ -345,9 +354,6 @@ class Swapping:
         self._go_on_with(there)
         self._crossing.to_group(plan, server)
         self.server, self._had_server = None, True
-        if self._run_dir is not None and self._control.is_first:
-            (self._run_dir / "server.json").unlink(missing_ok=True)
-        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
-            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        self._forget_server(plan)
         self._take(self._leaving or before, plan, began_s)
         self._leaving = None

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from offbeat.cli.target import dial
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.report.sight import look, sight_of
 from offbeat.wire.loop import Loop
-from offbeat.wire.tcp import connect
 
 if TYPE_CHECKING:
     from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
     from offbeat.wire.link import Link
 
-# For how long to dial: a job that is looked at is there.
-_DIAL = timedelta(seconds=3)
 _GOOD_BYE_S = 0.5
 
 
@@ -43,7 +40,7 @@ class Onlooker:
     """
 
     def __init__(self, target: Target) -> None:
-        self._target, self._settings = target, target.settings
+        self._target = target
         self._loop = Loop("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())
@@ -97,24 +94,11 @@ class Onlooker:
         return await self._line.look(patience_s)
 
     async def _dial(self) -> _Line:
-        target = self._target
         line = _Line()
         try:
-            line.link = await connect(
-                target.address,
-                accept=lambda link: line,
-                job=target.job,
-                rank=0,
-                role="onlooker",
-                credentials=self._settings.credentials(),
-                patience=_DIAL,
-            )
+            line.link = await dial(self._target, lambda link: line, "onlooker")
         except PeerError as error:
             raise PeerError(f"{error} {self._way_in()}") from error
-        except NetworkError as error:
-            if isinstance(error.__cause__, OSError) and target.folder:
-                raise NetworkError(f"{error} {target.way_out}") from error
-            raise
         return line
 
     def _way_in(self) -> str:

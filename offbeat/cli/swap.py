@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, find, given, is_without_server
+from offbeat.cli.target import (
+    Authority,
+    Certificate,
+    JobName,
+    JobPlace,
+    Key,
+    TokenFile,
+    dial,
+    find,
+    given,
+    is_without_server,
+)
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.wire import wish
 
@@ -18,7 +28,6 @@ if TYPE_CHECKING:
     from offbeat.cli.target import Target
     from offbeat.fabric.server.messages import Swapped
 
-_DIAL = timedelta(seconds=3)
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
 _GOOD_BYE_S = 0.5
 _LOOK_S = 0.1
@@ -88,7 +97,7 @@ def _wish(folder: Path, part: str) -> str:
                 )
             time.sleep(_LOOK_S)
     finally:
-        wish.take_back(folder)
+        wish.take_back(folder, wished)
     if granted.refusal:
         raise PlanError(granted.refusal)
     return granted.text
@@ -102,23 +111,9 @@ async def _ask(target: Target, part: str) -> Swapped:
         PeerError: if it is another job, or there are other credentials.
     """
     from offbeat.fabric.server.messages import Swap, pack
-    from offbeat.wire.tcp import connect
 
     line = _Line()
-    try:
-        link = await connect(
-            target.address,
-            accept=lambda link: line,
-            job=target.job,
-            rank=0,
-            role="operator",
-            credentials=target.settings.credentials(),
-            patience=_DIAL,
-        )
-    except NetworkError as error:
-        if not target.way_out:
-            raise
-        raise NetworkError(f"{error} {target.way_out}") from error
+    link = await dial(target, lambda link: line, "operator")
     try:
         link.send(pack(Swap(0, part)))
         async with asyncio.timeout(_PATIENCE_S):

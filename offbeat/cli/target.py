@@ -14,7 +14,14 @@ from offbeat.errors import NetworkError
 from offbeat.serve import Settings, from_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from offbeat.wire.link import Link
+    from offbeat.wire.messages import Role
+    from offbeat.wire.session import Receiver
+
+# For how long to dial: a job that is looked at is there.
+_DIAL = timedelta(seconds=3)
 
 JobPlace = Annotated[
     str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
@@ -135,3 +142,33 @@ def find(where: str, given: Mapping[str, str]) -> Target:
             f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
         )
     return msgspec.structs.replace(target, **given)
+
+
+async def dial(target: Target, accept: Callable[[Link], Receiver], role: Role) -> Link:
+    """A link to a job's first shard.
+
+    Args:
+        accept: called with the link before anything comes over it; returns who takes that in.
+        role: what it comes for.
+
+    Raises:
+        NetworkError: if nobody can be reached there.
+        PeerError: if it is another job, or there are other credentials.
+    """
+    from offbeat.wire.tcp import connect
+
+    try:
+        return await connect(
+            target.address,
+            accept=accept,
+            job=target.job,
+            rank=0,
+            role=role,
+            credentials=target.settings.credentials(),
+            patience=_DIAL,
+        )
+    except NetworkError as error:
+        # Without one nobody was tried: it is no address, or the credentials cannot be used.
+        if isinstance(error.__cause__, OSError) and target.folder:
+            raise NetworkError(f"{error} {target.way_out}") from error
+        raise

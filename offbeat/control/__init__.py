@@ -5,6 +5,7 @@ A person does, with `run.swap` or `offbeat swap`; or a controller does, which is
 * `controller` - the nouns: what a controller is told, and what it answers
 * `logbook` - what it is told with a server, kept from what happens to workers and what is decided about them
 * `roundbook` - what it is told without one, kept from how long each worker computed between two exchanges
+* `past` - what both keep: readings, swaps, and the pace under each policy
 * `threshold` - looser while workers wait for each other, tighter again when they would not
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
 

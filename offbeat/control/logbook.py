@@ -11,16 +11,16 @@ import collections
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.control.controller import Metrics, Pace, Reading
+from offbeat.control.controller import Reading
+from offbeat.control.past import Past
 from offbeat.sync import Adopted, Apply, Drop, Evict, Grant, Joined, Left, Pushed, Ready, Release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from offbeat.control.controller import Metrics
     from offbeat.sync import Action, Event, Member, Policy, Push, State
 
-_READINGS = 50  # in the time that a controller looks back
-_SWAPS = 16  # are remembered
 _PACED = 6  # contributions of a worker, in a pace
 
 
@@ -52,11 +52,7 @@ class Logbook:
         self._now_s = 0.0
         self._open: list[tuple[set[Push], bool]] = []  # of each update what is missing, and whether it is in order
         self._arrived: dict[int, int] = {}  # worker: its last contribution that was there
-        self._readings: collections.deque[Reading] = collections.deque()
-        self._swaps: collections.deque[float] = collections.deque(maxlen=_SWAPS)
-        self._sync_s = 0.0
-        self._per_s = 0.0  # under the present policy; 0 if that is not known
-        self._paces: dict[Policy, Pace] = {}  # of earlier ones
+        self._past = Past()
 
     def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
         """Something has happened, and this was decided.
@@ -94,14 +90,9 @@ class Logbook:
 
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
         """Another policy than `before` decides from now on."""
-        if self._per_s > 0:
-            self._paces[before] = Pace(at_s, self._per_s)
-        self._per_s = 0.0
+        self._past.swapped(before, at_s, by_controller=by_controller)
         for page in self._pages.values():
             page.brought.clear()
-        self._sync_s = at_s
-        if by_controller:
-            self._swaps.append(at_s)
 
     def metrics(
         self, at_s: float, state: State, sync: Policy, looks_back_s: float, staleness: Mapping[int, float]
@@ -119,15 +110,9 @@ class Logbook:
             {worker: member.step + member.held for worker, member in state.members.items()},
             {worker: self._waited_s(self._pages[worker]) for worker in state.members},
         )
-        readings = self._readings
-        while len(readings) > 1 and readings[1].at_s <= at_s - looks_back_s:
-            readings.popleft()
-        told = (*readings, now) if not readings or readings[-1].at_s < at_s else (*list(readings)[:-1], now)
-        if not readings or at_s - readings[-1].at_s >= looks_back_s / _READINGS:
-            readings.append(now)
+        self._past.note(now, looks_back_s)
         computing_s = {worker: m.computing_s for worker, m in state.members.items() if m.computing_s is not None}
-        paces = {**self._paces, **({sync: Pace(at_s, self._per_s)} if self._per_s > 0 else {})}
-        return Metrics(sync, told, self._sync_s, tuple(self._swaps), computing_s, dict(staleness), paces)
+        return self._past.metrics(sync, now, computing_s, dict(staleness))
 
     def _look_at_pace(self, workers: Iterable[int]) -> None:
         """From contribution to contribution, since all may come at the same time, and seldom."""
@@ -137,7 +122,7 @@ class Logbook:
         per_s = sum(
             sum(weight for _, weight in later) / (later[-1][0] - first_s) for (first_s, _), *later in each
         ) / len(each)
-        self._per_s = max(self._per_s, per_s)
+        self._past.brought(per_s)
 
     def _waited_s(self, page: _Page) -> float:
         """For how long a worker has waited until now."""

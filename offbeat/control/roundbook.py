@@ -13,15 +13,15 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
-from offbeat.control.controller import Metrics, Pace, Reading
+from offbeat.control.controller import Reading
+from offbeat.control.past import Past
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat.control.controller import Metrics
     from offbeat.sync import Policy
 
-_READINGS = 50  # in the time that a controller looks back
-_SWAPS = 16  # are remembered
 _PACED = 6  # exchanges, in a pace
 _LATEST = 0.1  # part that the last step has in the average of what a worker computes
 
@@ -44,13 +44,8 @@ class Roundbook:
         self._waited_s: dict[int, float] = {}
         self._would_s: dict[int, float] = {}
         self._computing_s: dict[int, float] = {}
-        self._readings: collections.deque[Reading] = collections.deque()
-        self._last = Reading(at_s)
-        self._swaps: collections.deque[float] = collections.deque(maxlen=_SWAPS)
-        self._sync_s = at_s
+        self._past, self._last = Past(at_s), Reading(at_s)
         self._brought: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
-        self._per_s = 0.0  # under the present policy; 0 if that is not known
-        self._paces: dict[Policy, Pace] = {}  # of earlier ones
 
     def hear(self, at_s: float, times: Mapping[int, Sequence[float]], *, samples: float, looks_back_s: float) -> None:
         """An exchange is over.
@@ -72,21 +67,13 @@ class Roundbook:
             before_s = self._computing_s.get(rank, each_s)
             self._computing_s[rank] = before_s + _LATEST * (each_s - before_s)
         self._look_at_pace(at_s, samples)
-        readings = self._readings
-        while len(readings) > 1 and readings[1].at_s <= at_s - looks_back_s:
-            readings.popleft()
         self._last = Reading(at_s, {}, dict(self._waited_s), dict(self._would_s))
-        if not readings or at_s - readings[-1].at_s >= looks_back_s / _READINGS:
-            readings.append(self._last)
+        self._past.note(self._last, looks_back_s)
 
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
         """Another policy than `before` decides from now on."""
-        if self._per_s > 0:
-            self._paces[before] = Pace(at_s, self._per_s)
-        self._per_s, self._sync_s = 0.0, at_s
+        self._past.swapped(before, at_s, by_controller=by_controller)
         self._brought.clear()
-        if by_controller:
-            self._swaps.append(at_s)
 
     def metrics(self, sync: Policy, step: int) -> Metrics:
         """What is known: of times as of the last exchange, since nobody can know more; of steps as of now.
@@ -96,18 +83,14 @@ class Roundbook:
             step: that each worker has made.
         """
         now = dataclasses.replace(self._last, steps=dict.fromkeys(self._waited_s or (0,), step))
-        readings = list(self._readings)
-        if readings and readings[-1].at_s >= now.at_s:
-            readings.pop()
         computing_s = {rank: self._computing_s[rank] for rank in self._waited_s if rank in self._computing_s}
-        paces = {**self._paces, **({sync: Pace(now.at_s, self._per_s)} if self._per_s > 0 else {})}
-        return Metrics(sync, (*readings, now), self._sync_s, tuple(self._swaps), computing_s, {}, paces)
+        return self._past.metrics(sync, now, computing_s, {})
 
     def _look_at_pace(self, at_s: float, samples: float) -> None:
         self._brought.append((at_s, samples))
         (first_s, _), *later = self._brought
         if len(later) == _PACED and at_s > first_s:
-            self._per_s = max(self._per_s, sum(count for _, count in later) / (at_s - first_s))
+            self._past.brought(sum(count for _, count in later) / (at_s - first_s))
 
 
 def _at_the_end(times: Mapping[int, Sequence[float]]) -> dict[int, float]:

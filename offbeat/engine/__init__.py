@@ -9,7 +9,7 @@
   `swaps_alone` with one; `gathered` - what the optimizers have gathered meanwhile, made the same; `take_over` - an
   optimizer goes on from another's
 * `confer` - how workers without a server come to another plan
-* `steering` - asks the plan's controller there; `times` - how long each computes, told in the tails of exchanges
+* `controlling` - asks the plan's controller there; `times` - how long each computes, told in the tails of exchanges
 * `admission` - how workers come to a job without a server; `handover` - what they are handed
 * `all_reduced`, `at_server` - how they average, without a server and with one
 * `anchor` - one bucket's parameters after the last average, and how far they have come since
@@ -40,6 +40,7 @@ from offbeat.engine.beside import addresses_of, start_beside
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.confer import Conference
 from offbeat.engine.control import Control
+from offbeat.engine.controlling import Controlling
 from offbeat.engine.dealt import DealtSource
 from offbeat.engine.diary import Diary
 from offbeat.engine.either import Either
@@ -53,7 +54,6 @@ from offbeat.engine.served import Served
 from offbeat.engine.server import connect
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
-from offbeat.engine.steering import Steering
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
 from offbeat.engine.waiting import Awaited, Nobody, Polled, Waiter
@@ -68,6 +68,7 @@ __all__ = [
     "Claim",
     "Conference",
     "Control",
+    "Controlling",
     "DealtSource",
     "Diary",
     "Draw",
@@ -86,7 +87,6 @@ __all__ = [
     "Reducer",
     "Served",
     "Source",
-    "Steering",
     "SwapsAlone",
     "SwapsTogether",
     "Timing",

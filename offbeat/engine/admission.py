@@ -240,7 +240,7 @@ class Newcomer:
     def __init__(self, store: Store, rank: int, waiter: Waiter, *, version: str) -> None:
         self._store = PrefixStore("newcomers", store)
         self._rank, self._waiter, self._version = rank, waiter, version
-        self._number = int(self._store.add("count", 1)) - 1
+        self._number = -1  # of those that have come
         self._claims: list[Claim] = []
         self._job: Job | None = None
 
@@ -260,7 +260,7 @@ class Newcomer:
             if ended():
                 raise WorkerLostError("Cannot join: the job has ended. Start it again.")
 
-        self._say("hello", Hello(self._rank, self._version, plan))
+        self._say_hello(msgspec.json.encode(Hello(self._rank, self._version, plan)))
         answer = self._hear("answer", Answer, "those that train to take notice of this worker", look)
         if answer.job is None:
             raise PlanError(answer.refusal)
@@ -314,7 +314,14 @@ class Newcomer:
         circle.arrive(entry.circle, entry.begun)
         self._waiter.wait(_Arrival(circle), Awaited("the connection to those that train"))
 
-    def _say(self, what: str, message: Hello | Ready) -> None:
+    def _say_hello(self, hello: bytes) -> None:
+        """As the first number that nobody has: one that is lost has said it, or has none that others wait for."""
+        while True:
+            self._number += 1
+            if self._store.compare_set(f"{self._number}/hello", "", hello.decode()) == hello:
+                return
+
+    def _say(self, what: str, message: Ready) -> None:
         self._store.set(f"{self._number}/{what}", msgspec.json.encode(message).decode())
 
     def _hear(self, what: str, kind: type[T], words: str, look: Callable[[], None]) -> T:

@@ -51,12 +51,6 @@ class Border:
             self._is_held, self._at = False, self._at if at is None else at
             self._changed.notify_all()
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether all meet somewhere."""
-        with self._changed:
-            return self._is_held or self._at is not None
-
     def is_here(self, waiter: Waiter) -> bool:
         """A place is about to be passed; whether all meet here.
 

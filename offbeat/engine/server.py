@@ -262,8 +262,8 @@ def connect(
     if run_dir is not None and control.is_first and place is None:
         _leave_address(run_dir / "server.json", addresses, settings)
     rank, world = place or (control.rank, control.world)
-    loop = Loop()
     credentials, limits = settings.credentials(), Limits(timeout=timeout)
+    loop = Loop()
 
     def dial(address: str, accept: Callable[[Link], Receiver], patience: timedelta) -> Awaitable[Link]:
         return dial_shard(
@@ -290,7 +290,7 @@ def connect(
     dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:
         waiter.call(lambda: loop.run(client.connect(patience)), dialling)
-    except OffbeatError:
+    except BaseException:
         loop.close()
         raise
     waiter.ask_server = client.trouble

@@ -167,7 +167,7 @@ class Waiter:
             NetworkError: if a connection broke and nobody knows why.
         """
         try:
-            if not pending.done() or not pending.wait(self._poll):
+            if not self._is_there(pending):
                 self._block(pending, awaited)
         except ModelError:  # the answer is no, and the workers are as they were
             raise
@@ -185,6 +185,13 @@ class Waiter:
         call = Call(function)
         self.wait(call, awaited)
         return call.outcome.result()
+
+    def _is_there(self, pending: Pending) -> bool:
+        """Whether there is nothing to wait for. What has broken already is not: that is explained."""
+        try:
+            return pending.done() and pending.wait(self._poll)
+        except NetworkError:
+            return False
 
     def _block(self, pending: Pending, awaited: Awaited) -> None:
         began_s = self._clock.now_s()

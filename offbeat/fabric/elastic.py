@@ -114,7 +114,8 @@ class BoundElastic:
 
     def stop(self) -> Stand:
         # Gloo's threads may write there as long as the process lives.
-        self._left_behind += [self._supply, *(exchange.stop() for exchange in self._exchanges)]
+        left = [self._supply, *(exchange.stop() for exchange in self._exchanges)]
+        self._left_behind += [one for one in left if one is not None]
         self._supply = None
         if self._group is not None:
             never_destroy(self._group)

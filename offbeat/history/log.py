@@ -94,6 +94,7 @@ class Writer:
         self.append(Ended(why[: 1 << 10]))
         self._stop.set()
         self._thread.join()
+        self._is_over = True
         os.close(self._fd)
 
     def _run(self) -> None:
@@ -102,6 +103,7 @@ class Writer:
         self._flush()
 
     def _flush(self) -> None:
+        """On one thread at a time, which alone takes from the queue: another may give up meanwhile."""
         while self._queue and not self._is_over:
             together = [self._queue.popleft() for _ in range(min(len(self._queue), _MOST_TOGETHER))]
             data = (b"" if self._number else _MAGIC) + _chunk(self._number, together, self._encoder)
@@ -111,10 +113,11 @@ class Writer:
                     data = data[os.write(self._fd, data) :]
             except OSError as error:  # a full disk is no reason to end the run
                 self._give_up(error.strerror or str(error))
+        if self._is_over:
+            self._queue.clear()
 
     def _give_up(self, why: str) -> None:
         self._is_over = True
-        self._queue.clear()
         _log.warning("Cannot write the history %s any further: %s. Training goes on without it.", self.path, why)
 
 

@@ -1,4 +1,4 @@
-"""Which policy decides in a row without a server, where the plan has a controller: as `offbeat.engine.steering` has it.
+"""Which policy decides in a row without a server, where the plan has a controller, as in `offbeat.engine.controlling`.
 
 The controller and its book are the workers' own. What it decides behind a step is called out in the next exchange, and
 holds behind that.

@@ -64,9 +64,10 @@ def leave(folder: Path, part: str) -> Wish:
     return wish
 
 
-def take_back(folder: Path) -> None:
-    """Wish it no more."""
-    (folder / "wish.json").unlink(missing_ok=True)
+def take_back(folder: Path, wish: Wish) -> None:
+    """Wish it no more; what somebody else has wished since stays."""
+    if _read(folder / "wish.json", Wish) == wish:
+        (folder / "wish.json").unlink(missing_ok=True)
 
 
 def answered(folder: Path, wish: Wish) -> Granted | None:

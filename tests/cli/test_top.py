@@ -25,7 +25,7 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.cli import onlooker
+from offbeat.cli import target
 from offbeat.cli.certs import make
 from offbeat.cli.onlooker import JobEnded, Onlooker
 from offbeat.cli.target import Target, find
@@ -257,7 +257,7 @@ def test_workers_do_not_notice_that_one_is_given_up(served: Served) -> None:
 
 
 def test_a_server_that_is_lost(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onlooker, "_DIAL", onlooker._DIAL / 10)
+    monkeypatch.setattr(target, "_DIAL", target._DIAL / 10)
     with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
         looker.look(10.0)
         served.loop.call(served.listener.close)
@@ -355,7 +355,7 @@ def test_over_tls(encrypted: Served, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onlooker, "_DIAL", onlooker._DIAL / 10)
+    monkeypatch.setattr(target, "_DIAL", target._DIAL / 10)
     folder = leave_address(tmp_path, "127.0.0.1:1")
     with pytest.raises(NetworkError, match=r"Cannot reach 127\.0\.0\.1:1 .* has probably ended: `offbeat report "):
         top(job=str(folder))

@@ -17,6 +17,7 @@ import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, SSP
+from tests.adding import Adding, added
 from tests.elastic.test_join import rank_here, wait_for
 from tests.workers import listen, run_workers
 
@@ -26,64 +27,48 @@ if TYPE_CHECKING:
 SERVER = ParameterServer(block_bytes=4096)
 ELASTIC = offbeat.Plan(fabric=offbeat.Elastic())
 WORLD = 4
-LR = 0.1
 
 
 def cross(early: int, late: int) -> tuple[float, float, list[str]]:
     """One may be lost before the server, one at it. The weight at the end, what it should be, and what was said."""
-    said, expected, steps = listen(), 0.0, 0
-    model = nn.Linear(30, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
+    said = listen()
     with offbeat.init(ELASTIC, timeout=timedelta(seconds=3)) as run:
-        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-
-        def step() -> None:
-            nonlocal steps
-            steps += 1
-            (model.weight * ((run.rank + 1.0) * steps)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        def value() -> float:
-            (weight,) = model.weight.detach().unique().tolist()
-            return float(weight)
-
+        model = Adding(run, 30)
         for _ in range(3):
-            step()
+            model.step()
         if run.rank == early:
             os._exit(1)
         for _ in range(3):  # the others go on without it
-            step()
+            model.step()
         run.swap(sync=ASP(), fabric=SERVER)
         while not run.plan.is_served:
-            step()
+            model.step()
         for _ in range(5):
-            step()
+            model.step()
         if run.rank == late:
             os._exit(1)
         for _ in range(5):
-            step()
+            model.step()
         while run.plan.is_served:
             try:
                 run.swap(ELASTIC)
                 while run.plan.is_served:
-                    step()
+                    model.step()
             except PlanError as error:  # another is being asked yet
                 said.append(str(error))
-                step()
+                model.step()
         # What was lost with a worker is not looked at here: from now on each gradient counts.
-        there = [rank for rank in range(WORLD) if rank not in (early, late)]
-        mean, begun, before = sum(rank + 1.0 for rank in there) / len(there), steps, value()
+        begun, before = model.steps, model.value
         for _ in range(5):
-            step()
+            model.step()
         run.swap(sync=SSP(2), fabric=SERVER)
         while not run.plan.is_served:
-            step()
+            model.step()
         for _ in range(5):
-            step()
+            model.step()
         run.settle()
-        expected = before - LR * mean * sum(range(begun + 1, steps + 1))
-        return value(), expected, said
+        there = [rank for rank in range(WORLD) if rank not in (early, late)]
+        return model.value, before + added(there, model.steps, begun), said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.engine import Claim, Control, Job, Reception, Waiter
+from offbeat.engine import Claim, Control, Job, Newcomer, Reception, Waiter
 from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric import Circle, InMemory
 from tests.workers import listen, run_workers
@@ -275,6 +276,28 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
         assert answer["job"] is None
     reception.agree()
     assert not reception.expects
+
+
+def test_who_dies_before_it_says_hello_keeps_nobody_behind_it_out() -> None:
+    store, waiter = HashStore(), Waiter(clock=WallClock(), timeout=TIMEOUT)
+    control = Control(InMemory().bind(), waiter)
+    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
+    reception = Reception(store, control, Circle(store, 0, 1), waiter, job=lambda: job, version="1")
+    Newcomer(store, 1, waiter, version="1")  # and nothing more is heard of it
+    second = Newcomer(store, 2, waiter, version="1")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(second.ask, "a plan", lambda: False)
+        end_s = time.monotonic() + 3
+        while not asked.done() and time.monotonic() < end_s:
+            reception._looked_s -= 2.0  # it looks once a second
+            reception.calls(looks=True)
+            time.sleep(0.01)
+        heard = asked.done()
+        if not heard:
+            PrefixStore("newcomers", store).set("1/answer", "")  # let it go
+            asked.exception()
+    assert heard
+    assert asked.result() == job
 
 
 @pytest.mark.slow

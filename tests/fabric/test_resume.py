@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from offbeat.control import WaitThreshold
 from offbeat.errors import NetworkError, PeerError
+from offbeat.fabric import ParameterServer
 from offbeat.fabric.server import Shard
 from offbeat.fabric.server.deals import Dealt, Enrol
 from offbeat.fabric.server.lead.coordinator import Coordinator
@@ -16,6 +20,7 @@ from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
 from offbeat.fabric.server.messages import Back, Enlist, Go, Open, details_of, from_chief, pack
 from offbeat.fabric.server.shard.archive import Archive
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot
+from offbeat.plan import Plan
 from offbeat.sync import ASP, BSP, Apply, Ready
 from tests.fabric.garbage import DETAILS, Guest, Line, Worker
 from tests.fabric.links import Parts
@@ -23,6 +28,7 @@ from tests.fabric.links import Parts
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from offbeat.history import Record
     from offbeat.sync import Policy
 
 
@@ -81,6 +87,13 @@ def test_a_number_that_comes_back_leaves_room_for_those_that_follow() -> None:
     assert details_of(said((1 << 39) - 1)).back is not None
     with pytest.raises(PeerError, match=r"Expected `int` <= 549755813887 - at `\$\.back\.clock`"):
         details_of(said(1 << 39))
+
+
+@pytest.mark.parametrize("samples", [float("nan"), float("inf"), -1.0])
+def test_samples_that_are_no_number_are_in_no_report(samples: float) -> None:
+    """Of what is lost all hear a sum over all workers."""
+    with pytest.raises(PeerError, match=r"Expected `float` .* - at `\$\.back\.done\[0\]\[1\]`"):
+        details_of(pack(msgspec.structs.replace(DETAILS, back=back(done=((7, samples),)))))
 
 
 # -- while the other shards are not back yet ---------------------------------------------------------------------------
@@ -259,3 +272,45 @@ def test_nobody_waits_for_a_worker_that_had_gone_before_the_server_was_killed(tm
         return archive.gone, second._lead.started
 
     assert asyncio.run(story()) == ((frozenset(), False) if returns else ({1}, True))
+
+
+# -- a life that is over -----------------------------------------------------------------------------------------------
+
+BY_WAITING = Plan(controller=WaitThreshold(), fabric=ParameterServer())
+
+
+def test_of_a_life_that_is_over_nothing_stays() -> None:
+    """Else the parameters of every life would be in memory as long as the process is, whose timers hold them."""
+
+    async def story() -> bool:
+        shard = Shard(Plan.from_toml, archive=None)
+        Guest(shard, 0).say(pack(Open(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
+        shard.begin_with_who_is_here_after(60.0)
+        shard.stop()
+        here = weakref.ref(shard)
+        del shard
+        await asyncio.sleep(0)
+        gc.collect()
+        return here() is None
+
+    assert asyncio.run(story())
+
+
+def test_a_life_that_is_over_decides_nothing_later(tmp_path: Path) -> None:
+    """It would be in the history of the one behind it, which has the same file."""
+    records: list[Record] = []
+
+    async def story() -> int:
+        shard = Shard(lambda plan: Parts(BSP()), record=records.append)
+        Guest(shard, 0).say(pack(Open(0)), pack(DETAILS))
+        shard.begin_with_who_is_here_after(0.01)
+        shard.stop()
+        before = len(records)
+        assert shard._lead is not None
+        one = next(iter(shard._lead.models.values()))
+        one.losses = Losses(0)  # it had gone on from a snapshot
+        await asyncio.sleep(0.05)
+        return len(records) - before
+
+    assert asyncio.run(story()) == 0
+    assert records

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offbeat.errors import NetworkError, PeerError
+from offbeat.fabric.server.messages import Saved, from_guest, pack
 from offbeat.fabric.server.shard.archive import Archive
 from offbeat.fabric.server.shard.keeping import Keeping, Rhythm
 from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
@@ -201,3 +202,33 @@ def test_one_that_is_given_up_is_not_written_and_the_next_one_is(tmp_path: Path)
 
     assert asyncio.run(story()) == {2}
     assert told == [(1, False), (2, True)]
+
+
+def test_one_that_fails_for_another_reason_than_the_disk_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else nobody would hear that there are no snapshots any more."""
+    told: list[tuple[int, bool]] = []
+
+    def fail(snapshot: Snapshot, keep: Identity | None) -> bool:
+        raise MemoryError("no room for a header")
+
+    async def story() -> None:
+        archive = Archive(tmp_path, "j")
+        monkeypatch.setattr(archive, "write", fail)
+        keeping = Keeping(archive, "j", lambda number, well, cost_s: told.append((number, well)))
+        keeping.begin(Identity(1, 7), None, shards=1, models=[], blocks={0: (0,)})
+        keeping.take(0, 0, torch.zeros(2), [])
+        while not told:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+    assert told == [(1, False)]
+    assert "Cannot make snapshot 1: MemoryError('no room for a header')." in caplog.text
+
+
+@pytest.mark.parametrize("cost_s", [float("nan"), float("inf"), -1.0])
+def test_what_one_has_cost_is_a_time(cost_s: float) -> None:
+    """The pause before the next one is worked out from it: after an infinite one there would be none any more."""
+    with pytest.raises(PeerError, match=r"Expected `float` .* - at `\$\.cost_s`"):
+        from_guest(pack(Saved(1, True, cost_s)))

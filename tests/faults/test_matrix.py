@@ -304,4 +304,5 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     result.cells = [one]
     faults.write(result, tmp_path / "faults.json")
     assert faults.read(tmp_path / "faults.json") == result
-    assert "| sigkill | - | - | survived, 0.4 s | - | - | - |" in page(result)
+    assert "| sigkill | not run | not run | survived, 0.4 s | not run | not run | not run |" in (text := page(result))
+    assert "| nan | not run | not run | not run | not run | not run | - |" in text, "there is no such cell"

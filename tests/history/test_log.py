@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -231,3 +232,36 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
     write_log(tmp_path / "later.log", [Header(2, "worker", "job", 0, 0.0, "9.9")])
     with pytest.raises(HistoryError, match=r"its format is 2, this version of offbeat reads 1\."):
         verify(tmp_path / "later.log")
+
+
+class Overflowing(deque[Record]):
+    """Between looking how much there is and taking it, somebody else finds that it is too much."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer._queue)
+        self._writer = writer
+
+    def popleft(self) -> Record:
+        self._writer._give_up("the disk is too slow")
+        return super().popleft()
+
+
+def test_who_writes_outlives_that_somebody_else_gives_up(tmp_path: Path) -> None:
+    """Which records something on another thread, and finds the queue full while the first is about to take from it."""
+    said = listen()
+    writer = Writer(tmp_path, "worker-0", kind="worker", job="job")
+    writer._stop.set()
+    writer._thread.join()
+    writer.append(has(0))
+    writer._queue = Overflowing(writer)
+    writer._flush()
+    assert any("the disk is too slow" in text for text in said)
+    assert not writer._queue, "nothing is kept for a file that nobody writes"
+    os.close(writer._fd)
+
+
+def test_nothing_is_kept_of_what_comes_after_the_end(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "worker-0", kind="worker", job="job")
+    writer.close()
+    writer.append(has(0))
+    assert not writer._queue

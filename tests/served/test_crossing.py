@@ -19,6 +19,7 @@ from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.serve import Settings, start_shard
 from offbeat.sync import ASP, BSP, SSP, LocalSGD
+from tests.adding import Adding, added
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SERVER = ParameterServer(block_bytes=4096)
-LR = 0.1
 ON_SERVER = (BSP(), SSP(2), LocalSGD(3), ASP())
 IN_GROUP = (BSP(), LocalSGD(2), LocalSGD(3))
 
@@ -51,7 +51,7 @@ def train(made: str, swaps: dict[int, offbeat.Plan]) -> tuple[list[torch.Tensor]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 5))
     data = TensorDataset(torch.randn(84, 20), torch.randn(84, 5))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if made == "adam":
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     after: list[torch.Tensor] = []
@@ -91,20 +91,10 @@ def test_a_server_for_a_while_changes_no_bit(made: str) -> None:
 
 
 def cross_often(crossings: int, every: int) -> tuple[float, int, list[str]]:
-    """Plain SGD adds up, so the final parameters tell whether each gradient was applied exactly once."""
+    """To a server and back again and again, by policies that are drawn."""
     said, chance = listen(), random.Random(1)
-    model = nn.Linear(500, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
     with offbeat.init(offbeat.Plan()) as run:
-        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-        steps = 0
-
-        def step() -> None:
-            nonlocal steps
-            steps += 1
-            (model.weight * ((run.rank + 1.0) * steps)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model = Adding(run, 500)
 
         def ask(is_served: bool) -> None:
             policy = chance.choice(ON_SERVER if is_served else IN_GROUP)
@@ -115,13 +105,12 @@ def cross_often(crossings: int, every: int) -> tuple[float, int, list[str]]:
             before = run.plan.is_served
             ask(before)
             for _ in range(every):
-                step()
+                model.step()
             ask(not before)
             while run.plan.is_served == before:  # all see it behind the same of their steps
-                step()
+                model.step()
         run.settle()
-        (value,) = model.weight.unique().tolist()
-        return value, steps, said
+        return model.value, model.steps, said
 
 
 @pytest.mark.timeout(600)
@@ -132,8 +121,7 @@ def test_each_gradient_is_applied_once_whatever_the_fabric(crossings: int, every
     values, steps, _ = zip(*results, strict=True)
     assert len(set(steps)) == 1
     assert len(set(values)) == 1
-    mean = sum(rank + 1 for rank in range(world)) / world
-    assert values[0] == pytest.approx(-LR * mean * steps[0] * (steps[0] + 1) / 2, rel=1e-9)
+    assert values[0] == pytest.approx(added(range(world), steps[0]), rel=1e-9)
     told = [text for text in results[0][2] if "decides when" in text]
     assert sum(", on ParameterServer(" in text for text in told) == (crossings + 1) // 2, told
     assert sum(", on ProcessGroup()" in text for text in told) == crossings // 2, told
@@ -141,21 +129,10 @@ def test_each_gradient_is_applied_once_whatever_the_fabric(crossings: int, every
 
 def be_apart(folder: Path) -> tuple[float, int]:
     """Rank 1 is a step ahead, though both have brought as much: one of its contributions was of a step more."""
-    model = nn.Linear(3, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
     with offbeat.init(offbeat.Plan(sync=LocalSGD(3), fabric=SERVER)) as run:
-        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-        steps = 0
-
-        def step() -> None:
-            nonlocal steps
-            steps += 1
-            (model.weight * ((run.rank + 1.0) * steps)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        model = Adding(run, 3)
         for _ in range(1 + run.rank):
-            step()
+            model.step()
         if run.rank == 1:
             (folder / "ahead").touch()
         else:
@@ -163,19 +140,18 @@ def be_apart(folder: Path) -> tuple[float, int]:
                 time.sleep(0.01)
             run.swap(sync=BSP())
         for _ in range(8):
-            step()
+            model.step()
         if run.rank == 0:
             run.swap(offbeat.Plan())
         while run.plan.is_served:
-            step()
-        (value,) = model.weight.unique().tolist()
-        return value, steps
+            model.step()
+        return model.value, model.steps
 
 
 def test_who_comes_to_the_border_later_weighs_no_more_for_it(tmp_path: Path) -> None:
     (value, steps), other = run_workers(2, be_apart, tmp_path)
     assert other == (value, steps)
-    assert value == pytest.approx(-LR * 1.5 * steps * (steps + 1) / 2, rel=1e-9)
+    assert value == pytest.approx(added((0, 1), steps), rel=1e-9)
 
 
 # -- leased data -------------------------------------------------------------------------------------------------------
@@ -295,6 +271,27 @@ def test_what_cannot_be_is_refused_and_the_workers_go_on(
     assert [fabric for _, fabric, _ in (one, other)] == ["ProcessGroup()"] * 2
     assert one[2] == other[2]
     assert any(text.startswith("The plan stays as it is. ") and says in text for text in one[0]), one[0]
+
+
+def refused_in(folder: Path) -> list[str]:
+    """What says in the run's folder, and to the launcher, that there is a server, once it has turned out otherwise."""
+    os.environ["OFFBEAT_OUTLIVES"] = str(folder / "outlives")
+    model = nn.Linear(3, 3)
+    with offbeat.init(offbeat.Plan(), timeout=timedelta(seconds=1), run_dir=folder) as run:
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(5):
+            if step == 1:
+                run.swap(fabric=ParameterServer(addresses=("127.0.0.1:1",)))
+            prepared(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert run.mean(1.0) == 1.0
+        assert not run.plan.is_served
+        return [name for name in ("server.json", "outlives") if (folder / name).exists()]
+
+
+def test_of_a_server_that_nobody_reached_nothing_is_left(tmp_path: Path) -> None:
+    """Else whoever looks at the job, joins it or swaps its policy would look for that server."""
+    assert run_workers(2, refused_in, tmp_path) == [[], []]
 
 
 def stay(folder: Path) -> tuple[list[str], str, float]:

@@ -497,6 +497,14 @@ class Lead:
         self.models[model] = revived(plan.sync, details, version, progress, now_s, gone)
         self._write_down(model)
 
+    def stop(self) -> None:
+        """This life is over: nothing is decided any more, nor anybody woken up for it."""
+        self.is_over = True
+        self._controlling.follow(None)
+        for one in self.models.values():
+            if one.timer is not None:
+                one.timer.cancel()
+
     def begin_with_who_is_here(self) -> None:
         """Do not wait any longer for workers that took part before."""
         for model, one in self.models.items():

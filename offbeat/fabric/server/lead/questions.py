@@ -40,8 +40,7 @@ class Questions:
     @property
     def next_number(self) -> int:
         """Of a newcomer's first question: the one that others wait with, or the next."""
-        open_ = [number for number, asked in self._asked.items() if asked]
-        return min(open_) if open_ else max(self._answered, default=-1) + 1
+        return min(self._asked, default=max(self._answered, default=-1) + 1)
 
     @property
     def askers(self) -> set[int]:
@@ -51,8 +50,10 @@ class Questions:
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self._answers.pop(worker, None)
-        for asked in self._asked.values():
+        for number, asked in list(self._asked.items()):
             asked.pop(worker, None)
+            if not asked:  # whoever asks it next is the first again, if anybody does
+                del self._asked[number]
 
     def remember(self, answered: Iterable[Answered]) -> None:
         """What was answered before, by the server that this one follows."""
@@ -67,10 +68,10 @@ class Questions:
             workers: that are connected.
         """
         for number, asked in list(self._asked.items()):
-            if asked and self._answered and number <= max(self._answered):
+            if self._answered and number <= max(self._answered):
                 del self._asked[number]
                 self._answer_as_before(number, asked)
-            elif asked and not workers - set(asked):
+            elif not workers - set(asked):
                 del self._asked[number]
                 self._answer(number, asked)
             else:

@@ -8,6 +8,8 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Model = Annotated[int, msgspec.Meta(ge=0, lt=256)]
+Samples = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]  # neither NaN nor infinite, as are seconds
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 Digest = Annotated[str, msgspec.Meta(max_length=64)]
 Dtype = Annotated[str, msgspec.Meta(max_length=16)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.fabric.server.messages.fields import Count, Model
+from offbeat.fabric.server.messages.fields import Count, Model, Seconds
 from offbeat.fabric.server.messages.training import About
 from offbeat.fabric.server.optimizers import Hyper
 
@@ -48,7 +48,7 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
 
     number: Count
     well: bool
-    cost_s: float
+    cost_s: Seconds
 
 
 class Mark(msgspec.Struct, tag=True, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from offbeat.fabric.server.deals import Used
-from offbeat.fabric.server.messages.fields import Count, Digest, Dtype, Model, Text
+from offbeat.fabric.server.messages.fields import Count, Digest, Dtype, Model, Samples, Text
 from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
 MOST_REFUSAL = 4096  # characters
@@ -69,8 +69,8 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     version: Count
     holds: bool
     waits: bool
-    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] | None = None
-    done: Annotated[tuple[tuple[Count, float], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    weight: Samples | None = None
+    done: Annotated[tuple[tuple[Count, Samples], ...], msgspec.Meta(max_length=1 << 16)] = ()
     answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
     swaps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)] = 0
 
@@ -148,7 +148,7 @@ class About(msgspec.Struct, frozen=True):
         ends: it is the last of the worker's own steps, perhaps fewer than usual, and in an update by itself.
     """
 
-    weight: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+    weight: Samples
     hyper: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
     unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
     used: Used = ()

@@ -132,7 +132,8 @@ class Guest:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A message is here, whole."""
-        self._take(self._hear(metadata))
+        if not self._shard.is_over:
+            self._take(self._hear(metadata))
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link is gone for good."""
@@ -253,6 +254,8 @@ class Chief:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A decision is here."""
+        if self._shard.is_over:
+            return
         match message := from_chief(metadata):
             case Begin():
                 self._shard.begin(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.shard.archive import Archive
     from offbeat.fabric.server.snapshot import TensorOf
 
+_log = logging.getLogger("offbeat")
 # Making snapshots takes at most this share of the time.
 _MOST_SHARE = 0.02
 # So long after one the next is due, however few updates there were; these were slow, and cost the more to lose.
@@ -101,7 +103,9 @@ class Keeping:
             self._header = self.writing = None
             if not writing.cancelled():
                 cost_s = time.perf_counter() - began_s + self._copying_s
-                well = writing.exception() is None and writing.result()
+                if (error := writing.exception()) is not None:
+                    _log.error("Cannot make snapshot %d: %r.", snapshot.header.identity.number, error)
+                well = error is None and writing.result()
                 self._written(snapshot.header.identity.number, well, cost_s)
 
         self.writing.add_done_callback(done)

@@ -4,7 +4,8 @@ Everything happens on one event loop, so an update of a block is atomic to whoev
 `offbeat.fabric.server.lead.resume`): it ends when the last worker has gone, or begins another one as a new `Shard`.
 
 Call order: (the process) `accept` whoever dials, and on shards that do not coordinate `follow` the one that does;
-`begin_with_who_is_here_after` when it goes on from a snapshot; `save` before it ends for another reason than by itself.
+`begin_with_who_is_here_after` when it goes on from a snapshot; `save` before it ends for another reason than by itself;
+`stop`.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Shard:
         self._to_give: list[tuple[Guest, Values, torch.Tensor]] = []
         self.begun = asyncio.Event()
         self.was_visited = False
-        self.is_over = False  # set by the process: what it hears now is of no interest any more
+        self.is_over = False
+        self._beginning: asyncio.TimerHandle | None = None
         self.is_finished = False  # the last worker has said good-bye
         self.refusal = ""  # why the shard that coordinates does not want this one
         if self._lead is not None:
@@ -156,7 +158,20 @@ class Shard:
     def begin_with_who_is_here_after(self, patience_s: float) -> None:
         """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
         if self._lead is not None:
-            asyncio.get_running_loop().call_later(patience_s, self._lead.begin_with_who_is_here)
+            loop = asyncio.get_running_loop()
+            self._beginning = loop.call_later(patience_s, self._lead.begin_with_who_is_here)
+
+    def stop(self) -> None:
+        """This life is over: what it hears now is of no interest any more, and nothing happens later.
+
+        The process may begin another one, and a timer would hold this one's parameters until then, or decide something
+        in the history of that.
+        """
+        self.is_over = True
+        if self._beginning is not None:
+            self._beginning.cancel()
+        if self._lead is not None:
+            self._lead.stop()
 
     async def save(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.

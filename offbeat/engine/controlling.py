@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 
 
-class Steering:
+class Controlling:
     """One worker's part. Call order: `stepped` behind each step; then `ask`, on the first worker.
 
     Args:

@@ -1,0 +1,53 @@
+"""The one primitive for every blocking wait, where there is nothing to wait for any more."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.clock import WallClock
+from offbeat.engine import Awaited, Nobody, Waiter
+from offbeat.errors import NetworkError, WorkerLostError
+
+if TYPE_CHECKING:
+    from offbeat.engine.waiting import Findings
+    from offbeat.payload import Reply
+
+
+class Died:
+    """Of whom it is known why it cannot come."""
+
+    text = "Rank 1 died."
+    fatal = True
+
+    def to_json(self) -> dict[str, object]:
+        return {"text": self.text}
+
+
+class Knows(Nobody):
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+        return Died()
+
+
+class Broken:
+    """An exchange that has come to its end by an error, as one of Gloo's is while this worker still computes."""
+
+    sent_bytes = 0
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta) -> bool:
+        raise NetworkError("The connection to another worker broke.")
+
+    def result(self) -> Reply:
+        raise AssertionError("It has none.")
+
+
+def test_what_had_broken_before_it_was_waited_for_is_explained() -> None:
+    waiter = Waiter(clock=WallClock(), timeout=timedelta(seconds=5), witness=Knows())
+    with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):
+        waiter.wait(Broken(), Awaited("all-reduce", step=3))
+    assert isinstance(waiter.failure, WorkerLostError)

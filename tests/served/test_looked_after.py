@@ -1,0 +1,56 @@
+"""A server that is looked after, where there can be no other process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from typing import Any
+
+import pytest
+
+from offbeat import serve
+from offbeat.errors import NetworkError
+from tests.workers import listen
+
+
+class Refusing:
+    """In place of `subprocess.Popen`: only so many processes can be started, and each ends well as soon as it serves.
+
+    Args:
+        room: how many.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def __call__(self, command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        if not self.room:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        self.room -= 1
+        program = f"echo 127.0.0.1:7070 >&{pass_fds[0]}; cat > {os.devnull}"
+        return POPEN(["bash", "-c", program], pass_fds=pass_fds, stdin=subprocess.PIPE)
+
+
+POPEN = subprocess.Popen
+
+
+@pytest.fixture(autouse=True)
+def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # they are this process's
+
+
+def test_a_server_that_cannot_be_started_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Refusing(0))
+    with pytest.raises(NetworkError, match=r"Cannot start a parameter server: .*Resource temporarily unavailable"):
+        serve.start_shard(serve.Settings(job="j"))
+
+
+def test_a_server_goes_on_if_there_can_be_no_spare_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, there = listen(), list[str]()
+    popen = Refusing(1)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    serve.look_after(serve.Settings(job="j", restarts=5), there.append)
+    assert there == ["127.0.0.1:7070"]
+    assert any("None stands by in case that the parameter server is lost. Cannot start" in text for text in said)
+    assert popen.room == 0
