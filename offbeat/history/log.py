@@ -15,6 +15,7 @@ records are decoded into declared types only.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -42,12 +43,15 @@ _FLUSH_S = 0.05
 _MOST_BYTES = 1 << 20  # of a chunk, before and after it is inflated
 _MOST_GROWTH = 64  # so many times a chunk may grow when it is inflated
 _MOST_TOGETHER = 256  # records in a chunk; one is at most 256 KiB of text, but most are 40 bytes
-_MOST_QUEUED = 1 << 18  # records that may wait for a slow disk
+_MOST_QUEUED = 1 << 18  # records that may wait for a slow disk, or one that is full
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MOST_FILES = 10_000  # of one name, in a folder
 
 
 class Writer:
     """Appends records to a new file. Never raises once it is made, and never waits for the disk but in `close`.
+
+    Where the disk is full it keeps what is recorded in memory until there is room, or until that is too much.
 
     Args:
         folder: is made if there is none.
@@ -68,6 +72,8 @@ class Writer:
         self._queue: deque[Record] = deque()
         self._number = 0  # of the next record to write
         self._is_over = False  # nothing is recorded any more
+        self._unwritten = b""  # of the last chunk
+        self._full = ""  # why nothing can be written at present
         self._stop = threading.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._run, name="offbeat-history", daemon=True)
@@ -81,7 +87,7 @@ class Writer:
             return
         self._queue.append(record)
         if len(self._queue) > _MOST_QUEUED:
-            self._give_up("the disk is too slow")
+            self._give_up(self._full or "the disk is too slow")
 
     def close(self, why: str = "") -> None:
         """Write what is queued, and that nothing is missing; a second call does nothing.
@@ -94,6 +100,8 @@ class Writer:
         self.append(Ended(why[: 1 << 10]))
         self._stop.set()
         self._thread.join()
+        if self._full and not self._is_over:
+            self._give_up(self._full)
         self._is_over = True
         os.close(self._fd)
 
@@ -104,17 +112,35 @@ class Writer:
 
     def _flush(self) -> None:
         """On one thread at a time, which alone takes from the queue: another may give up meanwhile."""
-        while self._queue and not self._is_over:
-            together = [self._queue.popleft() for _ in range(min(len(self._queue), _MOST_TOGETHER))]
-            data = (b"" if self._number else _MAGIC) + _chunk(self._number, together, self._encoder)
-            self._number += len(together)
+        while (self._queue or self._unwritten) and not self._is_over:
+            if not self._unwritten:
+                together = [self._queue.popleft() for _ in range(min(len(self._queue), _MOST_TOGETHER))]
+                self._unwritten = (b"" if self._number else _MAGIC) + _chunk(self._number, together, self._encoder)
+                self._number += len(together)
             try:
-                while data:
-                    data = data[os.write(self._fd, data) :]
+                while self._unwritten:
+                    self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
             except OSError as error:  # a full disk is no reason to end the run
-                self._give_up(error.strerror or str(error))
+                if error.errno not in _FULL:
+                    self._give_up(error.strerror or str(error))
+                    continue
+                self._wait_for_room(error.strerror or str(error))
+                return
+            if self._full:
+                self._full = ""
+                _log.warning("The history %s is written again; nothing is missing in it.", self.path)
         if self._is_over:
             self._queue.clear()
+
+    def _wait_for_room(self, why: str) -> None:
+        if not self._full:
+            _log.warning(
+                "Cannot write the history %s at present: %s. Up to %d records are kept in memory until there is room.",
+                self.path,
+                why,
+                _MOST_QUEUED,
+            )
+        self._full = why
 
     def _give_up(self, why: str) -> None:
         self._is_over = True

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offbeat.audit import verify
 from offbeat.errors import HistoryError
-from offbeat.history import Began, Ended, Has, Header, Log, Record, Told, Writer, actions_of, event_of, told
+from offbeat.history import Began, Ended, Has, Header, Log, Record, Told, Writer, actions_of, event_of, log, told
 from offbeat.history.log import write_log
 from offbeat.sync import Apply, Drop, Evict, Grant, Joined, Paced, Ready, Release, Remember, Wake
 from tests.workers import listen
@@ -191,8 +191,12 @@ def test_whatever_is_recorded_is_judged(
 PLAN = '[sync]\nkind = "SSP"\nbound = 1\n[fabric]\nkind = "ParameterServer"\n'
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", ["with room", "full", "with too much"])
+def test_a_full_disk_ends_nothing_but_the_recording_if_it_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
     said, write = listen(), os.write
+    monkeypatch.setattr(log, "_FLUSH_S", 600)  # it is this thread that writes
     writer = Writer(tmp_path, "worker-3", kind="worker", job="job", rank=3)
     full = False
 
@@ -208,11 +212,26 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, monkeyp
     full = True
     for step in range(1000, 2000):
         writer.append(has(step))
+    writer._flush()
+    if ends == "with too much":
+        monkeypatch.setattr(log, "_MOST_QUEUED", 500)
+        for step in range(2000, 2600):
+            writer.append(has(step))
+    full = ends != "with room"
     writer.close()
-    assert [text for text in said if "No space left" in text] == [
-        f"Cannot write the history {writer.path} any further: No space left on device. Training goes on without it."
+    assert said[0] == (
+        f"Cannot write the history {writer.path} at present: No space left on device. Up to 262144 records are kept in "
+        "memory until there is room."
+    )
+    assert said[1:] == [
+        f"The history {writer.path} is written again; nothing is missing in it."
+        if ends == "with room"
+        else f"Cannot write the history {writer.path} any further: No space left on device. Training goes on without "
+        "it."
     ]
-    assert len(list(Log(writer.path))) >= 1001
+    found = list(Log(writer.path))
+    assert (len(found) == 2002) == (ends == "with room") == isinstance(found[-1], Ended)
+    assert len(found) >= 1001
     assert not verify(tmp_path).violations
 
 
