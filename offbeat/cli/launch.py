@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
+_LOOK_S = 0.5  # between two looks whether the job that is joined goes on
 _MOST_LINE_BYTES = 1 << 20  # a longer line is broken
 
 
@@ -107,6 +108,8 @@ class Launch:
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
         self._outlives = Path()  # exists once the job goes on without a worker that is lost
+        self._ended = Path()  # exists once all are done with whom the job began that is joined
+        self._looked_s = 0.0
         self._mourned: set[int] = set()
         self._shards: list[subprocess.Popen[bytes]] = []
 
@@ -115,7 +118,7 @@ class Launch:
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
             try:
-                self._outlives = Path(private) / "outlives"
+                self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
                 self._start(Path(private))
                 return self._watch()
             finally:
@@ -158,6 +161,7 @@ class Launch:
             # The workers meet through a file: torch's TCPStore would listen on every interface.
             "OFFBEAT_STORE": str(job.store or private / "store"),
             "OFFBEAT_OUTLIVES": str(self._outlives),
+            "OFFBEAT_ENDED": str(self._ended),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "OFFBEAT_PLAN": job.plan,
@@ -202,6 +206,7 @@ class Launch:
         while True:
             self._read(timeout_s=0.1)
             self._tick()
+            self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
                 self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")
@@ -220,6 +225,15 @@ class Launch:
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
                 return self._mourn(refused) if refused else 0
+
+    def _look_for_end(self) -> None:
+        """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
+        now_s = time.monotonic()
+        if self._job.joining is None or now_s - self._looked_s < _LOOK_S or self._ended.exists():
+            return
+        self._looked_s = now_s
+        if self._job.joining.has_ended():
+            self._ended.touch()
 
     def _tell_lost(self, failed: list[Worker]) -> None:
         for worker in failed:

@@ -36,14 +36,15 @@ class Onlooker:
 
     Args:
         target: where the job is.
+        patience: for how long to dial it.
 
     Raises:
         NetworkError: if nobody can be reached there.
         PeerError: if it is another job, or there are other credentials.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target, self._settings = target, target.settings
+    def __init__(self, target: Target, patience: timedelta = _DIAL) -> None:
+        self._target, self._settings, self._patience = target, target.settings, patience
         self._loop = Loop("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())
@@ -107,7 +108,7 @@ class Onlooker:
                 rank=0,
                 role="onlooker",
                 credentials=self._settings.credentials(),
-                patience=_DIAL,
+                patience=self._patience,
             )
         except PeerError as error:
             raise PeerError(f"{error} {self._way_in()}") from error
