@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from offbeat.cli.worker import REFUSED, VICTIM
-from offbeat.exits import how_it_ended
+from offbeat.exits import LEFT, how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +239,8 @@ class Launch:
         for worker in failed:
             if worker.rank not in self._mourned:
                 self._mourned.add(worker.rank)
-                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style="bold red")
+                style = "yellow" if worker.code == LEFT else "bold red"
+                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style=style)
 
     def _mourn(self, failed: list[Worker]) -> int:
         """Say who was lost, and how."""
