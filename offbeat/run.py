@@ -40,6 +40,7 @@ from offbeat.engine import (
     Meter,
     MetricsFile,
     Newcomer,
+    Nobody,
     SwapsTogether,
     Waiter,
     Watched,
@@ -213,6 +214,8 @@ class Run:
             self._watch = start_watch(self._control, outlives=elastic)
         if self._watch is not None:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
+        else:
+            self._waiter.witness = Nobody()
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._membership: Membership | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -152,6 +153,8 @@ class Launch:
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout, selectors.EVENT_READ, (worker, bytearray()))
+        pids = {worker.rank: worker.process.pid for worker in self._workers}
+        (private / "workers.json").write_text(json.dumps(pids))
 
     def _common_environment(self, private: Path) -> dict[str, str]:
         job = self._job
@@ -161,6 +164,7 @@ class Launch:
             # The workers meet through a file: torch's TCPStore would listen on every interface.
             "OFFBEAT_STORE": str(job.store or private / "store"),
             "OFFBEAT_OUTLIVES": str(self._outlives),
+            "OFFBEAT_WORKERS": str(private / "workers.json"),
             "OFFBEAT_ENDED": str(self._ended),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),

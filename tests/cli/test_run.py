@@ -114,7 +114,11 @@ TOLD_TO_END = TRAIN.replace("range(4)", "range(40)").replace(
     ("first", "says", "not_said"),
     [
         ("pass", "rank 1 was told to end by SIGTERM, and left in order; the others go on.", "was killed"),
-        ("signal.signal(signal.SIGTERM, signal.SIG_DFL)", "rank 1 was killed by SIGTERM; the others go on.", "in order"),
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
+            "rank 1 was killed by SIGTERM; the others go on.",
+            "in order",
+        ),
     ],
 )
 def test_who_is_told_to_end_left_in_order_or_was_killed(tmp_path: Path, first: str, says: str, not_said: str) -> None:
