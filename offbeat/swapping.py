@@ -303,6 +303,8 @@ class Swapping:
         if plan.is_served:
             how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
             self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if refusal:
+                self._forget_server()
         return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
@@ -329,6 +331,11 @@ class Swapping:
             why = "had gone while there was a server."
             self._circle.go_on_without({rank: why for rank in self._circle.members if rank not in there})
 
+    def _forget_server(self) -> None:
+        """Nobody finds it in the run's folder any more."""
+        if self._run_dir is not None and self._control.is_first:
+            (self._run_dir / "server.json").unlink(missing_ok=True)
+
     def _leave_server(self, server: Server) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
         before, began_s = self.plan, self._clock.now_s()
@@ -345,8 +352,7 @@ class Swapping:
         self._go_on_with(there)
         self._crossing.to_group(plan, server)
         self.server, self._had_server = None, True
-        if self._run_dir is not None and self._control.is_first:
-            (self._run_dir / "server.json").unlink(missing_ok=True)
+        self._forget_server()
         if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
         self._take(self._leaving or before, plan, began_s)
