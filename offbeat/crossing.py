@@ -12,21 +12,25 @@ the bit. Steps of the workers' own (`LocalSGD`) end before, and begin anew after
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.engine import SwapsAlone, SwapsTogether
-from offbeat.errors import OffbeatError, PlanError
+from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric.server.optimizers import check_states
+from offbeat.sync import BSP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
     from offbeat.data import Data
     from offbeat.engine import Control, Diary, Either, Waiter
     from offbeat.engine.beside import Starting
+    from offbeat.engine.dealt import DealtSource
     from offbeat.engine.server import Server
     from offbeat.exchanging import Exchanging, Prepared
     from offbeat.plan import Plan
@@ -120,28 +124,63 @@ class Crossing:
             server.begin_with(tuple(refusals))
         refusal = next((text for text in refusals.values() if text), "")
         if server is None or refusal:
-            if server is not None:
-                server.abort()
-            if starting is not None:
-                starting.abandon()
-            self._waiter.ask_server = str
+            self._let_go(server, starting)
             return None, refusal
         step = max((reducer.step for reducer in self._reducers), default=0)
+        before = [reducer.plan for reducer in self._reducers]
+        self._end_own_steps()
+        # Until all are there, each has all that it needs to go on without: who brings it to the server may be lost.
+        kept = [tensor.detach().clone() for tensor in self._tensors]
+        crossed, sources, refusal = self._bring_to(plan, server)
+        refusals = self._control.texts("whether all are at the server", refusal)
+        if refusal := next((text for text in refusals.values() if text), ""):
+            for after in crossed:
+                after.close()
+            self._let_go(server, starting)
+            with torch.no_grad():
+                for tensor, own in zip(self._tensors, kept, strict=True):
+                    tensor.copy_(own)
+            for reducer, own_plan in zip(self._reducers, before, strict=True):
+                reducer.plan = own_plan
+            return None, refusal
         border = self._leave_stretch(plan, step, server.job)
-        pairs = list(zip(self._prepared, self._reducers, strict=True))
-        crossed = []
-        for one, reducer in pairs:
-            assert isinstance(reducer.now, SwapsTogether)
-            crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
-        self._data.to_server(server)
-        server.take_over(self._waiter)
-        for (_, reducer), after in zip(pairs, crossed, strict=True):
+        self._data.to_server(server, sources)
+        for reducer, after in zip(self._reducers, crossed, strict=True):
             reducer.now.close()
             reducer.now = after
             after.refreshed()
             after.plan = plan
         self._enter_stretch(border, step)
         return server, ""
+
+    def _end_own_steps(self) -> None:
+        """All step together. Collective."""
+        for reducer in self._reducers:
+            reducer.plan = dataclasses.replace(reducer.plan, sync=BSP(), controller=None)
+
+    def _bring_to(self, plan: Plan, server: Server) -> tuple[list[SwapsAlone], dict[int, DealtSource], str]:
+        """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
+        crossed: list[SwapsAlone] = []
+        try:
+            for one, reducer in zip(self._prepared, self._reducers, strict=True):
+                assert isinstance(reducer.now, SwapsTogether)
+                crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
+            sources = self._data.bring_to(server)
+            server.take_over(self._waiter)
+        except OffbeatError as error:
+            self._waiter.failure = None  # the workers are as they were
+            server.abort()  # the others are not to wait for this one there
+            return crossed, {}, str(error)
+        return crossed, sources, ""
+
+    def _let_go(self, server: Server | None, starting: Starting | None) -> None:
+        """The workers stay as they are, and the server ends."""
+        if server is not None:
+            with contextlib.suppress(NetworkError):  # it was let go of before
+                server.abort()
+        if starting is not None:
+            starting.abandon()
+        self._waiter.ask_server = str
 
     def to_group(self, plan: Plan, server: Server) -> None:
         """Leave the server, where all have come together. Collective.

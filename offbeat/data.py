@@ -296,27 +296,36 @@ class Data:
                 )
         return ""
 
-    def to_server(self, server: Server) -> None:
-        """Have a server deal out from now on, at the beginning of a loop over leased data, if there is any. Collective.
+    def bring_to(self, server: Server) -> dict[int, DealtSource]:
+        """Have a server know where the leased data is, if there is any; from where batches come there. Collective.
 
         Raises:
             NetworkError: if the server is gone.
         """
-        self.server = server
+        sources: dict[int, DealtSource] = {}
         places: dict[int, tuple[Enrol, Leases, Mapping[str, Any]]] = {}
         for number, loader in enumerate(self.loaders):
             if isinstance(loader, Loader):
-                loader.go_alone()
                 continue
             about = msgspec.structs.replace(self._abouts[number], seed=loader.source.leases.seed)
             places[number] = (about, loader.source.leases, loader.source.state_dict())
-            loader.change_source(DealtSource(server, self._waiter, about, loader.progress))
+            sources[number] = DealtSource(server, self._waiter, about, loader.progress)
         if not places:
-            return
+            return sources
         server.sum("the data to be dealt out by the server", (), self._waiter)
         if server.is_first:
             told = server.client.restock(place.for_coordinator(places))
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+        return sources
+
+    def to_server(self, server: Server, sources: Mapping[int, DealtSource]) -> None:
+        """Have a server deal out from now on, at the beginning of a loop over leased data, as `bring_to` has it."""
+        self.server = server
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                loader.go_alone()
+            else:
+                loader.change_source(sources[number])
 
     def give_back(self) -> None:
         """Others may have what the server has dealt out beforehand: it is about to be left."""

@@ -20,6 +20,7 @@ from offbeat.engine import (
 )
 from offbeat.engine.sparse import sparse_names
 from offbeat.engine.take_over import gathered
+from offbeat.errors import OffbeatError
 from offbeat.fabric.server import describe
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
@@ -158,7 +159,11 @@ class Exchanging:
         served = self._served(one, plan, server, share=before.share)
         served.plan = before.plan
         after = SwapsAlone(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
-        served.begin_with(state["step"], state["codec"], one.gathered())
+        try:
+            served.begin_with(state["step"], state["codec"], one.gathered())
+        except OffbeatError:
+            served.close()
+            raise
         after.sync = before.sync
         return after
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import signal
 
+# Of a worker that was sent SIGTERM, and left the others in order; one whom that killed has the signal instead.
+LEFT = 128 + signal.SIGTERM
+
 
 def how_it_ended(code: int) -> str:
     """What `subprocess` gives as a return code, as the end of a sentence.
 
     >>> how_it_ended(-9), how_it_ended(-40), how_it_ended(3)
     ('was killed by SIGKILL', 'was killed by signal 40', 'ended with exit code 3')
+    >>> how_it_ended(-15), how_it_ended(LEFT)
+    ('was killed by SIGTERM', 'was told to end by SIGTERM, and left in order')
     """
+    if code == LEFT:
+        return "was told to end by SIGTERM, and left in order"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -10,24 +10,21 @@ import fcntl
 import json
 import logging
 import os
-import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.engine import Awaited, Nobody, Polled
+from offbeat.engine import Awaited, Roll
 from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric import Elastic
 
 if TYPE_CHECKING:
     from offbeat.engine import Waiter
-    from offbeat.engine.waiting import Findings
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
@@ -63,11 +60,8 @@ def join(waiter: Waiter) -> Store | None:
         torch.cuda.set_device(local_rank)
     store = _open_store(rank, world)
     roll = Roll(store, rank, world)
-    before, waiter.witness = waiter.witness, roll
-    try:
-        waiter.wait(roll, Awaited("the others to call offbeat.init()"))
-    finally:
-        waiter.witness = before
+    waiter.witness = roll  # until there is a watch
+    waiter.wait(roll, Awaited("the others to call offbeat.init()"))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
     )
@@ -198,47 +192,3 @@ def _number(name: str, default: int) -> int:
             f"Cannot read {name}={text!r}: it must be a whole number. Start with `offbeat run` or torchrun."
         )
     return int(text)
-
-
-class Roll(Polled, Nobody):
-    """Who is there: something to wait for, and the witness of that wait."""
-
-    def __init__(self, store: Store, rank: int, world: int) -> None:
-        self._store = store
-        self._missing = [other for other in range(world) if other != rank]
-        self._rank = rank
-        store.set(f"here-{rank}", socket.gethostname())
-
-    def done(self) -> bool:
-        self._missing = [other for other in self._missing if not self._store.check([f"here-{other}"])]
-        return not self._missing
-
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
-        return Absent(self._rank, tuple(self._missing), waited_s)
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Who has not called `offbeat.init()`."""
-
-    rank: int
-    missing: tuple[int, ...]
-    waited_s: float
-    fatal: bool = False
-
-    @property
-    def text(self) -> str:
-        ranks = ", ".join(map(str, self.missing))
-        return (
-            f"rank {self.rank} has waited {self.waited_s:.1f} s for the others to call offbeat.init(): not here yet: "
-            f"rank {ranks}. They may still load, have died, or never reach that line."
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "place": "offbeat.init()",
-            "waited_s": self.waited_s,
-            "culprits": [{"rank": rank, "reason": "absent"} for rank in self.missing],
-            "fatal": False,
-        }

@@ -40,6 +40,7 @@ from offbeat.engine import (
     Meter,
     MetricsFile,
     Newcomer,
+    Nobody,
     SwapsTogether,
     Waiter,
     Watched,
@@ -50,6 +51,7 @@ from offbeat.engine import (
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.exchanging import Exchanging, Prepared
+from offbeat.exits import LEFT
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
 from offbeat.membership import Came, Membership
 from offbeat.plan import Plan
@@ -212,6 +214,8 @@ class Run:
             self._watch = start_watch(self._control, outlives=elastic)
         if self._watch is not None:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
+        else:
+            self._waiter.witness = Nobody()
         _runs.add(self)
         atexit.register(self._close_at_exit)
         self._membership: Membership | None = None
@@ -679,13 +683,14 @@ class Run:
         """Wait until every worker is done, then release everything; a second call does nothing."""
         self._close(error=None)
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> BaseException | None:
+        """What it ended with, if not in order."""
         if self._closed:
-            return
+            return error
         self._closed = True
         if os.getpid() != self._pid:  # a forked child is not the worker, and has none of its threads
             self._release(orderly=False)
-            return
+            return error
         atexit.unregister(self._close_at_exit)
         self._swapping.close()
         _runs.discard(self)
@@ -708,6 +713,7 @@ class Run:
             self._watch.close(well=error is None)
         self._resources.close()
         self._release(orderly=error is None)
+        return error
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # what the interpreter dies of
@@ -774,7 +780,10 @@ class Run:
 
     def _drain(self) -> None:
         """Leave the others in order, between two steps, and end as one who was told to."""
-        self._close(None)
+        if self._close(None) is None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(LEFT)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from offbeat.cli.onlooker import JobEnded, Onlooker
 from offbeat.cli.plan import read_plan
 from offbeat.cli.target import find
 from offbeat.errors import NetworkError, PlanError
+from offbeat.report.records import has_ended
 
 if TYPE_CHECKING:
     from offbeat.plan import Plan
@@ -46,12 +48,18 @@ class Joining:
         first_rank: that nobody in it has had.
         plan: the one that holds with a server, or that it began with without one; those that train have the last word.
         history: folder in which it records one; None if it does not, or where it is is not known.
+        folder: its run folder; None if it is not known.
     """
 
     environment: dict[str, str]
     first_rank: int
     plan: Plan
     history: Path | None = None
+    folder: Path | None = None
+
+    def has_ended(self) -> bool:
+        """Whether all workers it began with are done, as far as that is known."""
+        return self.folder is not None and has_ended(self.folder / "metrics.jsonl")
 
 
 def look_for(where: str, workers: int) -> Joining:
@@ -71,11 +79,19 @@ def look_for(where: str, workers: int) -> Joining:
     if not (folder / "server.json").exists() and any((folder / name).is_file() for name in ("store", "store.json")):
         return _without_server(folder, workers)
     target = find(where, {})
+    # Those who joined may train on when all it began with are done: whether there is a server is what counts.
+    done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
-        with Onlooker(target) as onlooker:
+        with Onlooker(target, timedelta() if done else None) as onlooker:
             scenes = onlooker.look(_PATIENCE_S)
     except JobEnded:
         scenes = ()
+    except NetworkError as error:
+        if not done:
+            raise
+        raise NetworkError(
+            f"Cannot join the job in {target.folder}: it has ended. `offbeat report {target.folder}` says how."
+        ) from error
     if not scenes or not all(scene.started for scene in scenes):
         raise NetworkError(
             f"Cannot join the job at {where}: it does not train now. Try again while its workers do; `offbeat top` "
@@ -97,7 +113,7 @@ def look_for(where: str, workers: int) -> Joining:
         plan = Plan.from_toml(scenes[0].plan)
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
-    return Joining(environment, first_rank, plan, _history(folder))
+    return Joining(environment, first_rank, plan, _history(folder), Path(target.folder) if target.folder else None)
 
 
 def _without_server(folder: Path, workers: int) -> Joining:

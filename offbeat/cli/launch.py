@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -27,7 +28,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from offbeat.cli.worker import REFUSED, VICTIM
-from offbeat.exits import how_it_ended
+from offbeat.exits import LEFT, how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
+_LOOK_S = 0.5  # between two looks whether the job that is joined goes on
 _MOST_LINE_BYTES = 1 << 20  # a longer line is broken
 
 
@@ -107,6 +109,8 @@ class Launch:
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
         self._outlives = Path()  # exists once the job goes on without a worker that is lost
+        self._ended = Path()  # exists once all are done with whom the job began that is joined
+        self._looked_s = 0.0
         self._mourned: set[int] = set()
         self._shards: list[subprocess.Popen[bytes]] = []
 
@@ -115,7 +119,7 @@ class Launch:
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
             try:
-                self._outlives = Path(private) / "outlives"
+                self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
                 self._start(Path(private))
                 return self._watch()
             finally:
@@ -149,6 +153,8 @@ class Launch:
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self._selector.register(process.stdout, selectors.EVENT_READ, (worker, bytearray()))
+        pids = {worker.rank: worker.process.pid for worker in self._workers}
+        (private / "workers.json").write_text(json.dumps(pids))
 
     def _common_environment(self, private: Path) -> dict[str, str]:
         job = self._job
@@ -158,6 +164,8 @@ class Launch:
             # The workers meet through a file: torch's TCPStore would listen on every interface.
             "OFFBEAT_STORE": str(job.store or private / "store"),
             "OFFBEAT_OUTLIVES": str(self._outlives),
+            "OFFBEAT_WORKERS": str(private / "workers.json"),
+            "OFFBEAT_ENDED": str(self._ended),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "OFFBEAT_PLAN": job.plan,
@@ -202,6 +210,7 @@ class Launch:
         while True:
             self._read(timeout_s=0.1)
             self._tick()
+            self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
                 self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")
@@ -221,11 +230,21 @@ class Launch:
                 refused = [w for w in self._workers if w.code == REFUSED]
                 return self._mourn(refused) if refused else 0
 
+    def _look_for_end(self) -> None:
+        """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
+        now_s = time.monotonic()
+        if self._job.joining is None or now_s - self._looked_s < _LOOK_S or self._ended.exists():
+            return
+        self._looked_s = now_s
+        if self._job.joining.has_ended():
+            self._ended.touch()
+
     def _tell_lost(self, failed: list[Worker]) -> None:
         for worker in failed:
             if worker.rank not in self._mourned:
                 self._mourned.add(worker.rank)
-                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style="bold red")
+                style = "yellow" if worker.code == LEFT else "bold red"
+                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style=style)
 
     def _mourn(self, failed: list[Worker]) -> int:
         """Say who was lost, and how."""

@@ -17,6 +17,8 @@ from offbeat.report.sight import look, sight_of
 from offbeat.wire.loop import Loop
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
     from offbeat.wire.link import Link
@@ -33,14 +35,15 @@ class Onlooker:
 
     Args:
         target: where the job is.
+        patience: for how long to dial it; None for 3 s.
 
     Raises:
         NetworkError: if nobody can be reached there.
         PeerError: if it is another job, or there are other credentials.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, patience: timedelta | None = None) -> None:
+        self._target, self._patience = target, patience
         self._loop = Loop("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())
@@ -96,7 +99,7 @@ class Onlooker:
     async def _dial(self) -> _Line:
         line = _Line()
         try:
-            line.link = await dial(self._target, lambda link: line, "onlooker")
+            line.link = await dial(self._target, lambda link: line, "onlooker", patience=self._patience)
         except PeerError as error:
             raise PeerError(f"{error} {self._way_in()}") from error
         return line

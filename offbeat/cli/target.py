@@ -144,12 +144,15 @@ def find(where: str, given: Mapping[str, str]) -> Target:
     return msgspec.structs.replace(target, **given)
 
 
-async def dial(target: Target, accept: Callable[[Link], Receiver], role: Role) -> Link:
+async def dial(
+    target: Target, accept: Callable[[Link], Receiver], role: Role, *, patience: timedelta | None = None
+) -> Link:
     """A link to a job's first shard.
 
     Args:
         accept: called with the link before anything comes over it; returns who takes that in.
         role: what it comes for.
+        patience: for how long to dial; None for 3 s.
 
     Raises:
         NetworkError: if nobody can be reached there.
@@ -165,7 +168,7 @@ async def dial(target: Target, accept: Callable[[Link], Receiver], role: Role) -
             rank=0,
             role=role,
             credentials=target.settings.credentials(),
-            patience=_DIAL,
+            patience=_DIAL if patience is None else patience,
         )
     except NetworkError as error:
         # Without one nobody was tried: it is no address, or the credentials cannot be used.

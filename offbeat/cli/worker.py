@@ -2,8 +2,9 @@
 
     python -m offbeat.cli.worker script.py its arguments
 
-Exit codes: `REFUSED` if offbeat refused something, `VICTIM` if this worker only stopped because another was lost, else
-the script's own. However it ends, short of SIGKILL, its last records are written.
+Exit codes: `REFUSED` if offbeat refused something, `VICTIM` if this worker only stopped because another was lost,
+`LEFT` (of `offbeat.exits`) if it was sent SIGTERM and left the others in order, else the script's own. However it ends,
+short of SIGKILL, its last records are written.
 """
 
 from __future__ import annotations

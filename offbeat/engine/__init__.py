@@ -26,6 +26,7 @@
 * `ignored` - what the user asked to leave alone
 * `waiting` - the one primitive for every blocking wait, and the report when it takes too long
 * `witness` - ties the waiting primitive to the sentinel beside each worker
+* `roll` - who is there before there are sentinels, and whether who is not still starts
 * `control` - collective questions beside the data's path: are we the same, who has data
 * `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all;
   `place` - the place in the data, from one to the other
@@ -50,13 +51,14 @@ from offbeat.engine.ignored import ignored_names
 from offbeat.engine.local import Local
 from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
+from offbeat.engine.roll import Roll
 from offbeat.engine.served import Served
 from offbeat.engine.server import connect
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
-from offbeat.engine.waiting import Awaited, Nobody, Polled, Waiter
+from offbeat.engine.waiting import Awaited, Nobody, Waiter
 from offbeat.engine.witness import Watched, join_watch, start_watch
 
 __all__ = [
@@ -82,9 +84,9 @@ __all__ = [
     "Newcomer",
     "Nobody",
     "Parting",
-    "Polled",
     "Reception",
     "Reducer",
+    "Roll",
     "Served",
     "Source",
     "SwapsAlone",

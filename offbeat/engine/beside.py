@@ -51,7 +51,7 @@ class Starting:
         settings, call = self._settings, self._call
         if settings is None or call is None:
             return ""
-        waiter.wait(call, Awaited("starting the parameter server", alone=True))
+        waiter.wait(call, Awaited("starting the parameter server", alone=True, starts=True))
         _, address = call.outcome.result()
         return f"{address} {settings.job} {settings.token}"
 
@@ -144,7 +144,7 @@ def _start(settings: Settings, waiter: Waiter) -> str:
     """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
     from offbeat.serve import start_shard
 
-    what = Awaited("starting a shard of the parameter server", alone=True)
+    what = Awaited("starting a shard of the parameter server", alone=True, starts=True)
     _, address = waiter.call(lambda: start_shard(settings), what)
     return address
 

@@ -264,6 +264,7 @@ def connect(
     rank, world = place or (control.rank, control.world)
     credentials, limits = settings.credentials(), Limits(timeout=timeout)
     loop = Loop()
+    reached = False
 
     def dial(address: str, accept: Callable[[Link], Receiver], patience: timedelta) -> Awaitable[Link]:
         return dial_shard(
@@ -274,6 +275,8 @@ def connect(
             credentials=credentials,
             limits=limits,
             patience=patience,
+            # Once it was reached, whoever joined may train on when the others are done.
+            hopeless=lambda: "" if reached else _has_ended(),
         )
 
     plans = Plans(plan, stays)
@@ -293,8 +296,16 @@ def connect(
     except BaseException:
         loop.close()
         raise
+    reached = True
     waiter.ask_server = client.trouble
     return Server(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
+
+
+def _has_ended() -> str:
+    """Why nobody will ever be reached at the job that this worker is to join, if `offbeat run` knows; else ""."""
+    if "OFFBEAT_ENDED" in os.environ and Path(os.environ["OFFBEAT_ENDED"]).exists():
+        return "Cannot join: the job has ended. Start it again."
+    return ""
 
 
 def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:

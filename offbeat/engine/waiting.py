@@ -2,8 +2,9 @@
 
 It knows what is awaited (operation, step, bucket and its layer names) and since when. It polls, so that it can look up
 at any time; after the run's one timeout it asks the watch who has not arrived and why, prints one screen, leaves the
-same as JSON, and goes on waiting as long as the culprit can still come. Dead, departed or disagreeing workers cannot:
-then it raises, naming them.
+same as JSON, and goes on waiting as long as the culprit can still come. While all that is
+missing is known to be starting, which takes long on a busy machine, nothing is said for some timeouts more. Dead,
+departed or disagreeing workers cannot come: then it raises, naming them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _POLL = timedelta(milliseconds=200)
 _LOOK_S = 0.02  # at what nobody tells of
 # Part of the timeout after which to ask, so that the report is out when the timeout has passed.
 _LOOK_EARLY = 0.85
+# Timeouts after which to report who is known to be starting; until then one looks again soon: it may be stopped.
+_STARTING = 4.0
+_LOOK_AGAIN_S = 1.0
 # How long after a broken connection the watch may need to learn who died.
 _OBITUARY_S = 3.0
 
@@ -52,6 +56,7 @@ class Awaited:
         model: of several prepared, which one; from 0.
         outlives: whether it comes to its end even if another worker never does, because a server stands between.
         alone: it is this worker's own, such as starting a process; the others wait for it, and it for none of them.
+        starts: `alone`, and it takes as long as a process takes to start.
     """
 
     operation: str
@@ -62,6 +67,7 @@ class Awaited:
     model: int = 0
     outlives: bool = False
     alone: bool = False
+    starts: bool = False
 
     def __str__(self) -> str:
         if self.bucket < 0:
@@ -80,6 +86,10 @@ class Findings(Protocol):
     @property
     def fatal(self) -> bool:
         """Whether a culprit can no longer come."""
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether all that is missing is known to be starting."""
 
     def to_json(self) -> dict[str, object]:
         """The same for programs."""
@@ -201,28 +211,35 @@ class Waiter:
             while not pending.wait(self._poll):
                 waited_s = self._clock.now_s() - began_s
                 if waited_s >= next_report_s:
-                    next_report_s = 2 * waited_s
-                    self._report(awaited, waited_s)
+                    told = self._report(awaited, waited_s)
+                    next_report_s = 2 * waited_s if told else waited_s + min(_LOOK_AGAIN_S, self._report_after_s)
         except NetworkError as error:
             self._explain_break(awaited, began_s, error)
         finally:
             self.waited_s += self._clock.now_s() - began_s
             self.witness.resumed()
 
-    def _report(self, awaited: Awaited, waited_s: float) -> None:
+    def _report(self, awaited: Awaited, waited_s: float) -> bool:
+        """Whether there was something to report."""
+        is_soon = waited_s < _STARTING * self._report_after_s
         if awaited.alone:
+            if awaited.starts and is_soon:
+                return False
             self._tell(f"{awaited} has taken {waited_s:.1f} s so far.")
-            return
+            return True
         server = self._trouble_of_server(awaited)
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
             known = f". {server}" if server else "; no other worker can be asked why."
             self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}{known}")
-            return
+            return True
+        if findings.is_on_its_way and is_soon:
+            return False
         self._leave(findings)
         if findings.fatal and not awaited.outlives:
             raise WorkerLostError(findings.text)
         self._tell(findings.text)
+        return True
 
     def _explain_break(self, awaited: Awaited, began_s: float, error: NetworkError) -> None:
         broke_s = self._clock.now_s()

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.engine.roll import look_at
 from offbeat.errors import NetworkError
 from offbeat.wire import Diagnosis, Watch, explain
-from offbeat.wire.culprit import END_OF_RUN, gone
+from offbeat.wire.culprit import END_OF_RUN, Culprit, gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,6 +88,7 @@ class Watched:
         except NetworkError as error:
             _log.warning("%s", error)
             return None
+        diagnosis = replace(diagnosis, culprits=tuple(map(_seen, diagnosis.culprits)))
         if self._members is not None and not diagnosis.disagrees:
             diagnosis = replace(diagnosis, fatal=False)
         return diagnosis.with_server(server) if server else diagnosis
@@ -126,9 +128,19 @@ class Watched:
         )
 
 
+def _seen(culprit: Culprit) -> Culprit:
+    """The same; of one that nobody has heard of yet, with what the kernel knows, if it is on this machine."""
+    seen = look_at(culprit.rank) if culprit.reason == "absent" else None
+    if seen is None:
+        return culprit
+    if seen.state == "running":
+        return replace(culprit, reason="starting", text="is still starting: it has not reported yet.")
+    return replace(culprit, reason=seen.state, text=f"is {seen.state}, and had not reported yet.")
+
+
 def _phase(awaited: Awaited) -> str:
     if awaited.alone:
-        return "busy"
+        return "starting" if awaited.starts else "busy"
     return "exchanging" if awaited.step >= 0 else "waiting"
 
 

@@ -42,8 +42,8 @@ class Culprit:
     """One worker that has not arrived.
 
     Args:
-        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting", "busy"
-            or "elsewhere".
+        reason: "dead", "raised", "done", "unreachable", "paused", "gil", "computing", "sleeping", "starting", "absent"
+            (it has never been heard of), "busy" or "elsewhere".
         text: the same in words, with what is known.
         detail: a traceback or a stack, or "".
     """
@@ -91,6 +91,11 @@ class Diagnosis:
     def disagrees(self) -> bool:
         """Whether the workers are apart, rather than one of them late or lost."""
         return self.note == _DISAGREE
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether all that is missing is known to be starting."""
+        return bool(self.culprits) and not self.server and all(c.reason == "starting" for c in self.culprits)
 
     @property
     def text(self) -> str:
@@ -222,7 +227,7 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
         return culprit("dead", f"died {ago_s:.1f} s ago without a word (killed?), {at}.", words.traceback)
     if words.process == "unreachable":
         if not words.host:
-            return culprit("unreachable", "has not reported yet: it may still be starting, or cannot reach rank 0.")
+            return culprit("absent", "has not reported yet: it may still be starting, or cannot reach rank 0.")
         return culprit("unreachable", f"has been out of reach for {words.age_s:.1f} s (machine or link down?), {at}.")
     if words.process == "paused":
         return culprit("paused", f"has been paused (SIGSTOP) for {words.state_since_s + words.age_s:.1f} s, {at}.")
@@ -232,6 +237,8 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
         return _judge_waiting(words, here)
     if words.heartbeat_age_s > GIL_S:
         return culprit("gil", f"has held the GIL for {words.heartbeat_age_s:.1f} s, {at}.", _tail_of(words.stack))
+    if words.phase == "starting" and words.operation:
+        return culprit("starting", f"has been {words.operation} for {words.since_s + words.age_s:.1f} s.")
     if words.phase == "starting":
         return culprit("starting", "is still starting.", _tail_of(words.stack))
     if words.phase == "busy":
@@ -278,7 +285,9 @@ def _doing(words: Words) -> str:
     if words.phase in ("exchanging", "waiting"):
         model = f" of model {words.model + 1}" if words.model else ""
         return f"waiting in {words.operation}{model} at step {words.step}"
-    return words.operation if words.phase == "busy" else f"computing step {words.step}"
+    if words.operation and words.phase in ("busy", "starting"):
+        return words.operation
+    return f"computing step {words.step}"
 
 
 def _steps(count: int) -> str:

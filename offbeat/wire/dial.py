@@ -17,6 +17,7 @@ from offbeat.wire.messages import Claim, Hello, Refused, Welcome
 from offbeat.wire.stream import Stream, close, open_stream, prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from offbeat.wire.link import Link
@@ -51,11 +52,14 @@ class Dialler:
         self._task: asyncio.Task[None] | None = None
         self._pause_s, self._heard_bytes = 0.0, 0
 
-    async def first(self, link: Link, patience: timedelta) -> None:
+    async def first(self, link: Link, patience: timedelta, hopeless: Callable[[], str] = lambda: "") -> None:
         """Connect `link` for the first time, and have it connected again from then on.
 
+        Args:
+            hopeless: asked whenever nobody could be reached: why nobody ever will, as a sentence, or "".
+
         Raises:
-            NetworkError: if nobody could be reached in time; says what was tried.
+            NetworkError: if nobody could be reached in time, or nobody ever will; says what was tried.
             PeerError: if the other side refused, or could not prove who it is.
         """
         tries = refusals = 0
@@ -75,6 +79,8 @@ class Dialler:
                 reason, refusals = error, 0
             else:
                 break
+            if isinstance(reason, OSError) and (why := hopeless()):
+                raise NetworkError(why) from reason
             if left_s <= pause_s:
                 raise NetworkError(
                     f"Cannot reach {self._address} within {patience_s:g} s: {_why(reason)} (tried {tries} times). "

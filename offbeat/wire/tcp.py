@@ -101,6 +101,7 @@ async def connect(
     limits: Limits = _LIMITS,
     patience: timedelta = timedelta(seconds=20),
     role: Role = "worker",
+    hopeless: Callable[[], str] = lambda: "",
 ) -> Link:
     """Dial; tries again while nobody listens there yet.
 
@@ -111,9 +112,10 @@ async def connect(
         credentials, limits: as the other side's.
         patience: for how long to try.
         role: what it comes for; a shard and an onlooker have no rank.
+        hopeless: asked whenever nobody could be reached: why nobody ever will, as a sentence, or "".
 
     Raises:
-        NetworkError: if nobody could be reached in time; says what was tried.
+        NetworkError: if nobody could be reached in time, or nobody ever will; says what was tried.
         PeerError: if the other side refused, or could not prove who it is.
     """
     claim = Claim(rank=rank, role=role, job=job, session=secrets.token_bytes(16))
@@ -121,7 +123,7 @@ async def connect(
     link = Link(limits, peer=address, rank=rank, role=role)
     try:
         link.begin(accept(link))
-        await dialler.first(link, patience)
+        await dialler.first(link, patience, hopeless)
     except BaseException:
         link.abort()
         raise

@@ -48,6 +48,16 @@ print(f"RESULT {run.rank} {steps} {mean} {model.module.weight.item():.9f}")
 """
 
 
+# Comes to its job when that is over.
+LATE = """
+import time
+from pathlib import Path
+Path("waits").touch()
+while not Path("over").exists():
+    time.sleep(0.02)
+"""
+
+
 def soon(condition: Callable[[], bool], seconds: float = 40) -> bool:
     deadline_s = time.monotonic() + seconds
     while not condition():
@@ -95,7 +105,23 @@ def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.
     # A third one finds nobody any more.
     code, output = offbeat("run", "--join", "job", tmp_path / "train.py", folder=tmp_path)
     assert code == 2
-    assert "Traceback" not in output
+    assert "Cannot join the job in job: it has ended. `offbeat report job` says how." in " ".join(output.split())
+
+
+@pytest.mark.timeout(120)
+def test_who_comes_when_the_job_has_just_ended_is_told_at_once(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+    assert soon(lambda: len(present(tmp_path)) == 2)
+    (tmp_path / "late.py").write_text(LATE + TRAIN)
+    with start("run", "--join", "job", "--workers", 1, "--run-dir", "late", "late.py", folder=tmp_path) as newcomer:
+        assert soon((tmp_path / "waits").exists)
+        (tmp_path / "enough").touch()
+        job.communicate(timeout=60)
+        (tmp_path / "over").touch()
+        output, _ = newcomer.communicate(timeout=60)
+    assert newcomer.returncode == 76
+    assert "Cannot join: the job has ended. Start it again." in output
+    took_s = time.time() - (tmp_path / "over").stat().st_mtime
+    assert took_s < 15, "it is not dialled for 20 s"
 
 
 # Without a server: what each step used is written down behind it.

@@ -103,6 +103,32 @@ def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: 
     assert f"rank 1 on {__import__('socket').gethostname()} {says}" in output
 
 
+TOLD_TO_END = TRAIN.replace("range(4)", "range(40)").replace(
+    "    optimizer.step()",
+    "    optimizer.step()\n    if run.rank == 1 and step == 9:\n        import os, signal\n"
+    "        FIRST\n        os.kill(os.getpid(), signal.SIGTERM)",
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "says", "not_said"),
+    [
+        ("pass", "rank 1 was told to end by SIGTERM, and left in order; the others go on.", "was killed"),
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
+            "rank 1 was killed by SIGTERM; the others go on.",
+            "in order",
+        ),
+    ],
+)
+def test_who_is_told_to_end_left_in_order_or_was_killed(tmp_path: Path, first: str, says: str, not_said: str) -> None:
+    path = script(tmp_path, TOLD_TO_END.replace("FIRST", first))
+    code, output = offbeat("run", "--fabric", "Elastic()", path, folder=tmp_path)
+    assert code == 0, output
+    assert says in output
+    assert not_said not in output
+
+
 REFUSED = TRAIN.replace(
     "for step in range(4):",
     "for step in range(4):\n    if run.rank == 1 and step == 2: optimizer.param_groups[0]['lr'] = -1.0",

@@ -14,10 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from offbeat.audit import verify
+from offbeat.engine.served import Served
+from offbeat.engine.server import Server
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, SSP
-from tests.adding import Adding, added
+from tests.adding import LR, Adding, added
 from tests.elastic.test_join import rank_here, wait_for
 from tests.workers import listen, run_workers
 
@@ -93,6 +96,71 @@ def test_whoever_is_there_goes_to_a_server_and_back(early: int, late: int) -> No
         assert told == [False, True, False], moved
         assert any(f"Rank {early} died" in text for text in said) == (early < WORLD)
     assert any(f"Rank {late} had gone while there was a server" in text for text in said) == (late < WORLD)
+
+
+def lose_first(where: str, folder: Path) -> tuple[float, list[str]]:
+    """The first worker is lost while all go over to a server; the others then do so once more."""
+    said, steps = listen(), 0
+    model = nn.Linear(30, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    data = DataLoader(TensorDataset(torch.arange(600.0).reshape(-1, 1)), batch_size=1)
+    with offbeat.init(ELASTIC, timeout=timedelta(seconds=3), run_dir=folder, history=folder / "history") as run:
+        _, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5), data)
+        if run.rank == 0:
+            owner, name = LOST[where]
+            setattr(owner, name, lambda *_, **__: os._exit(1))
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+            model.weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        while not run.plan.is_served:
+            for _ in itertools.islice(loader, 20):
+                if steps in (3, 50):
+                    run.swap(sync=SSP(4), fabric=SERVER)
+                if not run.plan.is_served:
+                    assert model.weight.detach().unique().item() == pytest.approx(plain(steps))
+                step()
+        assert steps > 50
+        run.settle()
+        return float(model.weight.detach().unique().item()), said
+
+
+LOST: dict[str, tuple[type, str]] = {
+    "before it opens the model": (Served, "__init__"),
+    "before it brings the model": (Served, "load_state_dict"),
+    "before it says that it has": (Server, "take_over"),
+}
+
+
+def plain(steps: int) -> float:
+    """Where SGD is after so many steps with a gradient of 1."""
+    weight, momentum = 0.0, 0.0
+    for _ in range(steps):
+        momentum = 0.5 * momentum + 1.0
+        weight -= LR * momentum
+    return weight
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "before it brings the model",
+        pytest.param("before it opens the model", marks=pytest.mark.slow),
+        pytest.param("before it says that it has", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_stay_where_they_are_if_the_first_is_lost_on_its_way(where: str, tmp_path: Path) -> None:
+    results = run_workers(3, lose_first, where, tmp_path, faulty=0)
+    told = [text for text in results[1][1] if "The plan stays as it is." in text or "decides when" in text]
+    assert "Rank 0, which brings it to the server, is gone." in told[0], told
+    assert "SSP(bound=4) decides when workers may go on" in told[1], told
+    assert len({weight for weight, _ in results[1:]}) == 1
+    verdict = verify(tmp_path / "history")
+    assert verdict.holds, verdict.violations
 
 
 def go_along(folder: Path) -> tuple[float, list[str]]:

@@ -21,6 +21,7 @@ class Died:
 
     text = "Rank 1 died."
     fatal = True
+    is_on_its_way = False
 
     def to_json(self) -> dict[str, object]:
         return {"text": self.text}

@@ -18,6 +18,8 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import DisagreementError, WorkerLostError
+from tests.cli.commands import TRAIN, script
+from tests.cli.commands import offbeat as offbeat_command
 from tests.workers import run_workers
 
 CULPRIT = 1
@@ -270,6 +272,34 @@ def late_to_init(where: str, folder: str) -> list[str]:
         model = nn.Linear(4, 2)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return [text for _, text in told.texts]
+
+
+# All but one have loaded what they need when that one begins to.
+LATE = """
+import os, signal, subprocess, time
+from pathlib import Path
+if os.environ["RANK"] == "1":
+    while not (Path("here-0").exists() and Path("here-2").exists()):
+        time.sleep(0.02)
+    ends_s = time.monotonic() + 7
+    PAUSE
+    while time.monotonic() < ends_s:
+        pass
+else:
+    import torch, offbeat
+    Path(f"here-{os.environ['RANK']}").touch()
+"""
+STOPS = "subprocess.Popen(['bash', '-c', f'sleep 7; kill -CONT {os.getpid()}']); os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pause", "says"), [("pass", ""), (STOPS, "yet: rank 1. Rank 1 is paused (SIGSTOP).")])
+def test_who_is_known_to_be_starting_is_no_stall(pause: str, says: str, tmp_path: Path) -> None:
+    path = script(tmp_path, LATE.replace("PAUSE", pause) + TRAIN)
+    code, output = offbeat_command("run", "--workers", 3, path, folder=tmp_path)
+    assert code == 0, output
+    assert says in output
+    assert ("has waited" in output) == bool(says)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "at the end": ({"phase": "finished", "step": 7}, "done", True, "is done after 7 steps"),
     "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
     "starting": ({"phase": "starting"}, "starting", False, "still starting"),
+    "starting a server": (
+        {"phase": "starting", "operation": "starting it", "since_s": 3.0},
+        "starting",
+        False,
+        "been starting it for 3.0 s",
+    ),
     "busy": (
         {"phase": "busy", "operation": "starting it", "since_s": 3.0},
         "busy",
@@ -58,6 +64,7 @@ def test_the_one_that_is_late(name: str) -> None:
     found = look(HERE, words, HERE)
     assert [(c.rank, c.host, c.reason) for c in found.culprits] == [(2, "host2", reason)]
     assert found.fatal == fatal
+    assert found.is_on_its_way == (reason == "starting")
     assert found.arrived == (0, 1, 3)
     assert says in found.text
     assert "step 7: rank 0 has waited 4.5 s in all-reduce of bucket 2/3 (fc.bias … conv.weight)" in found.text
