@@ -43,11 +43,14 @@ class Held:
         self.made[made.version] = made
 
 
-def check_shards(decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool) -> dict[Push, bool]:
+def check_shards(
+    decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool, is_done: bool = True
+) -> dict[Push, bool]:
     """Hold what shards made against what was decided.
 
     Args:
         is_whole: nothing is missing from the coordinator's history of this life.
+        is_done: nobody told the server to stop before the job had ended.
 
     Returns:
         Contributions that are not in all blocks, although they were applied: whether they are in some.
@@ -66,7 +69,7 @@ def check_shards(decisions: Decisions, shards: list[Held], verdict: Verdict, *, 
                 blocks[(used.worker, used.clock)] += used.blocks
             for push in () if update is None else update.pushes:
                 of[push] += shard.serves.blocks
-        _check_all_made(decisions, shard, verdict, is_whole=is_whole)
+        _check_all_made(decisions, shard, verdict, is_whole=is_whole and is_done)
     missing = {push: bool(blocks[push]) for push in of if blocks[push] < of[push]}
     for push in sorted(missing):
         if push not in decisions.unarrived:

@@ -10,7 +10,7 @@ import pytest
 from offbeat.audit import contributions, verify
 from offbeat.audit.updates import Fates
 from offbeat.audit.verdict import Verdict
-from offbeat.history import Has, Log, Made, Told, actions_of, event_of, told
+from offbeat.history import Ended, Has, Log, Made, Told, actions_of, event_of, told
 from offbeat.sync import (
     ASP,
     BSP,
@@ -266,6 +266,19 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     assert verdict.holds, verdict.violations[0]
     assert verdict.unrecorded > 0
     assert len(list(Log(job.coordinator))) < len(job.records)
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
+def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+
+    def stop(records: list[Any]) -> None:
+        forget_to_make(records)
+        records[-1] = Ended("it was told to stop")
+
+    rewrite(job.coordinator, stop)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
 
 
 @pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])
