@@ -1,0 +1,49 @@
+"""Wishes that are left in a job's folder: each is answered or given up by whoever left it, and by nobody else."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.cli.swap import _wish
+from offbeat.errors import NetworkError
+from offbeat.wire import wish
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_of_many_at_once_one_is_left_and_the_others_are_told(tmp_path: Path) -> None:
+    def leave(part: str) -> wish.Wish | str:
+        try:
+            return wish.leave(tmp_path, part)
+        except NetworkError as error:
+            return str(error)
+
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            said = list(pool.map(leave, map(str, range(8))))
+        left = wish.take(tmp_path)
+        said.remove(left or "nothing was left")
+        assert all("it has not taken up what it was asked before" in str(one) for one in said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_gives_up_takes_back_only_what_it_left(tmp_path: Path) -> None:
+    mine = wish.leave(tmp_path, "a")
+    assert wish.take(tmp_path) == mine
+    other = wish.leave(tmp_path, "b")
+    wish.take_back(tmp_path, mine)
+    assert wish.is_left(tmp_path, other)
+    wish.take_back(tmp_path, other)
+    assert wish.take(tmp_path) is None
+
+
+def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "server.json").touch()
+    with pytest.raises(NetworkError, match="all have gone over to a server before they took this up"):
+        _wish(tmp_path, "")
+    assert wish.take(tmp_path) is None
