@@ -345,9 +345,12 @@ class Data:
             if isinstance(loader, Loader):
                 loader.go_together()
                 continue
+            assert isinstance(loader.source, DealtSource)
             leases, reached = loader.source.leases, loader.progress
+            begins = self._control.texts("the epoch that the next loop is in", str(loader.source.epoch))
             source = self._agreed(self._abouts[number])
-            source.load_state_dict(place.for_workers(books, number, leases), seed=leases.seed)
+            kept = place.for_workers(books, number, leases, epoch=min(map(int, begins.values())))
+            source.load_state_dict(kept, seed=leases.seed)
             source.progress = max(source.progress, reached)
             loader.change_source(source)
 

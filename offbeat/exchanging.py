@@ -63,6 +63,13 @@ class Prepared:
         """
         return describe(self.optimizer, {id(p): name for name, p in self.parameters.items()})
 
+    def outline(self) -> list[str]:
+        """The class of the optimizer, and what is in which of its groups: where that differs, replicas come apart."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        groups = enumerate(group["params"] for group in self.optimizer.param_groups)
+        held = [f"group {index} holds {names[id(p)]}" for index, group in groups for p in group if id(p) in names]
+        return [type(self.optimizer).__qualname__, *held]
+
     def gathered(self) -> States:
         """What the optimizer here has gathered, by parameter name."""
         return gathered(self.optimizer, self.parameters)
@@ -86,8 +93,11 @@ class Exchanging:
     def __init__(self, control: Control, waiter: Waiter, meter: Meter, diary: Diary) -> None:
         self._control, self._waiter, self._meter, self._diary = control, waiter, meter, diary
 
-    def agree_on_optimizer(self, one: Prepared) -> None:
+    def agree_on_optimizer(self, one: Prepared, *, is_served: bool) -> None:
         """See that all workers' optimizers are alike. Collective.
+
+        Args:
+            is_served: a server is to hold it: then hyper-parameters are compared, too.
 
         Raises:
             ModelError: if a server cannot hold it.
@@ -95,7 +105,7 @@ class Exchanging:
         """
         self._control.agree(
             "optimizer",
-            "\n".join(lines_of(one.describe())),
+            "\n".join(lines_of(one.describe()) if is_served else one.outline()),
             "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
         )
 

@@ -331,8 +331,8 @@ class Run:
         one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(self.plan, backend))
         if self._membership is None or not self._membership.is_outside:
             self._exchanging.broadcast(one)
+        self._exchanging.agree_on_optimizer(one, is_served=self._server is not None)
         if self._server is not None:
-            self._exchanging.agree_on_optimizer(one)
             reducer = Either(self._exchanging.serve(one, self.plan, self._server))
         else:
             reducer = Either(self._exchanging.replicate(one, self.plan))

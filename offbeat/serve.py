@@ -224,7 +224,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with _history(settings) as record:
+    with _history(settings, stop) as record:
         while (address := await _live(settings, archive, stop, say, record)) is not None:
             settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
             say = _say_nothing
@@ -232,8 +232,11 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
 
 
 @contextlib.contextmanager
-def _history(settings: Settings) -> Iterator[Callable[[Record], None]]:
+def _history(settings: Settings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
     """What writes the history of all lives of this process.
+
+    Args:
+        stop: set if it was told to stop: then what it has decided last may not be made.
 
     Raises:
         NetworkError: if its folder cannot be used.
@@ -252,7 +255,7 @@ def _history(settings: Settings) -> Iterator[Callable[[Record], None]]:
     try:
         yield writer.append
     finally:
-        writer.close()
+        writer.close("it was told to stop" if stop.is_set() else "")
 
 
 async def _live(

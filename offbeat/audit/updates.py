@@ -44,12 +44,19 @@ class Held:
 
 
 def check_shards(
-    decisions: Decisions, shards: list[Held], verdict: Verdict, *, is_whole: bool, kept: float
+    decisions: Decisions,
+    shards: list[Held],
+    verdict: Verdict,
+    *,
+    is_whole: bool,
+    is_done: bool,
+    kept: float,
 ) -> dict[Push, bool]:
     """Hold what shards made against what was decided.
 
     Args:
         is_whole: nothing is missing from the coordinator's history of this life.
+        is_done: nobody told the server to stop before the job had ended.
         kept: the version from which the next life went on; infinite if there is none.
 
     Returns:
@@ -69,7 +76,7 @@ def check_shards(
                 blocks[(used.worker, used.clock)] += used.blocks
             for push in () if update is None else update.pushes:
                 of[push] += shard.serves.blocks
-        _check_all_made(decisions, shard, verdict, is_whole=is_whole, kept=kept)
+        _check_all_made(decisions, shard, verdict, is_whole=is_whole and is_done, kept=kept)
     missing = {push: bool(blocks[push]) for push in of if blocks[push] < of[push]}
     for push in sorted(missing):
         if push not in decisions.unarrived:

@@ -78,6 +78,7 @@ class _Audit:
         self._decisions: list[Decisions] = []  # in their order
         self._held: list[Held] = []
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
+        self._stopped: set[int] = set()  # lives that were told to stop: what was decided last need not be made
 
     def run(self) -> None:
         """Look at everything.
@@ -113,7 +114,8 @@ class _Audit:
                 verdict.updates += len(decisions.updates)
                 missing = {}
                 if not decisions.is_broken:
-                    missing = check_shards(decisions, held, verdict, is_whole=is_whole, kept=kept)
+                    is_done = decisions.life not in self._stopped
+                    missing = check_shards(decisions, held, verdict, is_whole=is_whole, is_done=is_done, kept=kept)
                 fates.begin(decisions, verdict, was_whole=was_whole)
                 fates.add(decisions, held, missing, verdict)
                 was_whole = is_whole
@@ -155,6 +157,7 @@ class _Audit:
                 self._take(log, held, record)
             elif isinstance(record, Ended):
                 is_whole = True
+                self._stopped |= lives if record.why else set()
         self._tell_torn(log)
         for life in lives:
             self._is_whole[life] = is_whole
@@ -167,7 +170,7 @@ class _Audit:
         for record in log:
             if isinstance(record, Serves | Made):
                 self._take(log, held, record)
-            is_whole = isinstance(record, Ended)
+            is_whole = isinstance(record, Ended) and not record.why
         self._tell_torn(log)
         for one in held.values():
             one.is_whole = is_whole

@@ -90,6 +90,11 @@ def _wish(folder: Path, part: str) -> str:
         while (granted := wish.answered(folder, wished)) is None:
             if has_ended(folder / "metrics.jsonl"):
                 raise NetworkError(f"Cannot swap the policy of the job in {folder}: it has ended.")
+            if wish.is_left(folder, wished) and not is_without_server(str(folder)):
+                raise NetworkError(
+                    f"Cannot swap the policy of the job in {folder}: all have gone over to a server before they took "
+                    "this up. Ask again: the server will be asked."
+                )
             if time.monotonic() > deadline_s:
                 raise NetworkError(
                     f"Cannot swap the policy of the job in {folder}: it has not answered for {_PATIENCE_S:g} s. It has "

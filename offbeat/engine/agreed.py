@@ -293,7 +293,7 @@ class AgreedSource:
         return dataclasses.replace(books, pool=dataclasses.replace(books.pool, at=at))
 
     def _reached(self) -> float:
-        return self._at.pool.epoch + self._at.pool.fresh / self.leases.samples
+        return self._at.pool.reached(self.leases.samples)
 
     def _tell(self) -> None:
         """Exchange the times of the last steps. Collective."""

@@ -86,6 +86,11 @@ class DealtSource:
         """What was dealt out beforehand is others'; another source is to go on from here."""
         self._server.client.give_back(self._hand, self._hand.take_undrawn())
 
+    @property
+    def epoch(self) -> int:
+        """In which this worker draws next."""
+        return self._hand.begins
+
     def crowded(self) -> None:
         """Ask for less; what was drawn since the last step is given back, and so is what was dealt out beforehand."""
         server = self._server

@@ -8,6 +8,7 @@ Either way each sample of each epoch is used, leased, or still to be leased; goi
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,14 +23,19 @@ if TYPE_CHECKING:
     from offbeat.pacing import Leases
 
 
-def for_workers(books: str | bytes, loader: int, leases: Leases, *, is_held: bool = True) -> dict[str, Any]:
+def for_workers(
+    books: str | bytes, loader: int, leases: Leases, *, is_held: bool = True, epoch: int | None = None
+) -> dict[str, Any]:
     """What one loader's `AgreedSource` goes on from.
+
+    There all are in the same epoch: who was ahead of the others in the books would leave them without data for good.
 
     Args:
         books: the coordinator's, when all workers have given back what they have not drawn. What they hold then is in
             gradients that they have, and counts as used.
         leases: how the dataset is dealt out.
         is_held: False if nobody has those gradients any more: then it is dealt out again.
+        epoch: in which all draw next; None for that in which the last of them is, going by the books.
 
     Raises:
         ModelError: if that is damaged, or of other data.
@@ -39,7 +45,8 @@ def for_workers(books: str | bytes, loader: int, leases: Leases, *, is_held: boo
         pool, _ = leases.acknowledge(pool, tuple(pool.held))
     for worker in pool.at:
         pool = leases.give_back(pool, worker, pool.leased_to(worker))
-    return _kept(leases, pool)
+    last = min(pool.at.values(), default=pool.epoch) if epoch is None else epoch
+    return _kept(leases, dataclasses.replace(pool, at=dict.fromkeys(pool.at, last)))
 
 
 def beginning(leases: Leases, epoch: int, ranks: Iterable[int]) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]
 
 def progress_of(plain: Any, samples: int) -> float:
     """Epochs that were dealt, going by a pool in dicts, lists and numbers."""
-    return float(plain["pool"]["epoch"] + plain["pool"]["fresh"] / samples)
+    return msgspec.convert(plain["pool"], Pool, str_keys=True).reached(samples)
 
 
 def _of_loader(books: str | bytes, loader: int) -> Any:

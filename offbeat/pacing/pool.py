@@ -143,6 +143,11 @@ class Pool:
         """Samples that came back and that nobody has leased since."""
         return total(self.returned)
 
+    def reached(self, samples: int) -> float:
+        """Epochs of so many samples that are dealt out, or over for all; what came back is not, even of later ones."""
+        dealt = self.epoch + (self.fresh - self.left_over) / samples
+        return max(dealt, float(min(self.at.values(), default=0)))
+
     def leased_to(self, worker: int) -> tuple[int, ...]:
         """Numbers of the leases that `worker` holds and has not delivered."""
         return tuple([n for n, held in self.held.items() if held.worker == worker and not held.delivered])

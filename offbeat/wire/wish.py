@@ -52,21 +52,31 @@ def leave(folder: Path, part: str) -> Wish:
         NetworkError: if that cannot be written, or another one waits for its answer.
     """
     wish = Wish(secrets.randbits(61), part)
-    if (folder / "wish.json").exists():
+    new = folder / f"wish.{wish.number}.new"
+    try:
+        new.write_bytes(msgspec.json.encode(wish))
+        os.link(new, folder / "wish.json")  # of two at once, one is told
+    except FileExistsError as error:
         raise NetworkError(
             f"Cannot ask the job in {folder}: it has not taken up what it was asked before. Wait until it does; if it "
             f"has ended, remove {folder / 'wish.json'}."
-        )
-    try:
-        _put(folder / "wish.json", wish)
+        ) from error
     except OSError as error:
         raise NetworkError(f"Cannot ask the job in {folder}: {error.strerror}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
     return wish
 
 
+def is_left(folder: Path, wish: Wish) -> bool:
+    """Whether the job has not taken it up."""
+    return _read(folder / "wish.json", Wish) == wish
+
+
 def take_back(folder: Path, wish: Wish) -> None:
-    """Wish it no more; what somebody else has wished since stays."""
-    if _read(folder / "wish.json", Wish) == wish:
+    """Wish it no more; what somebody else wishes stays."""
+    if is_left(folder, wish):
         (folder / "wish.json").unlink(missing_ok=True)
 
 

@@ -208,7 +208,8 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
             where, name = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
             setattr(where, name, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
-        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        kind = torch.optim.Adam if newcomer and how == "optimizer" else torch.optim.SGD
+        prepared, optimizer = run.prepare(model, kind(model.parameters(), lr=1.0))
     except (PlanError, DisagreementError) as error:
         (here / "refused").touch()
         return [], 0.0, str(error)
@@ -230,13 +231,16 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     ("how", "says"),
     [
         ("model", "the model differs from that of those that train"),
+        ("optimizer", "the optimizer differs from that of those that train"),
         pytest.param("plan", "Cannot join with another plan", marks=pytest.mark.slow),
     ],
 )
 def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, says: str, tmp_path: Path) -> None:
     *results, newcomer = run_workers(2, come, str(tmp_path), how, 100, newcomers=1)
     assert says in newcomer[2]
-    assert "26214400" in newcomer[2] if how == "plan" else "[50, 2]" in newcomer[2]
+    assert {"model": "[50, 2]", "optimizer": "this worker has 'Adam', they have 'SGD'", "plan": "26214400"}[
+        how
+    ] in newcomer[2]
     for moves, longest_s, _ in results:
         assert moves == [1.0] * 100
         assert longest_s < 1.0

@@ -7,8 +7,9 @@ import pytest
 
 from offbeat.engine import place
 from offbeat.fabric.server import Enrol
+from offbeat.fabric.server.client.hands import Hand
 from offbeat.fabric.server.lead.dealer import Dealer
-from offbeat.pacing import Lease, Leases, Over
+from offbeat.pacing import Lease, Leases, Over, Piece
 
 SAMPLES = 23
 LEASES = Leases(SAMPLES, seed=3)
@@ -94,3 +95,41 @@ def test_an_epoch_that_all_are_about_to_begin_is_begun() -> None:
     first = there.load(msgspec.json.decode(books))[0][0][0]
     assert isinstance(first, Lease), "a loop that begins has batches"
     assert first.epoch == 1
+
+
+def test_who_was_dealt_the_end_of_an_epoch_beforehand_begins_it_with_the_others() -> None:
+    there = dealer()
+    for worker in (0, 1):
+        leases = there.enrol(worker, about(), together=False, world=2)
+    ahead = leases[0]
+    while not any(isinstance(deal, Over) for deal in ahead):
+        ahead += there.take(0, 0)
+    for worker, deals in ((0, ahead), (1, leases[1])):
+        there.give_back(worker, 0, [deal.number for deal in deals if isinstance(deal, Lease)])
+    state = place.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
+    pool = LEASES.from_plain(state["leases"])
+    assert pool.reached(SAMPLES) == 0.0, "what came back is not computed"
+    given = dict.fromkeys((0, 1), 0)
+    for _ in range(3):  # loops, as workers without a server go through them: in each round all draw
+        over: set[int] = set()
+        while len(over) < 2:
+            for worker in {0, 1} - over:
+                pool, deal = LEASES.take(pool, worker, 4, now_s=0.0)
+                if isinstance(deal, Lease):
+                    pool, _ = LEASES.acknowledge(pool, [deal.number])
+                    given[worker] += 1
+                else:
+                    over.add(worker)
+    assert given == {0: 9, 1: 9}
+    assert pool.complete == 3
+    assert pool.reached(SAMPLES) == 3.0
+
+
+def test_the_epoch_in_which_workers_draw_next_may_be_one_that_was_dealt_to_its_end() -> None:
+    hand = Hand(about())
+    hand.deals.extend([Lease(1, 3, (Piece(3, 0, 4),)), Over(3), Lease(2, 4, (Piece(4, 0, 4),))])
+    hand.epoch = 4
+    assert hand.take_undrawn() == [1, 2]
+    assert hand.begins == 3
+    hand.deals.clear()
+    assert hand.begins == 4

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
-from offbeat.errors import ModelError, NetworkError, PeerError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
 from offbeat.fabric.server.blocks import Block, Piece
 from offbeat.fabric.server.deals import Enrol
@@ -23,7 +24,7 @@ from offbeat.fabric.server.messages import Part, Whole, pack
 from offbeat.fabric.server.shard.store import Store
 from offbeat.layout import arrange
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
-from tests.fabric.links import Together
+from tests.fabric.links import Together, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -218,6 +219,27 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     assert told == [
         "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are dealt out again."
     ]
+
+
+def test_who_brings_other_data_is_refused_at_once(
+    together: Callable[[Policy, int], Together], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = together(ASP(), 2)
+    end, said = job.ends[1], list[str]()
+    send = end.send
+
+    def note(metadata: bytes, *rest: Any) -> None:
+        said.append(kind_of(metadata))
+        send(metadata, *rest)
+
+    monkeypatch.setattr(end, "send", note)
+    about = Enrol(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
+    team = workers(job)
+    team[0].client.enrol(about)
+    hand = team[1].client.enrol(msgspec.structs.replace(about, batch=8))
+    with pytest.raises(DisagreementError, match="its loader has batch=8, that of the others 4"):
+        team[1].client.draw(hand).wait(SOON)
+    assert said[-1] == "Refused", "else it would come back with the same"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from offbeat.audit import contributions, verify
 from offbeat.audit.updates import Fates
 from offbeat.audit.verdict import Verdict
-from offbeat.history import Began, Has, Log, Made, Told, actions_of, event_of, told
+from offbeat.history import Began, Ended, Has, Log, Made, Told, actions_of, event_of, told
 from offbeat.sync import (
     ASP,
     BSP,
@@ -285,6 +285,19 @@ def test_what_a_shard_that_was_told_to_end_did_not_make_is_undone(tmp_path: Path
     assert [one.law for one in verdict.violations] == [2] * kept, verdict
     assert kept or "says nothing of having made it" not in str(verdict)
     assert verdict.lost == 1 - kept
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
+def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+
+    def stop(records: list[Any]) -> None:
+        forget_to_make(records)
+        records[-1] = Ended("it was told to stop")
+
+    rewrite(job.coordinator, stop)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
 
 
 @pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])

@@ -1,11 +1,13 @@
-"""What is left in a job's folder, and who takes it away."""
+"""Wishes that are left in a job's folder: each is answered or given up by whoever left it, and by nobody else."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.cli.swap import _wish
 from offbeat.errors import NetworkError
 from offbeat.wire import wish
 from offbeat.wire.wish import Granted
@@ -26,13 +28,38 @@ def test_a_wish_is_taken_once_and_answered(tmp_path: Path) -> None:
     assert wish.answered(tmp_path, left) == granted
 
 
-def test_who_was_answered_takes_nobody_elses_wish_back(tmp_path: Path) -> None:
-    """The first has been taken by the job, so that another may wish before it is answered."""
-    first = wish.leave(tmp_path, "a part")
-    wish.take(tmp_path)
-    second = wish.leave(tmp_path, "another")
-    wish.take_back(tmp_path, first)
-    assert wish.take(tmp_path) == second
+def test_of_many_at_once_one_is_left_and_the_others_are_told(tmp_path: Path) -> None:
+    def leave(part: str) -> wish.Wish | str:
+        try:
+            return wish.leave(tmp_path, part)
+        except NetworkError as error:
+            return str(error)
+
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            said = list(pool.map(leave, map(str, range(8))))
+        left = wish.take(tmp_path)
+        said.remove(left or "nothing was left")
+        assert all("it has not taken up what it was asked before" in str(one) for one in said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_gives_up_takes_back_only_what_it_left(tmp_path: Path) -> None:
+    mine = wish.leave(tmp_path, "a")
+    assert wish.take(tmp_path) == mine
+    other = wish.leave(tmp_path, "b")
+    wish.take_back(tmp_path, mine)
+    assert wish.is_left(tmp_path, other)
+    wish.take_back(tmp_path, other)
+    assert wish.take(tmp_path) is None
+
+
+def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "server.json").touch()
+    with pytest.raises(NetworkError, match="all have gone over to a server before they took this up"):
+        _wish(tmp_path, "")
+    assert wish.take(tmp_path) is None
 
 
 def test_what_nobody_has_taken_can_be_taken_back(tmp_path: Path) -> None:

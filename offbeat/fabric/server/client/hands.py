@@ -54,6 +54,11 @@ class Hand:
         self.deals.extend(deal for deal in self.doubtful if isinstance(deal, Over) or deal.number in self.held)
         self.doubtful.clear()
 
+    @property
+    def begins(self) -> int:
+        """The epoch in which the worker draws next; others that were dealt out beforehand may have ended behind it."""
+        return next((deal.epoch for deal in self.deals), self.epoch)
+
     def take_undrawn(self) -> list[int]:
         """Numbers of the leases that were not drawn, which are not there any more; what ends an epoch stays."""
         undrawn = [self.deals.popleft() for _ in range(len(self.deals))]

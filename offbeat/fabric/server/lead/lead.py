@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import PeerError, PlanError
+from offbeat.errors import DisagreementError, PeerError, PlanError
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
 from offbeat.fabric.server.lead.controlling import Controlling
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
@@ -351,7 +351,11 @@ class Lead:
                 except PlanError as error:
                     raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
                 world = min((one.coordinator.world for one in self.models.values()), default=message.world)
-                deals = self._dealer.enrol(worker, message, together=together, world=world, ranks=self._ranks)
+                try:
+                    deals = self._dealer.enrol(worker, message, together=together, world=world, ranks=self._ranks)
+                except DisagreementError as error:  # it would come back with the same
+                    self._say(worker, Refused(str(error), disagrees=True))
+                    raise
                 if (own := deals.pop(worker, None)) is not None:
                     first, *others = [dealt(loader, deal) for deal in own] or [Dealt(loader, ())]
                     self._say(worker, msgspec.structs.replace(first, void=self._dealer.void(worker, message)))
