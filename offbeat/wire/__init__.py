@@ -22,7 +22,7 @@ The control connection:
 * `watch` - a worker's handle on it
 * `culprit` - who has not arrived, and why
 
-`wish` - what somebody wants of a job that has no server, left in its folder
+`wish` - what somebody wants of a job that has no server, left in its folder; `refusals` - who was refused, in the log
 
 Nothing here loads torch, and nothing from the network is decoded into anything but declared structs.
 """

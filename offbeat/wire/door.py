@@ -19,6 +19,7 @@ from offbeat.wire.credentials import Certificates, Credentials, token_of
 from offbeat.wire.greeting import STRANGER_BYTES, hear, say
 from offbeat.wire.link import Link
 from offbeat.wire.messages import Claim, Join, pack
+from offbeat.wire.refusals import Refusals
 from offbeat.wire.stream import close, open_stream, prepare
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Door:
         self._accept, self._job, self._limits = accept, job, limits
         self._token = token_of(credentials)
         self._context = credentials.server_context() if isinstance(credentials, Certificates) else None
+        self._refusals = Refusals()
         self.links: dict[bytes, Link] = {}
         self._over: dict[bytes, str] = {}  # why sessions ended, of the latest few
 
@@ -125,7 +127,7 @@ class Door:
                     await say(stream, handshake.refuse(self._token, said, join, str(error)))
                     raise
         except (OSError, PeerError) as error:  # a TimeoutError is an OSError
-            _log.warning("Refused %s: %s", peer, str(error) or "it took too long")
+            self._refusals.tell(f"{peer}: {str(error) or 'it took too long'}")
             close(sock)
         except BaseException:
             close(sock)

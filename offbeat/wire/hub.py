@@ -15,6 +15,7 @@ from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Token, require_credentials
 from offbeat.wire.messages import Ask, Bye, Join, Report, Roster, Show, Words
+from offbeat.wire.refusals import Refusals
 from offbeat.wire.talk import Talk
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Hub:
         self._shown_s: dict[int, float] = {}
         self._links: dict[int, Talk] = {}
         self._strangers = 0
+        self._refusals = Refusals()
         self._server: asyncio.Server | None = None
         self._news = asyncio.Event()
 
@@ -161,7 +163,7 @@ class Hub:
             async with asyncio.timeout(_STRANGER_S):
                 rank = await self._authenticate(talk)
         except (PeerError, TimeoutError) as error:
-            _log.warning("Refused %s on the control connection: %s", talk.peer, str(error) or "it took too long")
+            self._refusals.tell(f"{talk.peer} on the control connection: {str(error) or 'it took too long'}")
             talk.close()
             return
         except asyncio.CancelledError:  # the hub closes

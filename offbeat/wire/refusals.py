@@ -1,0 +1,44 @@
+"""Who was refused, in the log: of a crowd the first ones, so that strangers do not fill a disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("offbeat.wire")
+
+_WITHIN_S = 60.0
+_MOST = 10  # in that time
+
+
+class Refusals:
+    """Tells of at most ten in a minute one by one, and how many others there were when the next one comes after it.
+
+    Args:
+        now_s: monotonic seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._began_s, self._told, self._untold = now_s(), 0, 0
+
+    def tell(self, text: str) -> None:
+        """Of one.
+
+        Args:
+            text: who, and why; no full stop.
+        """
+        if self._now_s() - self._began_s >= _WITHIN_S:
+            if self._untold:
+                _log.warning("Refused %d others since the last one that was told of", self._untold)
+            self._began_s, self._told, self._untold = self._now_s(), 0, 0
+        if self._told < _MOST:
+            self._told += 1
+            last = "" if self._told < _MOST else f"; others within {_WITHIN_S:g} s are only counted"
+            _log.warning("Refused %s%s", text, last)
+        else:
+            self._untold += 1
