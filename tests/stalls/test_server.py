@@ -85,9 +85,7 @@ def test_who_takes_long_to_start_the_server_says_so(tmp_path: Path) -> None:
     first, second = run_workers(2, starts_slowly, tmp_path)
     assert any(text.startswith("starting the parameter server has taken ") for text in first)
     (stalled, *_) = [text for text in second if "has waited" in text]
-    assert 3 * TIMEOUT_S <= float(stalled.split("has waited ")[1].split()[0]) <= 5 * TIMEOUT_S, (
-        "no false alarm before"
-    )
+    assert 3 * TIMEOUT_S <= float(stalled.split("has waited ")[1].split()[0]) <= 5 * TIMEOUT_S, "no false alarm before"
     assert "rank 0 on " in stalled
     assert "has been starting the parameter server for " in stalled
 
