@@ -174,12 +174,17 @@ class Cell(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """The file."""
+    """The file.
+
+    Args:
+        conditions: under which its cells ran, for people; "" if one at a time on a quiet machine.
+    """
 
     date: str
     versions: dict[str, str]
     hardware: dict[str, str | int]
     timeout_s: float
+    conditions: str = ""
     cells: list[Cell] = []
 
 

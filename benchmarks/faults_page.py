@@ -47,7 +47,8 @@ def page(result: Result) -> str:
     """The page as Markdown."""
     hardware = f"{result.hardware['cores']} cores, {result.hardware['processor']}"
     head = _HEAD.format(workers=WORKERS, step=STEP, timeout_s=result.timeout_s)
-    measured = f"\nMeasured on {result.date} with torch {result.versions['torch']} on {hardware}.\n"
+    how = f" {result.conditions}" if result.conditions else ""
+    measured = f"\nMeasured on {result.date} with torch {result.versions['torch']} on {hardware}.{how}\n"
     parts = [head, measured, *(_section(result, target) for target in get_args(Target))]
     return "".join([*parts, _does_not_apply(), _seen(result.cells)])
 

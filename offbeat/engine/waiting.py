@@ -2,9 +2,9 @@
 
 It knows what is awaited (operation, step, bucket and its layer names) and since when. It polls, so that it can look up
 at any time; after the run's one timeout it asks the watch who has not arrived and why, prints one screen, leaves the
-same as JSON, and goes on waiting as long as the culprit can still come. While all that is
-missing is known to be starting, which takes long on a busy machine, nothing is said for some timeouts more. Dead,
-departed or disagreeing workers cannot come: then it raises, naming them.
+same as JSON, and goes on waiting as long as the culprit can still come. While all that is missing is known to be
+starting, which takes long on a busy machine, nothing is said for some timeouts more. Dead, departed or disagreeing
+workers cannot come: then it raises, naming them.
 """
 
 from __future__ import annotations
