@@ -76,8 +76,11 @@ def look_for(where: str, workers: int) -> Joining:
     from offbeat.plan import Plan
 
     folder = Path(where)
-    if not (folder / "server.json").exists() and any((folder / name).is_file() for name in ("store", "store.json")):
-        return _without_server(folder, workers)
+    if not (folder / "server.json").exists():
+        if any((folder / name).is_file() for name in ("store", "store.json")):
+            return _without_server(folder, workers)
+        if has_ended(folder / "metrics.jsonl"):
+            raise _over(folder)
     target = find(where, {})
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
@@ -89,9 +92,7 @@ def look_for(where: str, workers: int) -> Joining:
     except NetworkError as error:
         if not done:
             raise
-        raise NetworkError(
-            f"Cannot join the job in {target.folder}: it has ended. `offbeat report {target.folder}` says how."
-        ) from error
+        raise _over(target.folder) from error
     if not scenes or not all(scene.started for scene in scenes):
         raise NetworkError(
             f"Cannot join the job at {where}: it does not train now. Try again while its workers do; `offbeat top` "
@@ -114,6 +115,10 @@ def look_for(where: str, workers: int) -> Joining:
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
     return Joining(environment, first_rank, plan, _history(folder), Path(target.folder) if target.folder else None)
+
+
+def _over(folder: Path | str) -> NetworkError:
+    return NetworkError(f"Cannot join the job in {folder}: it has ended. `offbeat report {folder}` says how.")
 
 
 def _without_server(folder: Path, workers: int) -> Joining:

@@ -25,8 +25,8 @@ class WaitThreshold:
 
     Waiting for others is not all that `tight` may cost: if all push at the same time, they crowd the server's link. So
     what either policy brought is compared, in samples per second while nobody was late: `tight` does not decide where
-    it is known to bring less by more than the `price`; after a while it is tried again. What `loose` brings is not known
-    before somebody was late, unless `explore` has it tried.
+    it is known to bring less by more than the `price`; after a while it is tried again. What `loose` brings is not
+    known before somebody was late, unless `explore` has it tried.
 
     It does not flap: it goes back only where less than `below` would be waited, for twice `window_s`, and no policy
     decides for less than `least_s`. Each time that it had to turn back lately, it stays with `loose` twice as long

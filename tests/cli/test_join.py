@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.cli.joining import look_for
+from offbeat.errors import NetworkError
 from tests.cli.commands import offbeat, script, start
 
 if TYPE_CHECKING:
@@ -175,6 +177,13 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
     code, output = offbeat("run", "--join", "job", path, folder=tmp_path)
     assert code != 0
     assert "Cannot join: the job has ended" in " ".join(output.split())
+
+
+def test_a_job_that_ended_without_a_server_is_said_to_have_ended(tmp_path: Path) -> None:
+    end = {"kind": "end", "rank": 0, "time_s": 1.0, "steps": 3, "error": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(end) + "\n")
+    with pytest.raises(NetworkError, match=r"Cannot join the job in .*: it has ended\."):
+        look_for(str(tmp_path), 1)
 
 
 def test_what_cannot_be_joined(tmp_path: Path) -> None:
