@@ -12,6 +12,7 @@ import msgspec
 from benchmarks import growth
 from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
 from offbeat.lab import results
+from offbeat.lab.courses import brief
 from offbeat.lab.predicted import errors
 from offbeat.lab.repeat import behind_faults, reached
 from offbeat.lab.table import table
@@ -62,7 +63,7 @@ def section(report: Report) -> str:
     notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:10]))
     parts += [f"\nData: {note}.\n" for note in notes]
     parts.append(f"\n![{report.name}]({report.name}.png)\n\n{_table(report)}\n")
-    parts.append(_recoveries(report))
+    parts += [_recoveries(report), _handovers(report)]
     parts.append(
         f"`{report.command}`, {report.date}, {hardware}, torch {report.versions['torch']}. "
         f"[Raw records]({report.name}.json), [scenario](../scenarios/{report.name}.toml).\n"
@@ -92,6 +93,25 @@ def _recoveries(report: Report) -> str:
     headings = ["row", "fault", "others, s", "simulated, s", "back, s", "steps redone", "what the job said"]
     told = f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
     return told + _behind_faults(report)
+
+
+def _handovers(report: Report) -> str:
+    """What each swap cost."""
+    if not report.handovers:
+        return ""
+    rows = [
+        [
+            one.row,
+            brief(one.policy),
+            f"{one.time_s:.1f}",
+            f"{1e3 * one.agreed_s:.0f}",
+            f"{1e3 * one.longer_s:.0f}",
+            *("" if loss is None else f"{loss:.3f}" for loss in (one.loss_before, one.loss_after)),
+        ]
+        for one in report.handovers
+    ]
+    headings = ["row", "policy", "after, s", "agreed, ms", "longest step, ms more", "loss before", "loss after"]
+    return f"\nWhat [each swap cost](../../docs/lab.md#what-a-swap-cost):\n\n{_lines(headings, rows)}\n"
 
 
 def _behind_faults(report: Report) -> str:

@@ -89,7 +89,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
             loss.backward()
         bound.optimizer.step()
         bound.optimizer.zero_grad()
-        recorder.step(asked.batch)
+        recorder.step(asked.batch, loss.item())
         kept.save(index + 1)
         # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
         if rank == 0 and (index + 1) % asked.every == 0:

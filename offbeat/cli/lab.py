@@ -182,6 +182,8 @@ def _show_table(report: Report) -> None:
         typer.echo(f"left out to fit the terminal: {', '.join(reversed(left_out))}")
     for cost in report.recoveries:
         typer.echo(f"{cost.row}: {cost.words}")
+    for swap in report.handovers:
+        typer.echo(f"{swap.row}: {swap.words}")
     if report.rows[0].repeats < _LEAST_REPEATS:
         return
     for name, overhead_us in report.overhead_us_per_bucket.items():

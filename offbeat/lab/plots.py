@@ -1,10 +1,11 @@
 """The picture of a result file: seconds per step of every row beside the physical limit, and the way to the target, or,
-where there is none but a server, how its link was used over time. Where something went wrong (`[[fault]]`): throughput,
-waiting and staleness over time, and when it did.
+where there is none but a server, how its link was used over time. Where policies were swapped, how the training loss
+went, too. Where something went wrong (`[[fault]]`): throughput, waiting and staleness over time, and when it did.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -50,14 +51,17 @@ def draw(report: Report, path: Path) -> None:
     # Where there is a way to the target, that is what people look for.
     links = [] if curves else report.links
     tall, low = 0.55 * len(report.rows) + 2, 0.8 * len(links) + (0.6 if links else 0)
-    figure = Figure(figsize=(11 if curves else 7, tall + low), dpi=150, layout="constrained")
+    columns = 1 + bool(curves) + bool(report.courses)
+    figure = Figure(figsize=((7, 11, 15)[columns - 1], tall + low), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     heights = [tall, low] if links else [tall]
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    axes = parts[0].subplots(1, 2 if curves else 1, squeeze=False)[0]
+    axes = parts[0].subplots(1, columns, squeeze=False)[0]
     _draw_steps(axes[0], report)
     if curves:
         _draw_curves(axes[1], report)
+    if report.courses:
+        _draw_losses(axes[-1], report)
     for part in parts[1:]:
         _draw_links(part.subplots(len(links), 1, sharex=True, squeeze=False)[:, 0], report)
     figure.suptitle(f"{report.name}: {report.description}", fontsize=9)
@@ -146,6 +150,25 @@ def _draw_curves(axes: Any, report: Report) -> None:
                     _mark_swaps(axes, row, _warmup_s(raw, warmup_steps), colour)
     axes.set_xlabel("seconds of training", fontsize=8)
     axes.set_ylabel("test metric", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_losses(axes: Any, report: Report) -> None:
+    """The training loss of each step, and when the policy was swapped; every repeat of every row."""
+    colours = dict(zip((row.row for row in report.rows), COLOURS * 8, strict=False))
+    for course in report.courses:
+        first = next(raw for raw in report.raw if (raw.row, raw.repeat) == (course.row, course.repeat))
+        ends_s = list(itertools.accumulate(first.step_s))[: len(course.losses)]
+        label = course.row if course.repeat == 0 else None
+        losses = course.losses[: len(ends_s)]
+        axes.plot(ends_s, losses, color=colours[course.row], linewidth=0.8, alpha=0.8, label=label)
+    for row in report.rows:
+        _mark_swaps(axes, row, 0.0, colours[row.row])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the first measured step began", fontsize=8)
+    axes.set_ylabel("training loss, mean of all workers", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -65,7 +65,7 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """One measured step: its time, what of it was not computation, its samples, and when it ended.
+    """One measured step: its time, what of it was not computation, its samples, when it ended, and its loss, if known.
 
     Moments here and in the other lines are of the clock that all processes of a machine share. After a restart the same
     step may come again.
@@ -76,6 +76,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     wait_s: float
     samples: int = 0
     end_s: float = 0.0
+    loss: float | None = None
 
 
 class Metric(msgspec.Struct, frozen=True, tag="metric"):
@@ -140,15 +141,15 @@ class Recorder:
             self._go_on(earlier)
         self._write(Begun(done, self._mark_s, compute_s))
 
-    def step(self, samples: int) -> None:
-        """A step with `samples` samples ended now; the next one starts now."""
+    def step(self, samples: int, loss: float | None = None) -> None:
+        """A step with `samples` samples, whose mean loss was `loss`, ended now; the next one starts now."""
         now_s = time.perf_counter()
         index = self._done - self.work.warmup_steps
         self._done += 1
         if 0 <= index < self.work.steps:
             step_s = now_s - self._mark_s
             wait_s = max(0.0, step_s - self._compute_s)
-            self._write(Step(index, round(step_s, 6), round(wait_s, 6), samples, round(now_s, 6)))
+            self._write(Step(index, round(step_s, 6), round(wait_s, 6), samples, round(now_s, 6), loss))
             self._samples += samples
         if index + 1 == 0:
             self._sent_bytes = -sent_bytes()

@@ -15,7 +15,7 @@ from offbeat.scenario import Scenario, Script
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.lab.results import Raw, Recovery, Report
+    from offbeat.lab.results import Handover, Raw, Recovery, Report
     from offbeat.lab.sampler import Traffic
     from offbeat.scenario import Replay
 
@@ -39,6 +39,8 @@ class Repeat:
     staleness: list[int] = field(default_factory=list)
     link: Traffic | None = None
     recoveries: list[Recovery] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
     @property
     def seconds_per_step(self) -> float:

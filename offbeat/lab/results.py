@@ -210,14 +210,53 @@ class Recovery(_Strict, frozen=True, kw_only=True):
         return f"{self.fault}: {', '.join(told) or 'nothing was measured after it'}"
 
 
+class Handover(_Strict, frozen=True, kw_only=True):
+    """What one swap cost, in one repeat of one row.
+
+    * `policy` - which one came to decide, and `time_s` when, after the first measured step began.
+    * `agreed_s` - from the proposal until all had agreed, as the job said.
+    * `longer_s` - of the steps that lie in the time from the proposal until the last worker had taken it up, and the
+      one behind, the longest, less that worker's median step with the slower one of both policies; the largest of all
+      workers.
+    * `loss_before`, `loss_after` - mean loss of all workers' last 10 steps before those, and of the first 10 behind
+      them. None where the script measured none.
+    """
+
+    row: str
+    repeat: Count
+    policy: str
+    time_s: Amount
+    agreed_s: Amount
+    longer_s: Amount
+    loss_before: float | None = None
+    loss_after: float | None = None
+
+    @property
+    def words(self) -> str:
+        """What it cost, for people."""
+        told = f"{self.policy} from {self.time_s:.1f} s on: agreed upon within {1e3 * self.agreed_s:.0f} ms, "
+        told += f"the longest step took {1e3 * self.longer_s:.0f} ms more than usual"
+        if self.loss_before is not None and self.loss_after is not None:
+            told += f", loss {self.loss_before:.3f} before, {self.loss_after:.3f} after"
+        return told
+
+
+class Course(_Strict, frozen=True, kw_only=True):
+    """The training loss of one repeat of one row: of each measured step, mean over the workers."""
+
+    row: str
+    repeat: Count
+    losses: list[float]
+
+
 class Report(_Strict, frozen=True, kw_only=True):
     """A result file. `scenario` is its text and `digest` that of its meaning.
 
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
-    where the scenario has a server. `recoveries` say what each fault cost, and `simulated` what `offbeat.sim` says of
-    the rows that it models.
+    where the scenario has a server. `recoveries` say what each fault cost, `handovers` what each swap, `courses` how
+    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models.
     """
 
     format: int = FORMAT
@@ -237,6 +276,8 @@ class Report(_Strict, frozen=True, kw_only=True):
     links: list[LinkUse] = []
     simulated: list[Prediction] = []
     recoveries: list[Recovery] = []
+    handovers: list[Handover] = []
+    courses: list[Course] = []
 
 
 def write(report: Report, path: Path) -> None:

@@ -19,18 +19,20 @@ import msgspec
 from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.emulated import law_of
+from offbeat.lab.handover import course, handovers, swaps
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predicted import known_of, predictions
 from offbeat.lab.recovery import recoveries
 from offbeat.lab.repeat import Repeat
-from offbeat.lab.results import LinkUse, Raw, Record, Report, Spread, Staleness
+from offbeat.lab.results import Course, LinkUse, Raw, Record, Report, Spread, Staleness
 from offbeat.lab.strikes import Strikes
 from offbeat.wire.culprit import without_quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat.lab.handover import Swapped
     from offbeat.lab.jobs import Job
     from offbeat.scenario import Replay, Scenario, Script
 
@@ -160,23 +162,23 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
     begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
-    swapped = [] if index else _swaps(told, begin_s)
-    events = strikes.events(begin_s) + swapped + events  # first, as a result keeps only so many
+    told_swaps = [record for record in told if record.kind == "event" and record.what == "swap"]
+    ranks = range(len(places))
+    swapped = swaps([[(one.time_s, one.text) for one in told_swaps if one.rank == rank] for rank in ranks])
+    named = [] if index else [_named(one, begin_s) for one in swapped]
+    events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
     link = None if watch is None else watch.between(begin_s, end_s)
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
-    return Repeat(measured, events, buckets, staleness, link, costs)
+    # Where something goes wrong, what a step took says nothing of a swap.
+    handed_over = [] if strikes.faults else handovers(job.row.name, index, swapped, lines)
+    return Repeat(measured, events, buckets, staleness, link, costs, handed_over, course(lines))
 
 
-def _swaps(told: Sequence[_Told], begin_s: float) -> list[str]:
-    """Which policy came to decide, and when, as rank 0 said."""
+def _named(swapped: Swapped, begin_s: float) -> str:
+    """Which policy came to decide, and when."""
     offset_s = time.time() - time.perf_counter() + begin_s
-    return [
-        f"swap: {record.text.partition(' decides when')[0].rpartition(' on ')[2]}, {record.time_s - offset_s:.2f} s "
-        "after the first measured step began"
-        for record in told
-        if record.kind == "event" and record.what == "swap" and record.rank == 0 and " decides when" in record.text
-    ]
+    return f"swap: {swapped.policy}, {swapped.begin_s - offset_s:.2f} s after the first measured step began"
 
 
 def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:
@@ -215,6 +217,7 @@ def _report(
             pairs = zip(runs, baseline, strict=True)
             more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)
+    handed_over = [cost for job in rows for one in repeats[job.row.name] for cost in one.handovers]
     return Report(
         name=scenario.scenario.name,
         description=scenario.scenario.description,
@@ -230,6 +233,13 @@ def _report(
         raw=everything,
         bounds={job.row.name: _limit(job, everything)[1] for job in rows},
         recoveries=[cost for job in rows for one in repeats[job.row.name] for cost in one.recoveries],
+        handovers=handed_over,
+        courses=[
+            Course(row=job.row.name, repeat=index, losses=one.losses)
+            for job in rows
+            for index, one in enumerate(repeats[job.row.name])
+            if one.losses and handed_over
+        ],
         links=[use for job in rows if (use := _link_use(job, repeats[job.row.name])) is not None],
     )
 
