@@ -399,8 +399,11 @@ class Run:
             reducer.now.calls = wanted
             if called:
                 self._confer()
-        elif not self._data.leased:
-            self._swapping.at_border()
+        else:
+            if self._membership is not None and self._server is not None:
+                self._membership.turn_away(looks=self.rank == self._first)
+            if not self._data.leased:
+                self._swapping.at_border()
         if self._drains:  # not before the script is through with this step
             self._drains = False
             for prepared in self._models:
@@ -416,7 +419,9 @@ class Run:
 
     def _take_in(self, *, drawing: bool) -> None:
         """Have those come in that are expected, if all are where a newcomer begins. Collective there."""
-        if self._membership is not None and (came := self._membership.take_in(self.plan, drawing=drawing)):
+        if self._membership is None or self._server is not None:
+            return
+        if came := self._membership.take_in(self.plan, drawing=drawing):
             self._tell_of(came)
             self._diary.admits(came.ranks)
             self._swapping.joined(came.ranks)
