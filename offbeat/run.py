@@ -628,11 +628,17 @@ class Run:
 
         Raises:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
-                damaged; with a server on all ranks, if one of them cannot load its own.
+                damaged; with a server on all ranks, if one of them cannot load its own; if this worker has just joined
+                a job with a server.
         """
         if self._membership is not None and self._membership.has_come:
             _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
             return
+        if self._joins is not None and self._server is not None and not self.step:  # it would wait for ever
+            raise ModelError(
+                f"Cannot load a checkpoint as rank {self.rank}: this worker has just joined a job that trains, whose "
+                "workers do not load one now. Start it without what has the script load one."
+            )
         try:
             self._take_over(state)
         except Exception as error:

@@ -128,6 +128,19 @@ def test_who_comes_when_the_job_has_just_ended_is_told_at_once(tmp_path: Path, j
     assert took_s < 15, "it is not dialled for 20 s"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_would_load_a_checkpoint_as_it_joins_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+    assert soon(lambda: len(present(tmp_path)) == 2)
+    loads = TRAIN.replace("steps, seen", "run.load_state_dict(run.state_dict())\nsteps, seen")
+    (tmp_path / "loads.py").write_text(loads)
+    code, output = offbeat("run", "--join", "job", "--workers", 1, "--run-dir", "loads", "loads.py", folder=tmp_path)
+    assert code == 2, output
+    assert "Cannot load a checkpoint as rank 2: this worker has just joined" in output
+    before = present(tmp_path)[0]
+    assert soon(lambda: present(tmp_path)[0] > before), "the others go on"
+
+
 # Without a server: what each step used is written down behind it.
 TOGETHER = """
 import json, os, time, torch, offbeat
