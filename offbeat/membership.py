@@ -97,6 +97,10 @@ class Membership:
         self._plan = plan
         return self._reception.calls(looks=looks)
 
+    def turn_away(self, *, looks: bool) -> None:
+        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
+        self._reception.turn_away(looks=looks)
+
     def stepped(self, model: int) -> None:
         """A model has stepped."""
         if model not in self._turns:

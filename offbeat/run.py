@@ -399,8 +399,11 @@ class Run:
             reducer.now.calls = wanted
             if called:
                 self._confer()
-        elif not self._data.leased:
-            self._swapping.at_border()
+        else:
+            if self._membership is not None and self._server is not None:
+                self._membership.turn_away(looks=self.rank == self._first)
+            if not self._data.leased:
+                self._swapping.at_border()
         if self._drains:  # not before the script is through with this step
             self._drains = False
             for prepared in self._models:
@@ -416,7 +419,9 @@ class Run:
 
     def _take_in(self, *, drawing: bool) -> None:
         """Have those come in that are expected, if all are where a newcomer begins. Collective there."""
-        if self._membership is not None and (came := self._membership.take_in(self.plan, drawing=drawing)):
+        if self._membership is None or self._server is not None:
+            return
+        if came := self._membership.take_in(self.plan, drawing=drawing):
             self._tell_of(came)
             self._diary.admits(came.ranks)
             self._swapping.joined(came.ranks)
@@ -623,11 +628,17 @@ class Run:
 
         Raises:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
-                damaged; with a server on all ranks, if one of them cannot load its own.
+                damaged; with a server on all ranks, if one of them cannot load its own; if this worker has just joined
+                a job with a server.
         """
         if self._membership is not None and self._membership.has_come:
             _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
             return
+        if self._joins is not None and self._server is not None and not self.step:  # it would wait for ever
+            raise ModelError(
+                f"Cannot load a checkpoint as rank {self.rank}: this worker has just joined a job that trains, whose "
+                "workers do not load one now. Start it without what has the script load one."
+            )
         try:
             self._take_over(state)
         except Exception as error:

@@ -69,7 +69,7 @@ def look_for(where: str, workers: int) -> Joining:
         workers: how many are to join; each gets a rank of its own.
 
     Raises:
-        NetworkError: if there is none, or it does not train yet.
+        NetworkError: if there is none, it does not train yet, or its folder cannot be written to.
         PeerError: if there are other credentials.
         PlanError: if its plan cannot be read.
     """
@@ -100,6 +100,11 @@ def look_for(where: str, workers: int) -> Joining:
         )
     began_with = scenes[0].world
     first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
+    if target.folder:  # others may join at the same moment, and the server does not know of them yet
+        try:
+            first_rank = _take_ranks(Path(target.folder) / "newcomers", first_rank, workers)
+        except OSError as error:
+            raise NetworkError(f"Cannot join the job in {where}: {error}. Join as the user who runs it.") from error
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -152,14 +157,14 @@ def _history(folder: Path) -> Path | None:
     return history if history.is_dir() else None
 
 
-def _take_ranks(folder: Path, world: int, workers: int) -> int:
-    """The first of as many ranks in a row that nobody has had, and nobody gets any more.
+def _take_ranks(folder: Path, least: int, workers: int) -> int:
+    """The first of as many ranks in a row, from `least` on, that nobody has had, and nobody gets any more.
 
     Raises:
         NetworkError: if there are none.
     """
     folder.mkdir(exist_ok=True)
-    first = rank = world
+    first = rank = least
     while rank < first + workers:
         if rank >= _MOST_RANKS:
             raise NetworkError(f"Cannot join the job in {folder.parent}: it has had {_MOST_RANKS} workers.")

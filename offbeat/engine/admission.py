@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # of the first worker, for newcomers
 _ASK_S = 1.0  # of a newcomer, whether anybody trains
 _MOST_BYTES = 256 << 20  # of what one says
+_AWAY = "Cannot join: those that train have gone over to a server meanwhile. Start this worker again."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=64 << 20)]
@@ -145,12 +146,7 @@ class Reception:
         Args:
             looks: whether it is the one that looks, now and then.
         """
-        now_s = time.monotonic()
-        if looks and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            while self._store.check([f"{self._heard}/hello"]):
-                self._open.append(self._heard)
-                self._heard += 1
+        if looks and self._hear_hellos():
             for number in tuple(self._open):
                 self._attend(number)
         return bool(self._ready)
@@ -182,6 +178,33 @@ class Reception:
         """Take in nobody now, on all workers: they call each other again in the next exchange."""
         self._ready |= self._expected
         self._expected.clear()
+
+    def turn_away(self, *, looks: bool) -> None:
+        """Have nobody wait to come in: those that train have gone over to a server, where newcomers are not met here.
+
+        Args:
+            looks: whether this worker is the one that looks for them, now and then.
+        """
+        self._open += self._expected
+        self._ready.clear()
+        self._expected.clear()
+        if not looks or not self._hear_hellos():
+            return
+        for number in self._open:
+            self._store.compare_set(f"{number}/answer", "", msgspec.json.encode(Answer(refusal=_AWAY)).decode())
+            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(Entry(refusal=_AWAY)).decode())
+        self._open.clear()
+
+    def _hear_hellos(self) -> bool:
+        """Take notice of newcomers, now and then; whether it was time for that."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S:
+            return False
+        self._looked_s = now_s
+        while self._store.check([f"{self._heard}/hello"]):
+            self._open.append(self._heard)
+            self._heard += 1
+        return True
 
     def _attend(self, number: int) -> None:
         """See what this newcomer wants now."""

@@ -93,15 +93,17 @@ def present(folder: Path) -> dict[int, int]:
 @pytest.mark.timeout(180)
 def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.Popen[str]) -> None:
     assert soon(lambda: len(present(tmp_path)) == 2)
+    # Two others look for it at the same moment, and have not come to the server yet.
+    assert [look_for(str(tmp_path / "job"), 1).first_rank for _ in range(2)] == [2, 3]
     joiner = ("run", "--join", "job", "--workers", 2, "--run-dir", "joined", tmp_path / "train.py")
     with start(*joiner, folder=tmp_path) as newcomers:
-        assert soon(lambda: set(present(tmp_path)) == {0, 1, 2, 3} and min(present(tmp_path).values()) > 10)
+        assert soon(lambda: set(present(tmp_path)) == {0, 1, 4, 5} and min(present(tmp_path).values()) > 10)
         (tmp_path / "enough").touch()
         theirs, _ = newcomers.communicate(timeout=60)
     ours, _ = job.communicate(timeout=60)
     assert (job.returncode, newcomers.returncode) == (0, 0), ours + theirs
     results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
-    assert sorted(int(rank) for rank, *_ in results) == [0, 1, 2, 3]
+    assert sorted(int(rank) for rank, *_ in results) == [0, 1, 4, 5]
     assert {mean for _, _, mean, _ in results} == {"1.0"}, "all answer the same question"
     assert len({weight for *_, weight in results}) == 1, "all end with the same parameters"
     # A third one finds nobody any more.
@@ -124,6 +126,19 @@ def test_who_comes_when_the_job_has_just_ended_is_told_at_once(tmp_path: Path, j
     assert "Cannot join: the job has ended. Start it again." in output
     took_s = time.time() - (tmp_path / "over").stat().st_mtime
     assert took_s < 15, "it is not dialled for 20 s"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_would_load_a_checkpoint_as_it_joins_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+    assert soon(lambda: len(present(tmp_path)) == 2)
+    loads = TRAIN.replace("steps, seen", "run.load_state_dict(run.state_dict())\nsteps, seen")
+    (tmp_path / "loads.py").write_text(loads)
+    code, output = offbeat("run", "--join", "job", "--workers", 1, "--run-dir", "loads", "loads.py", folder=tmp_path)
+    assert code == 2, output
+    assert "Cannot load a checkpoint as rank 2: this worker has just joined" in output
+    before = present(tmp_path)[0]
+    assert soon(lambda: present(tmp_path)[0] > before), "the others go on"
 
 
 # Without a server: what each step used is written down behind it.

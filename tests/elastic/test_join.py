@@ -282,6 +282,39 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
     assert not reception.expects
 
 
+def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
+    """One that has said hello, one that is ready, one that is expected already, and one that comes later."""
+    store, waiter = HashStore(), Waiter(clock=WallClock(), timeout=TIMEOUT)
+    control = Control(InMemory().bind(), waiter)
+    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
+    reception = Reception(store, control, Circle(store, 0, 1), waiter, job=lambda: job, version="1")
+    newcomers = PrefixStore("newcomers", store)
+
+    def look() -> bool:
+        reception._looked_s -= 2.0  # it looks once a second
+        return reception.calls(looks=True)
+
+    def come(number: int) -> None:
+        newcomers.set(f"{number}/hello", f'{{"rank": {number + 1}, "version": "1", "plan": "a plan"}}')
+
+    for number in range(2):
+        come(number)
+        assert look() == (number == 1), "the first is ready by then"
+        newcomers.set(f"{number}/ready", '{"claims": [{"what": "plan", "text": "a plan", "advice": ""}]}')
+    reception.agree()
+    assert reception.expects
+    assert look(), "the second is ready"
+    come(2)
+    reception.turn_away(looks=True)
+    assert not reception.expects
+    reception._looked_s -= 2.0
+    come(3)
+    reception.turn_away(looks=True)
+    for key in ("0/entry", "1/entry", "2/answer", "3/answer"):
+        assert "gone over to a server" in json.loads(newcomers.get(key))["refusal"]
+    assert not look(), "nobody is left that is ready"
+
+
 def test_who_dies_before_it_says_hello_keeps_nobody_behind_it_out() -> None:
     store, waiter = HashStore(), Waiter(clock=WallClock(), timeout=TIMEOUT)
     control = Control(InMemory().bind(), waiter)
