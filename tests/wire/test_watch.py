@@ -54,16 +54,18 @@ def test_it_ends_with_its_worker(end: str) -> None:
 def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
     text = WORKER.format(end="began_s = time.monotonic(); watch.close(); print(time.monotonic() - began_s, flush=True)")
     text = text.replace("hub=None)", "hub=None, outlives=True)").replace('"ready"', "watch.hub, watch._process.pid")
-    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
-        assert one.stdout is not None
-        assert one.stdin is not None
-        hub, pid = one.stdout.readline().split()
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdin is not None
+        hub, pid = worker.stdout.readline().split()
         other = Watch.start(rank=1, world=2, token=b"x" * 32, hub=hub)
         try:
             until(lambda: other.roster(timedelta(seconds=5)).hub_lost_s is None)
-            one.stdin.close()
-            assert float(one.stdout.readline()) < 2, "nobody waits for the others to go"
-            assert one.wait(5) == 0
+            worker.stdin.close()
+            assert float(worker.stdout.readline()) < 2, "nobody waits for the others to go"
+            assert worker.wait(5) == 0
             roster = other.roster(timedelta(seconds=5))
             assert roster.hub_lost_s is None
             assert roster.words[0].phase == "finished"
