@@ -90,11 +90,16 @@ class Watch:
         stack_fd = _append_only_file()
         root = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
+        stays = hub is None and outlives
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), page.fd, stack_fd), env=_light_environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), page.fd, stack_fd),
+            env=_light_environment(),
+            start_new_session=stays,  # else `offbeat run` ends it with its workers, and others may have joined these
         )
         theirs.close()
-        watch = cls(page, ours, process, stack_fd, stays=hub is None and outlives)
+        watch = cls(page, ours, process, stack_fd, stays=stays)
         # A forked child is not the worker: what it says, no sentinel hears.
         os.register_at_fork(after_in_child=page.detach)
         # The kernel prefers the main thread, which shows itself. To walk the frames of another one while that runs is a

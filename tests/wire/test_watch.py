@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,9 +56,8 @@ def test_it_ends_with_its_worker(end: str) -> None:
 def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
     text = WORKER.format(end="began_s = time.monotonic(); watch.close(); print(time.monotonic() - began_s, flush=True)")
     text = text.replace("hub=None)", "hub=None, outlives=True)").replace('"ready"', "watch.hub, watch._process.pid")
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as worker:
+    command, pipe = [sys.executable, "-c", text], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as worker:
         assert worker.stdout is not None
         assert worker.stdin is not None
         hub, pid = worker.stdout.readline().split()
@@ -66,6 +67,8 @@ def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
             worker.stdin.close()
             assert float(worker.stdout.readline()) < 2, "nobody waits for the others to go"
             assert worker.wait(5) == 0
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # as `offbeat run` does when it ends
             roster = other.roster(timedelta(seconds=5))
             assert roster.hub_lost_s is None
             assert roster.words[0].phase == "finished"
