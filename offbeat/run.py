@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
 _runs: set[Run] = set()  # open ones
+_told: list[Run] = []  # to leave
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -143,7 +144,7 @@ class Run:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
-        self._closed = self._told_untuned = self._drains = False
+        self._closed = self._told_untuned = self._drains = self._has_left = False
         self._clock = WallClock()
         self._resources = ExitStack()
         if run_dir is not None:
@@ -720,6 +721,7 @@ class Run:
             self._record_given()
             error = self._leave_together()
         self._end_metrics(error)
+        self._has_left = error is None
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()
@@ -822,7 +824,13 @@ def drain() -> bool:
         takes_part = run._membership is not None and not run._membership.is_outside
         if os.getpid() == run._pid and (takes_part or run._server is not None):
             run._drains = asked = True
+            _told.append(run)
     return asked
+
+
+def has_left() -> bool:
+    """Whether all runs that `drain` was for have left in order; what this process still does concerns no other."""
+    return bool(_told) and all(run._has_left for run in _told)
 
 
 def _number(value: float | torch.Tensor, name: str) -> float:

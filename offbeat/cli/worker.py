@@ -19,6 +19,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
+from offbeat.exits import LEFT
 from offbeat.wire.culprit import QUOTED
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ def _brief(text: str) -> str:
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Leave in order, if the others go on then and the step at hand is soon over; else end now."""
     global _drains
-    drain = getattr(sys.modules.get("offbeat.run"), "drain", None)
+    run = sys.modules.get("offbeat.run")
+    drain, has_left = getattr(run, "drain", None), getattr(run, "has_left", None)
+    if _drains and has_left is not None and has_left():
+        os._exit(LEFT)
     if not _drains and drain is not None and drain():
         _drains = True
         timer = threading.Timer(_DRAIN_S, os.kill, (os.getpid(), signal.SIGTERM))

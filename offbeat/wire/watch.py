@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.2
 _START_S = 20.0
 _END_S = 4.0
+_LEFT_S = 0.25  # for the sentinel that others may still ask, to end because nobody is there
 _MAX_PATIENCE_S = 60.0
 _MAX_ROSTER_BYTES = 64 << 20
 # The worker's own offbeat, wherever it was found, but nothing else from there ahead of Python's own modules: a script's
@@ -44,8 +45,11 @@ runpy.run_module("offbeat.wire", run_name="__main__")
 class Watch:
     """Says where this worker is, and asks where the others are. Made by `Watch.start`."""
 
-    def __init__(self, page: Page, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int) -> None:
+    def __init__(
+        self, page: Page, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int, *, stays: bool
+    ) -> None:
         self._page, self._link, self._process, self._stack_fd = page, link, process, stack_fd
+        self._stays = stays  # the sentinel, with the hub, when this worker is gone
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._frames = Reader(max_metadata_bytes=_MAX_ROSTER_BYTES)
@@ -86,11 +90,16 @@ class Watch:
         stack_fd = _append_only_file()
         root = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
+        stays = hub is None and outlives
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), page.fd, stack_fd), env=_light_environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), page.fd, stack_fd),
+            env=_light_environment(),
+            start_new_session=stays,  # else `offbeat run` ends it with its workers, and others may have joined these
         )
         theirs.close()
-        watch = cls(page, ours, process, stack_fd)
+        watch = cls(page, ours, process, stack_fd, stays=stays)
         # A forked child is not the worker: what it says, no sentinel hears.
         os.register_at_fork(after_in_child=page.detach)
         # The kernel prefers the main thread, which shows itself. To walk the frames of another one while that runs is a
@@ -145,7 +154,10 @@ class Watch:
             self._page.last_words(phase, text)
 
     def close(self, *, well: bool = True) -> None:
-        """Let the sentinel go; `well` if the worker is done, else its last words say why. Again does nothing."""
+        """Let the sentinel go; `well` if the worker is done, else its last words say why. Again does nothing.
+
+        One with the hub in it stays until the others have gone, if they go on without this worker.
+        """
         if self._closed.is_set() or not self._owns():
             return
         self._closed.set()
@@ -153,6 +165,9 @@ class Watch:
             self._send(Bye(well))
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        if self._stays:
+            self._leave_behind()
+            return
         # With the hub in it, it stays for a moment, so that the others can ask what happened.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
@@ -163,6 +178,16 @@ class Watch:
         self._link.close()
         self._page.close()
         os.close(self._stack_fd)
+
+    def _leave_behind(self) -> None:
+        """Let the sentinel be until all others have gone: without its hub nobody would know who else is lost."""
+        # It may be about to signal this worker: the handler stays, and what that writes to.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEFT_S)
+        if self._process.returncode is None:
+            threading.Thread(target=self._process.wait, name="offbeat-sentinel", daemon=True).start()
+        self._link.close()
+        self._page.close()
 
     def _owns(self) -> bool:
         return os.getpid() == self._pid  # a forked child of the worker is not the worker

@@ -129,6 +129,36 @@ def test_who_is_told_to_end_left_in_order_or_was_killed(tmp_path: Path, first: s
     assert not_said not in output
 
 
+OUTLASTED = TRAIN.replace("range(4)", "range(10**6)").replace(
+    "    optimizer.step()",
+    """
+    optimizer.step()
+    import os, pathlib, signal
+    first = pathlib.Path("first")
+    if run.rank == 0 and step == 9:
+        first.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGTERM)
+    if run.rank > 0 and first.exists() and (pid := first.read_text()) and not os.path.exists(f"/proc/{pid}"):
+        break""",
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(("--sync", "ASP()", "--fabric", "ParameterServer()"), id="server"),
+        pytest.param(("--fabric", "Elastic()"), id="elastic", marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_worker_too_leaves_in_order_however_long_the_others_go_on(
+    tmp_path: Path, plan: tuple[str, ...]
+) -> None:
+    code, output = offbeat("run", *plan, script(tmp_path, OUTLASTED), folder=tmp_path)
+    assert code == 0, output
+    assert "rank 0 was told to end by SIGTERM, and left in order; the others go on." in output
+    assert "was killed" not in output
+
+
 REFUSED = TRAIN.replace(
     "for step in range(4):",
     "for step in range(4):\n    if run.rank == 1 and step == 2: optimizer.param_groups[0]['lr'] = -1.0",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import signal
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -66,3 +69,28 @@ def test_who_leaves_stops_nobody_and_what_it_gave_counts_once(how: str, tmp_path
     verdict = verify(tmp_path / "history")
     assert verdict.holds, verdict.violations
     assert {1, 2, 3} <= verdict.checked
+
+
+def outlast(folder: str) -> float:
+    """Rank 0 leaves at step 3, and once it has gone rank 1 is killed; of the last the longest step."""
+    gone = Path(folder) / "gone"
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=timedelta(seconds=2))
+    model, worst_s, alone = nn.Linear(4, 1, bias=False), 0.0, 0
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    while (run.rank, run.step) != (0, 3) and alone < 3:
+        before, began_s = model.weight.detach().clone(), time.monotonic()
+        prepared(torch.ones(1, 4)).sum().mul(1.0 + run.rank).backward()
+        if run.rank == 1 and gone.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        worst_s = max(worst_s, time.monotonic() - began_s)
+        alone += (before - model.weight.detach()).mean().item() == pytest.approx(3.0, abs=0.01)
+    run.close()
+    gone.touch()
+    return worst_s
+
+
+def test_who_is_lost_after_the_first_worker_was_done_is_missed_as_soon(tmp_path: Path) -> None:
+    """What watches the workers had been beside the first."""
+    assert run_workers(3, outlast, str(tmp_path), faulty=1)[2] < 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +17,9 @@ from offbeat.errors import NetworkError
 from offbeat.wire import Watch
 from offbeat.wire.sentinel import STACK_SIGNAL
 from tests.cli.commands import alive, descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WORKER = """
 import os, sys, time
@@ -45,6 +51,38 @@ def test_it_ends_with_its_worker(end: str) -> None:
         while alive(sentinels) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert not alive(sentinels)
+
+
+def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
+    text = WORKER.format(end="began_s = time.monotonic(); watch.close(); print(time.monotonic() - began_s, flush=True)")
+    text = text.replace("hub=None)", "hub=None, outlives=True)").replace('"ready"', "watch.hub, watch._process.pid")
+    command, pipe = [sys.executable, "-c", text], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdin is not None
+        hub, pid = worker.stdout.readline().split()
+        other = Watch.start(rank=1, world=2, token=b"x" * 32, hub=hub)
+        try:
+            until(lambda: other.roster(timedelta(seconds=5)).hub_lost_s is None)
+            worker.stdin.close()
+            assert float(worker.stdout.readline()) < 2, "nobody waits for the others to go"
+            assert worker.wait(5) == 0
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # as `offbeat run` does when it ends
+            roster = other.roster(timedelta(seconds=5))
+            assert roster.hub_lost_s is None
+            assert roster.words[0].phase == "finished"
+            assert alive({int(pid)})
+        finally:
+            other.close()
+    until(lambda: not alive({int(pid)}))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 BUSY = """
