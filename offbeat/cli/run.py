@@ -117,8 +117,8 @@ def run(
     try:
         _conclude(folder, console, view.skip_bytes)
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        console.print(f"Cannot write the report: {why}. `offbeat report {folder}` tries again.", markup=False)
+        why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
+        console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
     raise typer.Exit(code)
 
 

@@ -155,7 +155,10 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
     assert caplog.text.count("No space left on device. The job goes on") == 1
     assert list(archive.held) == [Identity(1, 7)]
     assert not list(tmp_path.glob("*.part"))
-    assert archive.write(snapshot(4), Identity(1, 7))
+    with caplog.at_level(logging.WARNING):
+        assert archive.write(snapshot(4), Identity(1, 7))
+        assert archive.write(snapshot(5), Identity(4, 7))
+    assert caplog.text.count(f"Snapshots are written to {tmp_path} again.") == 1
 
 
 def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:

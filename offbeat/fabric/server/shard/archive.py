@@ -119,6 +119,8 @@ class Archive:
                 )
             self._failed = True
             return False
+        if self._failed:
+            _log.warning("Snapshots are written to %s again.", self._folder)
         self._failed = False
         self._whole = {identity: snapshot.header} | {one: h for one, h in self._whole.items() if one == keep}
         self._remove_others()
