@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from offbeat.cli.run import STORE_BYTES, _store
 from offbeat.errors import PlanError
