@@ -228,6 +228,8 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
         while (address := await _live(settings, archive, stop, say, record)) is not None:
             settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
             say = _say_nothing
+            if archive is not None:
+                archive.look()
     return stop.is_set()
 
 

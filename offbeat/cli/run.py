@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 from datetime import datetime
@@ -18,6 +19,9 @@ from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
+
+STORE_BYTES = 1 << 20  # more than the workers of a long job write when some are lost, and others come
+_FALLOC_FL_KEEP_SIZE = 1
 
 
 def run(
@@ -117,8 +121,8 @@ def run(
     try:
         _conclude(folder, console, view.skip_bytes)
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        console.print(f"Cannot write the report: {why}. `offbeat report {folder}` tries again.", markup=False)
+        why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
+        console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
     raise typer.Exit(code)
 
 
@@ -134,10 +138,20 @@ def _store(folder: Path) -> Path:
     try:
         for left in (store, folder / "store.json", *(folder / "newcomers").glob("rank-*")):
             left.unlink(missing_ok=True)
-        os.close(os.open(store, os.O_CREAT | os.O_EXCL, 0o600))
+        fd = os.open(store, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _reserve(fd)
+        os.close(fd)
     except OSError as error:
         raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with --run-dir.") from error
     return store
+
+
+def _reserve(fd: int) -> None:
+    """Keep room on the disk behind a file's end, where the file system can: what is appended later is not lost.
+
+    Of an entry that a full disk cuts in half nobody gets past: whoever reads the store waits for the rest.
+    """
+    ctypes.CDLL(None).fallocate64(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(STORE_BYTES))
 
 
 def _conclude(folder: Path, console: Console, skip_bytes: int) -> None:

@@ -19,6 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
+_MOST_QUEUED = 1 << 16  # records that wait for room on a full disk
+_MOST_TOGETHER = 1 << 10  # in one write
 _MOST_RECENT = 64  # steps whose times are kept for those who want them
 _MOST_OWN = 256  # of these that are kept one by one until they are told
 
@@ -39,14 +42,19 @@ _MOST_OWN = 256  # of these that are kept one by one until they are told
 class MetricsFile:
     """Appends records to a JSON-lines file that all workers share; whole lines in one write, so they never mix.
 
+    Where the disk is full it keeps what is recorded in memory until there is room; the oldest go if that is too much.
+
     Args:
         path: the file; None writes nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._told = False  # that it cannot be written
         self._records: deque[dict[str, Any]] = deque()
+        self._lines: deque[bytes] = deque()  # that are not written yet
+        self._why = ""  # nothing can be written at present
+        self._dropped = 0  # lines
+        self._is_torn = False  # what was written last ends in the middle of a line
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._stop = threading.Event()
         self._encoder = msgspec.json.Encoder()
@@ -65,6 +73,9 @@ class MetricsFile:
             return
         self._stop.set()
         self._thread.join()
+        if self._lines:
+            missing = self._dropped + len(self._lines)
+            _log.warning("The last metrics are not in %s: %s. %d records are missing.", self._path, self._why, missing)
         os.close(self._fd)
         self._fd = -1
 
@@ -74,15 +85,39 @@ class MetricsFile:
         self._flush()
 
     def _flush(self) -> None:
-        lines = [self._encoder.encode(self._records.popleft()) for _ in range(len(self._records))]
-        if not lines:
-            return
+        self._lines += [self._encoder.encode(self._records.popleft()) for _ in range(len(self._records))]
+        while len(self._lines) > _MOST_QUEUED:
+            self._lines.popleft()
+            self._dropped += 1
         try:
-            os.write(self._fd, b"\n".join(lines) + b"\n")
+            while self._lines:
+                self._write()
         except OSError as error:  # a full disk is no reason to end the run
-            if not self._told:
-                self._told = True
-                _log.warning("Cannot write metrics to %s: %s. Training goes on.", self._path, error.strerror)
+            if not self._why:
+                _log.warning(
+                    "Cannot write metrics to %s at present: %s. Training goes on; up to %d records are kept in memory.",
+                    self._path,
+                    error.strerror,
+                    _MOST_QUEUED,
+                )
+            self._why = error.strerror or str(error)
+            return
+        if self._why:
+            missing = f"{self._dropped} records are" if self._dropped else "nothing is"
+            _log.warning("Metrics are written to %s again; %s missing.", self._path, missing)
+            self._why, self._dropped = "", 0
+
+    def _write(self) -> None:
+        """Many lines at once; where the disk has room for some of them only, the others are left.
+
+        Raises:
+            OSError: if it has room for none.
+        """
+        data = b"\n" * self._is_torn + b"".join(line + b"\n" for line in islice(self._lines, _MOST_TOGETHER))
+        written = data[: os.write(self._fd, data)]
+        for _ in range(written.count(b"\n") - self._is_torn):
+            self._lines.popleft()
+        self._is_torn = not written.endswith(b"\n")
 
 
 class Meter:

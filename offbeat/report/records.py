@@ -134,7 +134,7 @@ class Records:
 
     def _decode(self, lines: bytes) -> list[Record]:
         found = []
-        for line in lines.splitlines():
+        for line in filter(None, lines.splitlines()):  # who has left half a line begins a new one
             try:
                 found.append(self._decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -16,7 +18,11 @@ from torch import nn
 import offbeat
 from offbeat.clock import WallClock
 from offbeat.engine import Meter, MetricsFile, Waiter, samples_in
+from offbeat.report.records import Log, Records
 from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
@@ -46,7 +52,48 @@ def test_a_full_disk_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> N
         file.append({"kind": "log"})
         time.sleep(0.25)
     file.close()
-    assert caplog.messages == ["Cannot write metrics to /dev/full: No space left on device. Training goes on."]
+    assert caplog.messages == [
+        "Cannot write metrics to /dev/full at present: No space left on device. Training goes on; up to 65536 records "
+        "are kept in memory.",
+        "The last metrics are not in /dev/full: No space left on device. 3 records are missing.",
+    ]
+
+
+def test_when_there_is_room_again_no_record_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of the line that was written in half; another worker's may hang on to that half."""
+    path, write, room = tmp_path / "metrics.jsonl", os.write, [30]
+
+    def narrow(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = write(fd, data[: room[0]])
+        room[0] -= size
+        return size
+
+    file = MetricsFile(path)
+    monkeypatch.setattr(os, "write", narrow)
+    for step in range(5):
+        file.append({"kind": "log", "rank": 0, "step": step, "time_s": 0.0, "values": {}})
+    wait_for(lambda: "Cannot write metrics" in caplog.text)
+    assert path.stat().st_size == 30, "the fault was injected"
+    with path.open("ab") as other:
+        other.write(b'{"kind":"log","rank":1,"step":7,"time_s":0.0,"values":{}}\n')
+    room[0] = 1 << 20
+    wait_for(lambda: f"Metrics are written to {path} again; nothing is missing." in caplog.text)
+    file.close()
+    records = Records(path)
+    assert [(log.rank, log.step) for log in records.all() if isinstance(log, Log)] == [
+        (1, 7),
+        *((0, s) for s in range(5)),
+    ]
+    assert records.damaged == 1, "the half"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
 
 
 def straggle(folder: str) -> None:

@@ -104,6 +104,38 @@ def test_a_damaged_one_is_said_and_the_one_before_is_used(
     assert again.least == 2, "its number is not used again"
 
 
+def test_one_that_is_damaged_while_its_shard_lives_is_found_before_another_life(tmp_path: Path) -> None:
+    """Another shard may be lost, and then this one would never get past it."""
+    archive = Archive(tmp_path, "j")
+    for number in (1, 2):
+        archive.write(snapshot(number), Identity(number - 1, 7))
+    os.truncate(max(tmp_path.glob("*.snapshot")), 1000)
+    assert list(archive.held) == [Identity(2, 7), Identity(1, 7)]
+    archive.look()
+    assert list(archive.held) == [Identity(1, 7)]
+    assert archive.least == 2
+
+
+def test_a_folder_in_the_place_of_one_is_said_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = Archive(tmp_path, "j")
+    for number in (1, 2):
+        archive.write(snapshot(number), Identity(number - 1, 7))
+    archive.close()
+    newest = max(tmp_path.glob("*.snapshot"))
+    newest.unlink()
+    newest.mkdir()
+    with caplog.at_level(logging.WARNING):
+        again = Archive(tmp_path, "j")
+        assert list(again.held) == [Identity(1, 7)]
+        for number in (3, 4):
+            assert again.write(snapshot(number), Identity(1, 7))
+        again.clear()
+    assert sorted(os.listdir(tmp_path)) == [newest.name, "lock"]
+    assert caplog.text.count(f"Cannot remove {newest}: Is a directory.") == 1
+
+
 def test_a_full_disk_is_said_once_and_what_was_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +155,10 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
     assert caplog.text.count("No space left on device. The job goes on") == 1
     assert list(archive.held) == [Identity(1, 7)]
     assert not list(tmp_path.glob("*.part"))
-    assert archive.write(snapshot(4), Identity(1, 7))
+    with caplog.at_level(logging.WARNING):
+        assert archive.write(snapshot(4), Identity(1, 7))
+        assert archive.write(snapshot(5), Identity(4, 7))
+    assert caplog.text.count(f"Snapshots are written to {tmp_path} again.") == 1
 
 
 def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:

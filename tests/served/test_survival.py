@@ -89,6 +89,44 @@ def test_what_does_not_count_is_reported_as_lost(
     assert os.listdir(tmp_path / "server" / "0") == ["lock"], "the job has ended well: nobody needs the snapshots"
 
 
+def with_damage(folder: Path, shards: int, killed: int) -> tuple[float, int]:
+    """Rank 0 cuts off the first shard's newest snapshot, and kills a shard. Rounds that count, and steps that it made.
+
+    All go on until there are two snapshots, and for some steps behind that.
+    """
+    keepers = serve(folder, shards, snapshots=str(folder / "server"), every=5, restarts=5)
+    hit, steps, after = folder / "hit", 0, 0
+    with join(ASP(), folder, PATIENCE_S) as run:
+        counter = Counter(run)
+        while after < 10:
+            counter.step()
+            steps, after = steps + 1, after + hit.exists()
+            if keepers and not after and len(list((folder / "server" / "0").glob("*.snapshot"))) > 1:
+                first = kept(keepers[0])
+                os.kill(first, signal.SIGSTOP)  # it writes no other one meanwhile
+                os.truncate(max((folder / "server" / "0").glob("*.snapshot")), 1000)
+                kill(kept(keepers[killed]))
+                os.kill(first, signal.SIGCONT)
+                hit.touch()
+        run.settle()
+        return counter.count, steps
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("shards", "killed"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_if_the_newest_snapshot_is_damaged_all_go_on_from_the_one_before(
+    tmp_path: Path, shards: int, killed: int
+) -> None:
+    """Also if the shard that has it is not the one that was killed; and what came between the two is reported."""
+    results = run_workers(2, with_damage, tmp_path, shards, killed, timeout_s=290)
+    assert (tmp_path / "hit").exists(), "the fault was injected"
+    texts = told(tmp_path, 0)
+    assert texts
+    assert all(text.startswith("The parameter server was restarted and goes on from version") for text in texts)
+    (rounds,) = {count for count, _ in results}
+    assert 2 * rounds + lost_in(texts) == sum(steps for _, steps in results)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_shard_that_is_told_to_stop_is_started_again(tmp_path: Path, shards: int) -> None:

@@ -19,8 +19,9 @@ Numbers of contributions never go back: it goes on with the greater of what it s
     either              waits for an answer   JOIN: it pulls, and asks again
 
 What a worker was told is in the parameters, and is not in the snapshot, is lost, and is counted: each worker keeps
-number and samples of those, until it hears that a snapshot has them (`Safe`), and says so when it comes back. So each
-contribution is in the parameters once, or reported as dropped or lost, and never in there twice.
+number and samples of those, until it hears that the last two snapshots have them (`Safe`), as the newest may be found
+to be damaged, and says so when it comes back. So each contribution is in the parameters once, or reported as dropped or
+lost, and never in there twice.
 
 A server that goes on from a snapshot deals out again what was dealt out after it. So a contribution that was computed
 from such leases would count samples twice: it takes its turn, weighs nothing, and is reported as dropped.

@@ -15,7 +15,7 @@ worker                                       shard (the coordinator is the first
   | -- Fetch(model) --------------------------> |   to each shard: the optimizer's state, for a checkpoint
   | <----- Piece(block, name, key) + elements - |   one per tensor, then Done
   | -- Put(block, name, key) + elements ------> |   the same back; also the values. Then PutAll, and Done for that
-  | <----- Safe(clock) ------------------------ |   its contributions before that one are in a snapshot
+  | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
 

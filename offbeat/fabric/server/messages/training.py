@@ -59,7 +59,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
         holds: it has a contribution, which was not acknowledged.
         waits: it does not compute, so its parameters may be overwritten.
         weight: samples of its last contribution; None before the first.
-        done: contributions that were acknowledged, and are in no snapshot that it knows of: number and samples.
+        done: contributions that were acknowledged, and are not in two snapshots that it knows of: number and samples.
         answered: the last questions it has the answers of.
         swaps: how often the plan of the job was swapped, as far as it knows.
     """
@@ -269,7 +269,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Safe(msgspec.Struct, tag=True, frozen=True):
-    """The worker's contributions before number `clock` are in a snapshot of every shard."""
+    """The worker's contributions before number `clock` are in the last two snapshots of every shard."""
 
     model: Model
     clock: Count

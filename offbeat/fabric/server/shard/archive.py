@@ -61,13 +61,14 @@ class Archive:
             raise NetworkError(
                 f"Cannot keep snapshots in {folder}: another shard does. Give each shard a folder of its own."
             ) from error
-        paths = self._paths()
+        self._stuck: set[Path] = set()  # files that could not be removed, which was said
         self._whole: dict[Identity, Header] = {}
         if is_fresh:
+            self._paths()
             self.clear()
             return
         try:
-            self._whole = self._look(paths)
+            self.look()
         except NetworkError:
             self.close()
             raise
@@ -76,6 +77,14 @@ class Archive:
     def held(self) -> dict[Identity, Header]:
         """The snapshots that can be used, the newest first."""
         return self._whole
+
+    def look(self) -> None:
+        """See anew what is there: before another life, as a file may have been damaged since it was written.
+
+        Raises:
+            NetworkError: if the folder holds snapshots of another job.
+        """
+        self._whole = self._look(self._paths())
 
     def read(self, identity: Identity) -> Snapshot:
         """One that is held.
@@ -101,7 +110,7 @@ class Archive:
             part.replace(path)
             self._sync()
         except OSError as error:
-            part.unlink(missing_ok=True)
+            self._remove(part)
             if not self._failed:
                 _log.warning(
                     "Cannot write a snapshot to %s: %s. The job goes on; if this server is killed now, more is lost.",
@@ -110,6 +119,8 @@ class Archive:
                 )
             self._failed = True
             return False
+        if self._failed:
+            _log.warning("Snapshots are written to %s again.", self._folder)
         self._failed = False
         self._whole = {identity: snapshot.header} | {one: h for one, h in self._whole.items() if one == keep}
         self._remove_others()
@@ -136,7 +147,7 @@ class Archive:
         """Remove all: the job has ended, or another begins."""
         self._whole = {}
         self._remove_others()
-        (self._folder / _GONE).unlink(missing_ok=True)
+        self._remove(self._folder / _GONE)
 
     def close(self) -> None:
         """Let another process use the folder."""
@@ -178,7 +189,16 @@ class Archive:
         stays = {self._path(identity) for identity in self._whole}
         for path in [*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob("*.part")]:
             if path not in stays:
-                path.unlink(missing_ok=True)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file; one that cannot be is said once, and ends nothing."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if path not in self._stuck:
+                _log.warning("Cannot remove %s: %s. It is of no use any more; remove it by hand.", path, error.strerror)
+            self._stuck.add(path)
 
     def _sync(self) -> None:
         """Have the file's name survive as well."""

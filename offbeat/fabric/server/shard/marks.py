@@ -61,6 +61,7 @@ class Marks:
         self.keeping = None if archive is None else Keeping(archive, job, self._written)
         self._rhythm = Rhythm(every, least=0, life=life)
         self._progress: dict[int, Progress] = {}
+        self._progress_before: dict[int, Progress] = {}  # of the last one that all shards have
         self._saves: list[asyncio.Future[None]] = []  # done with the last snapshot
         self._last_number = 0
         self._is_last = False  # the next one is
@@ -158,9 +159,12 @@ class Marks:
     def saved(self, number: int, well: bool, cost_s: float) -> None:
         """A shard has written a snapshot, or could not; the coordinator hears of all of them."""
         if self._rhythm.saved(number, well, cost_s, asyncio.get_running_loop().time()):
-            for model, progress in self._progress.items():
+            # Of the one before: it is what all go on from if this one is found to be damaged, and then what came in
+            # between is lost, and has to be reported.
+            for model, progress in self._progress_before.items():
                 for worker, clock in progress.next.items():
                     self._say(worker, Safe(model, clock))
+            self._progress_before = self._progress
         if not self._rhythm.is_under_way:
             self._end_last(number)
             self.look_soon()
