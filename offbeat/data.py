@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 from torch.utils.data import DataLoader, RandomSampler
 
-from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place
+from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place, saved
 from offbeat.errors import ModelError
 from offbeat.fabric.server import Enrol
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
@@ -219,7 +219,7 @@ class Data:
             return place.for_workers(state["place"], number, leases, is_held=False)
         if isinstance(loader, Loader) and not is_leased:
             return state
-        epoch = place.epoch_of(state, number) if is_leased else int(state["epoch"])
+        epoch = place.epoch_of(state, number) if is_leased else saved.whole(state["epoch"], "epoch")
         if self._control.is_first:
             _log.warning(
                 "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
