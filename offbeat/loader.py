@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _END = object()
 MOST_LEFT = 1 << 12  # batches of a loop that was left early, from which nothing was computed
+_MOST_WORKERS = 1 << 16
 _MOST_BITS = 52  # of an exact integer in float64
 
 
@@ -166,7 +167,7 @@ class Loader:
         """
         epoch, batch = self._at
         usual = -1.0 if self._usual is None else self._usual
-        state = {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
+        state: dict[str, Any] = {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
         if isinstance(shard := getattr(self.loader, "sampler", None), Shard):
             state |= {"samples": shard.size, "sizes": self._sizes()}
         return state
@@ -190,12 +191,11 @@ class Loader:
     def _carried_over(self, state: Mapping[str, Any]) -> int:
         """How many batches of the epoch are left out here, so that none that was given out is lost."""
         batch, now = saved.whole(state["batch"], "batches of the epoch"), self._control.world
-        then = saved.whole(state.get("world", now), "number of workers", least=1)
+        then = saved.whole(state.get("world", now), "number of workers", least=1, most=_MOST_WORKERS)
         shard, here = getattr(self.loader, "sampler", None), self._sizes()
         is_dealt = isinstance(shard, Shard)
-        if (
-            "sizes" in state or (is_dealt and then > 1)
-        ) is not is_dealt:  # who is alone draws in the loader's own order
+        was_dealt = "sizes" in state or (is_dealt and then > 1)
+        if was_dealt is not is_dealt:  # who is alone draws in the loader's own order
             if batch and self._control.rank == 0:
                 _log.warning(
                     "The checkpoint was made by %d workers, and this run has %d: the data is dealt out in another "
@@ -222,12 +222,13 @@ class Loader:
         # far as the smallest had come, and not further than the largest leaves out here.
         skip = batch * then * min(sizes) // (now * max(here))
         twice = min(batch * sum(sizes), shard.size) - skip * sum(here)
+        again = f", but for {twice} samples that come twice" if twice > 0 else ""
         if self._control.rank == 0:
             _log.warning(
                 "The checkpoint was made by %d workers with batches of %s, and this run has %d with %s: the place in "
                 "the data carries over%s. Each keeps its batch, so that a step has as many samples more or fewer; the "
                 "learning rate is as it was saved.",
-                then, _listed(sizes), now, _listed(here), f", but for {twice} samples that come twice" if twice > 0 else "",
+                then, _listed(sizes), now, _listed(here), again,
             )  # fmt: skip
         return skip
 

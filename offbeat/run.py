@@ -683,7 +683,7 @@ class Run:
             raise saved.damaged(error) from error
 
     def _compare_states(self, state: Mapping[str, Any]) -> None:
-        """See that all workers go on from the same place, with the same parameters if replicas are equal. Collective."""
+        """See that all workers go on from the same place, and with the same parameters if they have to. Collective."""
         lines = [f"seed {state['seed']}"]
         lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
         lines += [f"{place.told(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
