@@ -121,7 +121,7 @@ def test_a_place_behind_the_end_does_not_go_on_for_ever() -> None:
 
 def loads(fabric: str, what: str) -> str:
     """Rank 1 loads something else than the others; what each is told."""
-    plan = offbeat.Plan(fabric={"gloo": offbeat.ProcessGroup, "elastic": offbeat.Elastic}[fabric]())
+    plan = offbeat.Plan(fabric=offbeat.Elastic()) if fabric == "elastic" else offbeat.Plan()
     with offbeat.init(plan) as run:
         parts = prepared(run)
         list(train(parts, run, stop=3))

@@ -69,6 +69,18 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     return min(pool.at.values(), default=pool.epoch)
 
 
+def workers_of(books: str | bytes, loader: int) -> tuple[int, ...]:
+    """Who was dealt to, by the coordinator's books.
+
+    Raises:
+        ModelError: if they are damaged.
+    """
+    try:
+        return tuple(sorted(msgspec.convert(_of_loader(books, loader)["pool"], Pool, str_keys=True).at))
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+
+
 def told(state: Mapping[str, Any]) -> str:
     """The place in the data of one loader in a line, to compare it; a worker's own if it was dealt out by a server."""
     if "epoch" in state:
