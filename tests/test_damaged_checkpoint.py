@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 SAMPLES = 96
 
 
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def prepared(run: offbeat.Run, batch: int = 4) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Linear(1, 2)
@@ -136,8 +140,9 @@ def loads(fabric: str, what: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("fabric", ["gloo", "elastic"])
-@pytest.mark.parametrize("what", ["step", "weight"])
+@pytest.mark.parametrize(
+    ("fabric", "what"), [("gloo", "weight"), ("elastic", "step"), slow("gloo", "step"), slow("elastic", "weight")]
+)
 def test_who_loads_another_checkpoint_is_named(fabric: str, what: str) -> None:
     for text in run_workers(3, loads, fabric, what):
         assert "The checkpoint differs between workers: rank 1 against rank 0" in text
@@ -163,7 +168,7 @@ def part(state: dict[str, Any] | None, batch: int, stop: int | None) -> tuple[li
     raise AssertionError
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 4), (2, 6)), ((3, 4), (2, 2)), ((2, 4), (3, 3))])
+@pytest.mark.parametrize(("before", "after"), [((2, 4), (2, 6)), slow((3, 4), (2, 2)), slow((2, 4), (3, 3))])
 def test_with_other_batches_each_sample_is_used(before: tuple[int, int], after: tuple[int, int]) -> None:
     first = run_workers(before[0], part, None, before[1], 3)
     second = run_workers(after[0], part, first[0][1], after[1], None)
@@ -175,7 +180,7 @@ def test_with_other_batches_each_sample_is_used(before: tuple[int, int], after: 
     assert (f"but for {twice} samples that come twice" in text) is (twice > 0)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), slow(2, 1)])
 def test_who_was_or_is_alone_begins_the_epoch_anew(before: int, after: int) -> None:
     first = run_workers(before, part, None, 4, 3)
     second = run_workers(after, part, first[0][1], 4, None)

@@ -312,6 +312,7 @@ def goes_on(state: Any) -> tuple[list[int], Any, list[str]]:
     return seen, state, said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_with_other_workers_it_is_said_what_carries_over() -> None:
     first = run_workers(3, goes_on, None, timeout_s=45)
