@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 from torch.utils.data import DataLoader, RandomSampler
 
-from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place
+from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place, saved
 from offbeat.errors import ModelError
 from offbeat.fabric.server import Enrol
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
@@ -213,13 +213,16 @@ class Data:
         """One loader's place; where its data was dealt out in another order, the epoch begins anew."""
         loader, is_leased = self.loaders[number], "epoch" not in state
         if isinstance(loader, LeasedLoader) and is_leased:
-            if "place" not in state or isinstance(loader.source, DealtSource):
+            if "place" not in state:
+                return state
+            if isinstance(loader.source, DealtSource):
+                self._tell_who_made_it(place.workers_of(state["place"], number))
                 return state
             leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
             return place.for_workers(state["place"], number, leases, is_held=False)
         if isinstance(loader, Loader) and not is_leased:
             return state
-        epoch = place.epoch_of(state, number) if is_leased else int(state["epoch"])
+        epoch = place.epoch_of(state, number) if is_leased else saved.whole(state["epoch"], "epoch")
         if self._control.is_first:
             _log.warning(
                 "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
@@ -228,6 +231,18 @@ class Data:
             return {"epoch": epoch, "batch": 0}
         leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
         return place.beginning(leases, epoch, self._control.members)
+
+    def _tell_who_made_it(self, then: Sequence[int]) -> None:
+        """By the first, for all: what carries over to other workers than those that were at the server."""
+        present = self._control.members
+        if tuple(then) != tuple(present) and self._control.is_first:
+            _log.warning(
+                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
+                "what others had been dealt is dealt out again; %s.",
+                ", ".join(map(str, then)),
+                ", ".join(map(str, present)),
+                what_changes("global_batch" if self._plan.tuning is not None else self._plan.keeps),
+            )
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1

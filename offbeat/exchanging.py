@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from offbeat.engine import (
     AllReduced,
@@ -22,6 +23,7 @@ from offbeat.engine.sparse import sparse_names
 from offbeat.engine.take_over import gathered
 from offbeat.errors import OffbeatError
 from offbeat.fabric.server import describe
+from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.optimizers import lines_of
 from offbeat.layout import arrange
 from offbeat.sync import BSP, LocalSGD
@@ -73,6 +75,13 @@ class Prepared:
     def gathered(self) -> States:
         """What the optimizer here has gathered, by parameter name."""
         return gathered(self.optimizer, self.parameters)
+
+    def digests(self) -> list[str]:
+        """Each parameter's name, and a digest of its values."""
+        return [
+            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu().contiguous().reshape(-1)))}"
+            for name, parameter in self.parameters.items()
+        ]
 
     def layout(self, plan: Plan, *, is_served: bool) -> Layout:
         """Where its parameters lie."""

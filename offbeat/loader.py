@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from offbeat.course import Course, course_of, relative_size
-from offbeat.engine import samples_in
+from offbeat.engine import samples_in, saved
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _END = object()
 MOST_LEFT = 1 << 12  # batches of a loop that was left early, from which nothing was computed
+_MOST_WORKERS = 1 << 16
 _MOST_BITS = 52  # of an exact integer in float64
 
 
@@ -166,30 +167,74 @@ class Loader:
         """
         epoch, batch = self._at
         usual = -1.0 if self._usual is None else self._usual
-        return {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
+        state: dict[str, Any] = {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
+        if isinstance(shard := getattr(self.loader, "sampler", None), Shard):
+            state |= {"samples": shard.size, "sizes": self._sizes()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
-        """Go on where `state` was taken: the next iteration begins behind the batches that were given out."""
-        epoch, batch = int(state["epoch"]), int(state["batch"])
-        then, now = int(state.get("world", self._control.world)), self._control.world
-        if then != now and isinstance(getattr(self.loader, "sampler", None), Shard):
-            # The first batches of all workers together are the beginning of the epoch's order, with any number of them.
-            batch, twice = divmod(batch * then, now)
-            if self._control.rank == 0:
-                _log.warning(
-                    "The checkpoint was made by %d workers, and this run has %d: the place in the data carries over%s. "
-                    "Each keeps its batch, so that a step has as many samples more or fewer; the learning rate is as "
-                    "it was saved.",
-                    then, now, f", but for {twice} batches that come twice" if twice else "",
-                )  # fmt: skip
+        """Go on where `state` was taken: the next iteration begins behind the batches that were given out.
+
+        Raises:
+            ModelError: if it is damaged, or of another dataset.
+        """
+        epoch, batch = saved.whole(state["epoch"], "epoch"), self._carried_over(state)
         self._epoch, self._skip = self._at = epoch, batch
         self._left = ()
         self._progress = self._reached()
-        usual = float(state.get("usual", -1.0))
+        usual = saved.number(state.get("usual", -1.0), "samples of a usual batch", least=-1.0)
         self._usual = None if usual < 0 else usual
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(sampler, Shard):
             sampler.seed = seed
+
+    def _carried_over(self, state: Mapping[str, Any]) -> int:
+        """How many batches of the epoch are left out here, so that none that was given out is lost."""
+        batch, now = saved.whole(state["batch"], "batches of the epoch"), self._control.world
+        then = saved.whole(state.get("world", now), "number of workers", least=1, most=_MOST_WORKERS)
+        shard, here = getattr(self.loader, "sampler", None), self._sizes()
+        is_dealt = isinstance(shard, Shard)
+        was_dealt = "sizes" in state or (is_dealt and then > 1)
+        if was_dealt is not is_dealt:  # who is alone draws in the loader's own order
+            if batch and self._control.rank == 0:
+                _log.warning(
+                    "The checkpoint was made by %d workers, and this run has %d: the data is dealt out in another "
+                    "order, and epoch %d begins anew.",
+                    then, now, state["epoch"],
+                )  # fmt: skip
+            return 0
+        if not isinstance(shard, Shard):
+            return batch
+        if state.get("samples", shard.size) != shard.size:
+            raise ModelError(
+                f"Cannot go on in the data with {shard.size} samples: the checkpoint was made with "
+                f"{state['samples']!r}. Use the same dataset, or load only the model and the optimizer."
+            )
+        sizes = saved.counts(state.get("sizes", here if then == now else [here[0]] * then), "batch sizes", then)
+        if batch > shard.size or not all(sizes):
+            raise ModelError(
+                f"Cannot go on in the data behind {batch} batches of {sizes} samples: an epoch has {shard.size}. The "
+                "checkpoint is damaged: use another one."
+            )
+        if (then, sizes) == (now, here):
+            return batch
+        # The first batches of all workers together are the beginning of the epoch's order, with any number of them: as
+        # far as the smallest had come, and not further than the largest leaves out here.
+        skip = batch * then * min(sizes) // (now * max(here))
+        twice = min(batch * sum(sizes), shard.size) - skip * sum(here)
+        again = f", but for {twice} samples that come twice" if twice > 0 else ""
+        if self._control.rank == 0:
+            _log.warning(
+                "The checkpoint was made by %d workers with batches of %s, and this run has %d with %s: the place in "
+                "the data carries over%s. Each keeps its batch, so that a step has as many samples more or fewer; the "
+                "learning rate is as it was saved.",
+                then, _listed(sizes), now, _listed(here), again,
+            )  # fmt: skip
+        return skip
+
+    def _sizes(self) -> list[int]:
+        """Samples of a full batch, by worker, as they were agreed on last."""
+        return [course.batch or 1 for course in self._agreed]
 
     @property
     def progress(self) -> float:
@@ -221,7 +266,9 @@ class Loader:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
         batches, last, index = iter(self.loader), _END, skip
         for _ in range(skip):
-            last = next(batches, last)
+            if (batch := next(batches, _END)) is _END:
+                break  # of a loader that has fewer than when the checkpoint was made
+            last = batch
         while True:
             batch = next(batches, _END)
             real = batch is not _END
@@ -298,6 +345,10 @@ class Loader:
             return [texts.get(rank) == "1" for rank in range(world)]
         (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
         return [bool(int(flags) >> rank & 1) for rank in range(world)]
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
 
 
 def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterable[Any]:

@@ -22,6 +22,7 @@ import secrets
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,8 @@ from offbeat.engine import (
     Watched,
     ignored_names,
     join_watch,
+    place,
+    saved,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -58,11 +61,12 @@ from offbeat.plan import Plan
 from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
 from offbeat.swapping import Swapping
+from offbeat.sync import BSP
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from torch._C._distributed_c10d import Store
 
@@ -623,7 +627,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; after `prepare`. Collective with a parameter server.
+        """Take over what `state_dict` returned; after `prepare`, and after the model's. Collective.
 
         A worker that has joined others without a server has what they have, and leaves the state as it is.
 
@@ -631,6 +635,7 @@ class Run:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
                 damaged; with a server on all ranks, if one of them cannot load its own; if this worker has just joined
                 a job with a server.
+            DisagreementError: without a server, if the workers load different ones.
         """
         if self._membership is not None and self._membership.has_come:
             _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
@@ -658,25 +663,49 @@ class Run:
             one.calls = wanted
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise saved.damaged(TypeError(f"it is a {type(state).__name__}, not a dict"))
         if lacked := [name for name in ("plan", "seed", "models", "loaders") if name not in state]:
             raise ModelError(f"Cannot load this state: it has no {lacked[0]!r}. It is damaged, or no run.state_dict().")
         for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
+            if not isinstance(state[what], (list, tuple)):
+                raise saved.damaged(TypeError(f"its {what} are a {type(state[what]).__name__}, not a list"))
             if len(state[what]) != len(mine):
                 raise ModelError(
                     f"Cannot load this state: it has {len(state[what])} {what}, this run {len(mine)}. "
                     "Prepare the same models and loaders before load_state_dict."
                 )
+        if not isinstance(state["plan"], str):
+            raise saved.damaged(TypeError(f"its plan is a {type(state['plan']).__name__}, not a text"))
+        seed = saved.whole(state["seed"], "seed", least=-(1 << 63), most=(1 << 64) - 1)  # as torch takes it
         self._compare_plans(state["plan"])
-        self._seed = int(state["seed"])
+        self._seed = seed
         try:
             for reducer, one in zip(self._reducers, state["models"], strict=True):
                 reducer.load_state_dict(one)
             self._data.load_state_dict(state["loaders"], seed=self._seed)
+            if self._server is None and self.world > 1:  # behind all that one may refuse, so that the others hear of it
+                self._compare_states(state)
         except KeyError as error:
             raise ModelError(
                 f"Cannot load this state: it has no {error}, which this plan needs. Resume with the plan that it was "
                 f"written with, and with the same model. It was\n{state['plan']}"
             ) from error
+        except (TypeError, AttributeError, IndexError) as error:
+            raise saved.damaged(error) from error
+
+    def _compare_states(self, state: Mapping[str, Any]) -> None:
+        """See that all workers go on from the same place, and with the same parameters if they have to. Collective."""
+        lines = [f"seed {state['seed']}"]
+        lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
+        lines += [f"{place.told(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
+        if isinstance(self.plan.sync, BSP):
+            lines += [line for one in self._prepared_models for line in one.digests()]
+        self._control.compare(
+            "checkpoint",
+            "\n".join(lines),
+            "Load the same file on every worker: the model, the optimizer and run.load_state_dict, in this order.",
+        )
 
     def _compare_plans(self, written: str) -> None:
         try:

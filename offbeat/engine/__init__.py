@@ -16,6 +16,7 @@
 * `server` - how a worker reaches its server, and its questions to all through it; `beside` - one beside the workers;
   `border` - where they leave it again
 * `arrivals` - the order in which gradients arrive, learnt in the first backward
+* `saved` - what a checkpoint holds, read with care
 * `share` - this worker's part in the next exchange: its batches, its weight
 * `flat` - one bucket's memory: the gradients are views into it
 * `flight` - one bucket's exchange under way
@@ -34,6 +35,7 @@
 * `diary` - digests of the parameters, for the history of a run
 """
 
+from offbeat.engine import place, saved
 from offbeat.engine.admission import Claim, Job, Newcomer, Parting, Reception
 from offbeat.engine.agreed import AgreedSource, Timing
 from offbeat.engine.all_reduced import AllReduced
@@ -100,7 +102,9 @@ __all__ = [
     "hand_over",
     "ignored_names",
     "join_watch",
+    "place",
     "samples_in",
+    "saved",
     "start_beside",
     "start_watch",
 ]

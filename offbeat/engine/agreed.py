@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
+from offbeat.engine import saved
 from offbeat.engine.source import Batch
 from offbeat.errors import ModelError
 from offbeat.pacing import Lease, Pool, Tuning, even_batches, what_changes
@@ -239,8 +240,10 @@ class AgreedSource:
         """Go on where `state` was taken.
 
         Raises:
-            ModelError: if it was taken with another dataset, seed or global batch.
+            ModelError: if it was taken with another dataset, seed or global batch, or is damaged.
         """
+        round_ = saved.whole(state["round"], "round in the data")
+        over = frozenset(saved.whole(rank, "rank whose data has ended") for rank in state["over"])
         self.leases = dataclasses.replace(self.leases, seed=seed)
         pool, tuning = self.leases.from_plain(state["leases"]), self._books.tuning
         if self._tune is not None and state["tuning"] is not None:
@@ -254,7 +257,7 @@ class AgreedSource:
                 ", ".join(map(str, present)),
                 what_changes("global_batch" if self._tune is not None else self._keeps),
             )
-        books = Books(pool, tuning, then, int(state["round"]), frozenset(state["over"]))
+        books = Books(pool, tuning, then, round_, over)
         for rank in set(then) - set(present):
             books = self._leave(books, rank)
         self._books = self._at = self._join(books, [rank for rank in present if rank not in then])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat.engine import saved
 from offbeat.engine.anchor import Anchor
 from offbeat.engine.channel import Channel
 from offbeat.engine.finite import leave_out
@@ -215,7 +216,7 @@ class Change:
         """Take over what `state_dict` returned."""
         momentum = self.anchor.views_in(self._momentum)
         for name, _, anchor in self.anchor.slots:
-            anchor.copy_(state[name]["anchor"])
-            momentum[name].copy_(state[name]["momentum"])
+            saved.copy_(anchor, state[name], name, "anchor")
+            saved.copy_(momentum[name], state[name], name, "momentum")
             for key, tensor in self._state.get(name, {}).items():
-                tensor.copy_(state[name][key])
+                saved.copy_(tensor, state[name], name, key)

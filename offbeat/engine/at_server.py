@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from offbeat.engine import saved
 from offbeat.engine.anchor import Anchor
 from offbeat.fabric.server import About, outer_hyper
 
@@ -91,7 +92,7 @@ class AtServer:
         own = [[parameter.detach().clone() for _, parameter, _ in anchor.slots] for anchor in self._anchors]
         for anchor in self._anchors:
             for name, _, value in anchor.slots:
-                value.copy_(state[name]["anchor"])
+                saved.copy_(value, state[name], name, "anchor")
             anchor.return_()
         self._served.load_state_dict(exchanger)
         for anchor, mine in zip(self._anchors, own, strict=True):

@@ -110,6 +110,10 @@ class Control:
         if self.compares is not None:
             self.compares(what, text, advice)
             return
+        self.compare(what, text, advice)
+
+    def compare(self, what: str, text: str, advice: str) -> None:
+        """As `agree`, but of those who take part now alone: who joins them later is not asked. Collective."""
         texts = self.texts(f"the comparison of the {what}", text)
         if len(set(texts.values())) == 1:
             return

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from offbeat.engine import saved
 from offbeat.engine.source import Batch
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, NetworkError
@@ -123,7 +124,7 @@ class DealtSource:
             NetworkError: if the server is gone.
         """
         client, place = self._server.client, state["place"]
-        self.progress = float(state.get("progress", 0.0))
+        self.progress = saved.number(state.get("progress", 0.0), "progress in the data")
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
         if self._server.is_first and self._loader == 0:  # it is that of all loaders

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from offbeat.engine import saved
 from offbeat.engine.finite import leave_out
+from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,9 +170,20 @@ class Local:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.step = int(state["step"])
-        self._steps, self._with_data, self._left_out = map(int, state["steps"])
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ModelError: if it is damaged, or of another model.
+        """
+        step = saved.whole(state["step"], "step")
+        steps, with_data, left_out = saved.counts(state["steps"], "steps since the last average", 3)
+        if not left_out <= with_data <= steps <= step:
+            raise ModelError(
+                f"Cannot load this state: at step {step} it has {steps} steps since the last average, {with_data} of "
+                f"them with data, of which {left_out} were left out. It is damaged: use another checkpoint."
+            )
+        self.step = step
+        self._steps, self._with_data, self._left_out = steps, with_data, left_out
         self.share.load_state_dict(state["share"])
         self._anchored = bool(state["local"])
         if self._anchored:

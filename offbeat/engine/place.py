@@ -9,6 +9,7 @@ Either way each sample of each epoch is used, leased, or still to be leased; goi
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -66,6 +67,27 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
     return min(pool.at.values(), default=pool.epoch)
+
+
+def workers_of(books: str | bytes, loader: int) -> tuple[int, ...]:
+    """Who was dealt to, by the coordinator's books.
+
+    Raises:
+        ModelError: if they are damaged.
+    """
+    try:
+        return tuple(sorted(msgspec.convert(_of_loader(books, loader)["pool"], Pool, str_keys=True).at))
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+
+
+def told(state: Mapping[str, Any]) -> str:
+    """The place in the data of one loader in a line, to compare it; a worker's own if it was dealt out by a server."""
+    if "epoch" in state:
+        return f"epoch {state['epoch']}, batch {state['batch']}"
+    if "leases" in state:
+        return f"round {state['round']}, {json.dumps(state['leases'], sort_keys=True)}"
+    return "a server's place"
 
 
 def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]]) -> bytes:

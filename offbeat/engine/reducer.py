@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import inquiry, sparse
+from offbeat.engine import inquiry, saved, sparse
 from offbeat.engine.arrivals import Arrivals
 from offbeat.engine.channel import Channel
 from offbeat.engine.flat import Entry, Flat
@@ -190,11 +190,15 @@ class Reducer:
         return {"step": self.step, "codec": {name: dict(tensors) for name, tensors in self._states.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._channel.step = int(state["step"])
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ModelError: if it is damaged, or of another model.
+        """
+        self._channel.step = saved.whole(state["step"], "step")
         for name, tensors in state["codec"].items():
-            for key, tensor in tensors.items():
-                self._states[name][key].copy_(tensor)
+            for key in tensors:
+                saved.copy_(self._states[name][key], tensors, name, key)
 
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer has to know of the layout."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from offbeat.engine import saved
 from offbeat.engine.finite import leave_out
 from offbeat.engine.flat import view_in
 from offbeat.engine.share import Share
@@ -278,11 +279,11 @@ class Served:
             check_states(describe(self._optimizer, self._names), brought, self._parameters)
         except PeerError as error:
             raise ModelError(f"Cannot load the optimizer's state from this checkpoint: {error}") from error
-        self.step = int(state["step"])
+        self.step = saved.whole(state["step"], "step")
         for states in self._states:
             for name, tensors in states.items():
                 for key, tensor in tensors.items():
-                    tensor.copy_(state["codec"][name][key])
+                    saved.copy_(tensor, state["codec"][name], name, key)
         if self._server.is_first:
             portions = list(scatter(brought, self._blocks))
             for _, parameter, value, _ in self._slots:

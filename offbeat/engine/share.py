@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from offbeat.engine import saved
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
@@ -151,10 +152,20 @@ class Share:
         return {"drawn": list(self._drawn), "scale": self._scale, "last_samples": self._last_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ModelError: if it is damaged.
+        """
         batches, with_data, weight, samples = state["drawn"]
-        self._drawn = self._used = self._computed = Drawn(int(batches), int(with_data), float(weight), int(samples))
-        self._scale, self._last_samples = float(state["scale"]), int(state["last_samples"])
+        self._drawn = self._used = self._computed = Drawn(
+            saved.whole(batches, "batches"),
+            saved.whole(with_data, "batches with data"),
+            saved.number(weight, "weight of what was drawn"),
+            saved.whole(samples, "samples"),
+        )
+        self._scale = saved.number(state["scale"], "scale of a gradient")
+        self._last_samples = saved.whole(state["last_samples"], "samples of the last step")
 
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""

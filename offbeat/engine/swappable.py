@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from offbeat.engine import saved
 from offbeat.engine.local import Local
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Swappable(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         if self._local is not None:
-            self._local.ahead = int(state.get("ahead", 0))
+            self._local.ahead = saved.whole(state.get("ahead", 0), "steps ahead")
         self._now.load_state_dict(state)
 
     def close(self) -> None:

@@ -257,7 +257,7 @@ class Leases:
             if plain.get(name) != mine:
                 raise ModelError(
                     f"Cannot go on in the data with {name}={mine!r}: the checkpoint was made with {plain.get(name)!r}. "
-                    "Use the same dataset, seed and order, or leave the place in the data out."
+                    "Use the same dataset, seed and order, or load only the model and the optimizer."
                 )
         try:
             pool = msgspec.convert(plain.get("pool"), Pool, str_keys=True)

@@ -206,7 +206,7 @@ class BatchTuning:
         if state.total != total:
             raise ModelError(
                 f"Cannot go on with a global batch of {total}: the checkpoint was made with {state.total}. Use the "
-                "same, or leave the tuning of batches out."
+                "same, by the batch size or the number of workers, or go on with tuning=None."
             )
         if not -1 <= state.round < _MOST_COUNTED or not 0 <= state.plans < _MOST_COUNTED:
             raise ModelError(

@@ -297,3 +297,26 @@ def load_without_rank_0() -> str:
 def test_a_checkpoint_that_nobody_brings_is_not_loaded() -> None:
     _, said = run_workers(2, load_without_rank_0, timeout_s=55, faulty=0)
     assert said.endswith("Rank 0, which brings it to the server, is gone.")
+
+
+def goes_on(state: Any) -> tuple[list[int], Any, list[str]]:
+    said = listen()
+    with offbeat.init(offbeat.Plan(fabric=ParameterServer())) as run:
+        parts = data_of(run, "momentum")
+        if state is not None:
+            run.load_state_dict(state)
+        seen = go_through(parts, 1, stop=2 if state is None else None)
+        run.settle()
+        state = run.state_dict()
+        run.settle()
+    return seen, state, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_with_other_workers_it_is_said_what_carries_over() -> None:
+    first = run_workers(3, goes_on, None, timeout_s=45)
+    second = run_workers(2, goes_on, first[0][1], timeout_s=45)
+    assert Counter(sample for seen, _, _ in [*first, *second] for sample in seen) == dict.fromkeys(range(50), 1)
+    (text,) = [text for _, _, said in second for text in said if "The checkpoint was made by" in text]
+    assert text.startswith("The checkpoint was made by rank 0, 1, 2, and this run has rank 0, 1: the place in the data")
