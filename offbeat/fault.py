@@ -91,6 +91,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.target == "worker" and self.kind in ENDING
 
     @property
+    def changes_sum(self) -> bool:
+        """Whether parameters may become another sum than that of all gradients, and rightly so.
+
+        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot.
+        """
+        long = self.kind in LASTING and self.seconds >= _GIVEN_UP_S
+        killed = self.target != "worker" and self.kind == "sigkill"
+        return self.ends or long or killed or self.kind in ("join", "nan", "inf", "huge", "stale")
+
+    @property
     def on_links(self) -> bool:
         """Whether it happens to whole links, for a while, whatever passes there."""
         return self.kind in get_args(Link) and self.kind not in PASSING
@@ -122,6 +132,8 @@ PASSING = frozenset({"cut", "flip", "truncate", "duplicate", "reorder", "replay"
 """Kinds of `Link` that happen once, to bytes on their way to the server."""
 LASTING = frozenset({"sigstop", "slow", "disk", "gil", "partition", "deaf", "mute", "slow-link", "lossy"})
 """Kinds that `seconds` say something about."""
+_GIVEN_UP_S = 5.0
+"""A job's timeout, if nothing else is said: beyond it a silent worker is left behind, and what it brings is dropped."""
 
 
 class Fired(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,6 +68,11 @@ def swap(
     if is_without_server(job):
         typer.echo(_wish(Path(job), part))
         return
+    if Path(job).is_dir() and not (Path(job) / "server.json").exists():
+        raise NetworkError(
+            f"Cannot swap the policy of the job in {job}: it has neither metrics.jsonl nor server.json. Either it "
+            "has not come to run.prepare yet: ask again when it trains; or this is not the folder of a run."
+        )
     target = find(job, given(job_name, token_file, certificate, key, authority))
     said = asyncio.run(_ask(target, part))
     if said.refusal:

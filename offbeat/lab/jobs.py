@@ -125,7 +125,7 @@ class Job:
             compute_factor=place.compute_factor,
             bucket_bytes=workload.bucket_bytes,
             data=data,
-            tolerance=self.tolerance,
+            tolerance=None if any(fault.changes_sum for fault in self.faults) else self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
             straggle=self.scenario.straggle,
             save_every=(self.row.save_every or SAVE_EVERY) if self.restarts else None,

@@ -60,6 +60,14 @@ def trains_alone(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+def test_who_asks_before_a_job_trains_is_told_to_ask_again(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "plan.toml").write_text("")
+    ended, output = offbeat("swap", "LocalSGD(3)", "--job", "job", folder=tmp_path)
+    assert ended == 2
+    assert "it has not come to run.prepare yet: ask again when it trains" in " ".join(output.split())
+
+
 @pytest.mark.timeout(120)
 def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "job"

@@ -128,6 +128,45 @@ def test_who_is_killed_is_missed_by_nobody_and_a_server_comes_back(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
+def test_a_replay_from_which_one_is_killed_is_a_result(tmp_path: Path) -> None:
+    """What the killed one computed is in no sum, so that of all is not what the others have to come to."""
+    work = 'kind = "replay"\nlayer = [{ name = "a", shapes = [[8]], backward_s = 0.01 }]'
+    text = TEXT[: TEXT.rindex("[[row]]")].replace("BASELINE", "ddp").replace('kind = "script"\npath = "work.py"', work)
+    kill = Fault(worker=1, step=5, kind="sigkill")
+    scenario = msgspec.structs.replace(Scenario.from_toml(text), fault=[kill])
+    job = jobs(scenario, tmp_path)[1]
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    done = rounds.run_once(job, launch.loopback_places(["h0", "h1", "s0"]), runs, 0, None)
+    assert [worker.rank for worker in done.workers] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "table"),
+    [
+        (True, {"kind": "sigkill"}),
+        (True, {"kind": "join"}),
+        (True, {"kind": "stale"}),
+        (True, {"kind": "sigstop", "seconds": 8.0}),
+        (True, {"kind": "sigkill", "target": "server"}),
+        (False, {"kind": "sigterm", "target": "server"}),
+        (False, {"kind": "sigstop", "seconds": 1.0}),
+        (False, {"kind": "duplicate"}),
+    ],
+)
+def test_what_changes_no_sum_leaves_the_proof_as_it_is(tmp_path: Path, changes: bool, table: dict[str, Any]) -> None:
+    (tmp_path / "work.py").write_text(SCRIPT)
+    fault = msgspec.convert({"worker": 1, "step": 5, **table}, Fault)
+    assert fault.changes_sum == changes
+    scenario = Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace('"ASP"', '"BSP"'))
+    job = jobs(msgspec.structs.replace(scenario, fault=[fault]), tmp_path)[1]
+    (given,) = job.each(launch.loopback_places(["h0"]))
+    (work,) = given.values()
+    assert (json.loads(work).get("tolerance") is None) == changes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
 def test_all_reduce_goes_on_without_who_is_killed(tmp_path: Path) -> None:
     """The server's faults are left out, and it is said what they take."""
     done = run(tmp_path, 2, {"kind": "sigkill"}, {"kind": "sigkill", "target": "server"})
