@@ -83,6 +83,14 @@ class Prepared:
             for name, parameter in self.parameters.items()
         ]
 
+    def digests_gathered(self) -> list[str]:
+        """What the optimizer here has gathered: parameter, key, and a digest of the values."""
+        return [
+            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
+            for name, states in self.gathered().items()
+            for key, value in states.items()
+        ]
+
     def layout(self, plan: Plan, *, is_served: bool) -> Layout:
         """Where its parameters lie."""
         sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)

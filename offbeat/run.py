@@ -148,6 +148,7 @@ class Run:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
+        self._came_with: list[str] = []  # what a newcomer without a server was handed, until its first step
         self._closed = self._told_untuned = self._drains = self._has_left = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -356,6 +357,7 @@ class Run:
             self._swapping.plan = came.plan
             self._swapping.joined(came.ranks)
             self._meter.start_anew()
+            self._came_with = self._held()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -390,6 +392,7 @@ class Run:
 
     def _after_step(self, reducer: Either, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         reducer.after_step()
+        self._came_with = []
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
             weights = reducer.now.take_weights() if isinstance(reducer.now, SwapsTogether) else ()
@@ -629,15 +632,22 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; after `prepare`, and after the model's. Collective.
 
-        A worker that has joined others without a server has what they have, and leaves the state as it is.
+        A worker that has joined others without a server has what they have, and leaves the state as it is before its
+        first step.
 
         Raises:
             ModelError: if another number of models or loaders was prepared, it lacks what this plan needs, or it is
                 damaged; with a server on all ranks, if one of them cannot load its own; if this worker has just joined
-                a job with a server.
+                a job with a server, or has changed what others without one have handed it.
             DisagreementError: without a server, if the workers load different ones.
         """
-        if self._membership is not None and self._membership.has_come:
+        if self._came_with:
+            if self._held() != self._came_with:  # its replica would not be theirs, and nothing would say so
+                raise ModelError(
+                    f"Cannot load a checkpoint as rank {self.rank}: this worker has just joined with what the others "
+                    "have, and its script has put other values in their place. Start it without what has the script "
+                    "load one, or load the model's and the optimizer's before run.prepare."
+                )
             _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
             return
         if self._joins is not None and self._server is not None and not self.step:  # it would wait for ever
@@ -693,6 +703,10 @@ class Run:
             ) from error
         except (TypeError, AttributeError, IndexError) as error:
             raise saved.damaged(error) from error
+
+    def _held(self) -> list[str]:
+        """Digests of all parameters, and of what the optimizers have gathered."""
+        return [line for one in self._prepared_models for line in (*one.digests(), *one.digests_gathered())]
 
     def _compare_states(self, state: Mapping[str, Any]) -> None:
         """See that all workers go on from the same place, and with the same parameters if they have to. Collective."""
@@ -775,7 +789,7 @@ class Run:
     def _end_metrics(self, error: BaseException | None) -> None:
         why = None if error is None else f"{type(error).__name__}: {error}"
         self._diary.close(why or "")
-        self._meter.end(self.step, why)
+        self._meter.end(self.step, why, left=error is None and self in _told)
         self._metrics.close()
 
     def _tell_stall(self, text: str) -> None:

@@ -235,9 +235,10 @@ class Meter:
         """The first record: what runs where."""
         self._file.append({"kind": "start", **self._stamp(0), **about})
 
-    def end(self, step: int, error: str | None) -> None:
-        """The last record."""
-        self._file.append({"kind": "end", **self._stamp(step), "steps": step, "error": error})
+    def end(self, step: int, error: str | None, *, left: bool = False) -> None:
+        """The last record; `left` if this worker was told to leave, and did in order."""
+        record = {"kind": "end", **self._stamp(step), "steps": step, "error": error}
+        self._file.append(record | {"left": True} if left else record)
 
     def _remember(self, model: int, samples: int, compute_s: float, wait_s: float) -> None:
         if model and self._recent:  # its part of the first model's step

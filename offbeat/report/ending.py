@@ -116,6 +116,10 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
     errors = {rank: end.error for rank, end in ends.items() if end.error is not None}
     if not everyone:
         return Ending(False, "Nothing was recorded.")
+    if len(ends) == len(everyone) and all(end.left for end in ends.values()):  # such as by Ctrl-C, where others go on
+        was = "was" if len(ends) == 1 else "were"
+        text = f"{_all(len(ends))} {was} told to stop, and left in order after {_steps(ends.values())}."
+        return Ending(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
         return Ending(True, f"{_all(len(ends))} ended well after {_steps(ends.values())}.{_on_the_way(records)}")
     victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]

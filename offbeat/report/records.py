@@ -86,12 +86,13 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=
 
 
 class End(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True):
-    """A worker is done; `error` is what it died of, if it could still say so."""
+    """A worker is done; `error` is what it died of, if it could still say so, and `left` if it was told to leave."""
 
     rank: int
     time_s: float
     steps: int
     error: str | None
+    left: bool = False
 
 
 Record = Start | Step | Log | Event | End

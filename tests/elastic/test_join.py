@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.clock import WallClock
 from offbeat.engine import Claim, Control, Job, Newcomer, Reception, Waiter
-from offbeat.errors import DisagreementError, PlanError
+from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.fabric import Circle, InMemory
 from tests.workers import listen, run_workers
 
@@ -244,6 +244,47 @@ def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, 
     for moves, longest_s, _ in results:
         assert moves == [1.0] * 100
         assert longest_s < 1.0
+
+
+def resume(folder: str, loads: bool) -> tuple[list[str], str]:
+    """Workers with a script that loads a checkpoint first, when one joins; digests after each step, and why it ended."""
+    here, newcomer = Path(folder), rank_here() >= 2
+    if newcomer:
+        wait_for(here / "step-3")
+    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=TIMEOUT)
+    model = nn.Linear(1, 50, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    if newcomer:
+        try:
+            if loads:
+                model.load_state_dict({"weight": torch.ones(50, 1)})
+            run.load_state_dict({})  # a joiner has what the others have
+        except ModelError as error:
+            (here / "refused").touch()
+            return [], str(error)
+    digests = []
+    while run.step < 300 and not (here / "refused").exists():
+        time.sleep(0.03)
+        prepared(torch.ones(1, 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests.append(f"{run.step} {digest(model)}")
+        (here / f"step-{run.step}").touch()
+    run.close()
+    return digests, ""
+
+
+def test_who_joins_and_loads_a_checkpoint_over_what_it_was_handed_is_refused(tmp_path: Path) -> None:
+    *_, (digests, why) = run_workers(2, resume, str(tmp_path), True, newcomers=1)
+    assert "its script has put other values in their place" in why
+    assert not digests
+
+
+def test_who_joins_and_loads_only_the_state_of_the_run_trains_with_the_others(tmp_path: Path) -> None:
+    (first, _), _, (newcomer, why) = run_workers(2, resume, str(tmp_path), False, newcomers=1)
+    assert not why
+    assert newcomer
+    assert set(newcomer) <= set(first)
 
 
 @pytest.mark.parametrize(

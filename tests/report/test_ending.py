@@ -50,6 +50,14 @@ def test_all_ended_well(tmp_path: Path) -> None:
     )
 
 
+def test_a_job_whose_workers_were_all_told_to_leave_did_not_come_to_its_end(tmp_path: Path) -> None:
+    ends = [end(rank, 6) | {"left": True} for rank in (0, 1)]
+    assert how(tmp_path, [*trained(6, 6), *ends]) == Ending(
+        True, "All 2 workers were told to stop, and left in order after 6 steps."
+    )
+    assert how(tmp_path, [*trained(6, 6), ends[0], end(1, 6)]).text == "All 2 workers ended well after 6 steps."
+
+
 def test_who_joined_a_job_does_not_miss_those_of_the_beginning(tmp_path: Path) -> None:
     """They are in another folder; whose rank is missing in this one is missed all the same."""
     joined = [start(rank) | {"world": 1} for rank in (3, 4)]
