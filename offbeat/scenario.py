@@ -428,6 +428,10 @@ def _check_hosts(hosts: Hosts) -> None:
     check_compute_factor(hosts.compute_factor, "hosts.compute_factor")
 
 
+_INSTEAD = {"swap": "; a row swaps by the controller of its plan, such as ByProgress"}
+"""What there is instead of keys that people look for."""
+
+
 def _check_keys(value: Any, kind: Any, path: str) -> None:
     """Refuse the first key that no table of that kind has, with the nearest that it does have."""
     if isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
@@ -437,7 +441,9 @@ def _check_keys(value: Any, kind: Any, path: str) -> None:
     for key, item in value.items() if known else ():
         inner = f"{path}.{key}" if path else key
         if key not in known:
-            raise ScenarioError(f"Unknown key {key!r}{_nearest(key, known)}. Correct or remove it ({inner}).")
+            raise ScenarioError(
+                f"Unknown key {key!r}{_nearest(key, known)}. Correct or remove it{_INSTEAD.get(key, '')} ({inner})."
+            )
         _check_keys(item, known[key], inner)
 
 

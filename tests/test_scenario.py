@@ -132,6 +132,7 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
         ("rate_mbps", "rate_mpbs", "Unknown key 'rate_mpbs' (did you mean 'rate_mbps'?).* (hosts.rate_mpbs)."),
         ("repeats", "repeat", "Unknown key 'repeat' (did you mean 'repeats'?).* (run.repeat)."),
         ("scale", "scael", "Unknown key 'scael' (did you mean 'scale'?).* (workload.scael)."),
+        ("[run]", "[[swap]]\nstep = 3\n[run]", "Unknown key 'swap' .* swaps by the controller of its plan.* (swap)."),
         ("[run]", "[rnu]", "Unknown key 'rnu' (did you mean 'run'?).* (rnu)."),
         ("plan =", "plam =", "Unknown key 'plam' (did you mean 'plan'?).* (row[1].plam)."),
         ("resnet50", "resnet51", "Unknown profile 'resnet51' (did you mean 'resnet50'?).* (workload.profile)."),

@@ -89,9 +89,11 @@ def _stop(number: int, frame: object) -> None:
 @app.command()
 def show(scenario: ScenarioFile) -> None:
     """Draw a scenario's hosts and links, and say what it measures."""
+    from offbeat.lab.jobs import jobs
     from offbeat.scenario import Replay
 
     parsed, _ = read_scenario(scenario)
+    jobs(parsed, scenario.parent)  # whose plans and scripts are looked at
     workload = parsed.workload
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{parsed.scenario.name}: {parsed.scenario.description}", markup=False)

@@ -25,6 +25,7 @@ _FALLOC_FL_KEEP_SIZE = 1
 
 
 def run(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="How many local workers to start.")] = 2,
@@ -123,7 +124,19 @@ def run(
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
         why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
         console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
+    if code and (strayed := _strayed(context, job.arguments)):
+        console.print(
+            f"{strayed}, behind the script, was taken for the script's own. Options of `offbeat run` stand before it: "
+            f"offbeat run {strayed} ... {script}",
+            markup=False,
+        )
     raise typer.Exit(code)
+
+
+def _strayed(context: typer.Context, arguments: tuple[str, ...]) -> str:
+    """The first argument of the script that is an option of ours; empty if none is."""
+    ours = {option for parameter in context.command.params for option in parameter.opts if option.startswith("-")}
+    return next((name for one in arguments if (name := one.partition("=")[0]) in ours), "")
 
 
 def _store(folder: Path) -> Path:

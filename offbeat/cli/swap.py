@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
 _GOOD_BYE_S = 0.5
 _LOOK_S = 0.1
+_QUIET_S = 2.0  # then people are told what is waited for
 
 
 def swap(
@@ -90,6 +91,7 @@ def _wish(folder: Path, part: str) -> str:
     from offbeat.report.records import has_ended
 
     wished = wish.leave(folder, part)
+    told_s, is_told = time.monotonic() + _QUIET_S, False
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
         while (granted := wish.answered(folder, wished)) is None:
@@ -100,6 +102,9 @@ def _wish(folder: Path, part: str) -> str:
                     f"Cannot swap the policy of the job in {folder}: all have gone over to a server before they took "
                     "this up. Ask again: the server will be asked."
                 )
+            if not is_told and time.monotonic() > told_s:
+                is_told = True
+                typer.echo("asked; the workers take it up behind their next exchange", err=True)
             if time.monotonic() > deadline_s:
                 raise NetworkError(
                     f"Cannot swap the policy of the job in {folder}: it has not answered for {_PATIENCE_S:g} s. It has "

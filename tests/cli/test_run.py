@@ -314,6 +314,16 @@ def test_a_bad_plan_file(tmp_path: Path) -> None:
         assert "Traceback" not in output
 
 
+def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -> None:
+    path = script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")
+    code, output = offbeat("run", path, "--workers=3", folder=tmp_path)
+    assert code == 2
+    assert "--workers, behind the script, was taken for the script's own." in output
+    code, output = offbeat("run", path, "--own", folder=tmp_path)
+    assert code == 2
+    assert "behind the script" not in output
+
+
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     code, output = offbeat("run", "nothing.py", folder=tmp_path)
     assert code == 2

@@ -247,7 +247,7 @@ def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, 
 
 
 def resume(folder: str, loads: bool) -> tuple[list[str], str]:
-    """Workers with a script that loads a checkpoint first, when one joins; digests after each step, and why it ended."""
+    """A script that loads a checkpoint first, if it joins; digests of each step, and why it ended."""
     here, newcomer = Path(folder), rank_here() >= 2
     if newcomer:
         wait_for(here / "step-3")

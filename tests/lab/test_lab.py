@@ -167,6 +167,7 @@ def test_bad_scenarios_end_in_one_sentence(tmp_path: Path, old: str, new: str, s
     code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path)
     assert code == 2, output
     assert len(output.splitlines()) == 1, output
+    assert offbeat("lab", "show", path, folder=tmp_path) == (2, output)
     for part in says.split(".*"):
         assert part in output
     assert not (tmp_path / "out.json").exists()
