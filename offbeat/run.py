@@ -271,7 +271,7 @@ class Run:
         if not lost:
             text = "The workers had lost their connections, and have made new ones; nobody is missing."
         else:
-            told = " ".join(f"Rank {rank} {why}" for rank, why in sorted(lost.items()))
+            told = " ".join(f"Rank {rank} {why.rstrip(' .')}." for rank, why in sorted(lost.items()))
             left = ", ".join(map(str, self._circle.members))
             text = (
                 f"{told} What is left, rank {left}, goes on, and the step at hand is the mean of their gradients: "

@@ -10,7 +10,9 @@ import sys
 from offbeat.wire.sentinel import main
 
 if __name__ == "__main__":
-    # A Ctrl-C on a terminal reaches the whole foreground; the worker decides, the sentinel follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A Ctrl-C on a terminal reaches the whole foreground, and what `offbeat run` sends all that a worker started; the
+    # worker decides, the sentinel follows: one that leaves in order is watched until it has.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="offbeat: %(message)s")
     asyncio.run(main(*map(int, sys.argv[1:4])))

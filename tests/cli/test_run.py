@@ -159,6 +159,28 @@ def test_the_first_worker_too_leaves_in_order_however_long_the_others_go_on(
     assert "was killed" not in output
 
 
+def test_a_job_that_is_interrupted_did_not_end_well(tmp_path: Path) -> None:
+    """Its workers leave in order, each watched until it has."""
+    text = TRAIN.replace("range(4)", "range(10**6)").replace(
+        "    optimizer.step()", "    optimizer.step()\n    if step == 9: print('ready', flush=True)"
+    )
+    with start("run", "--fabric", "Elastic()", script(tmp_path, text), folder=tmp_path) as process:
+        assert process.stdout is not None
+        said, ready = "", 0
+        while ready < 2:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+            ready += "ready" in line
+        process.send_signal(signal.SIGINT)
+        said += process.communicate(timeout=20)[0]
+    assert process.returncode == 128 + signal.SIGINT
+    assert "SIGINT: ending 2 workers." in said
+    assert "All 2 workers were told to stop, and left in order after" in said
+    assert "sentinel is gone" not in said
+    assert "ended well" not in said
+
+
 REFUSED = TRAIN.replace(
     "for step in range(4):",
     "for step in range(4):\n    if run.rank == 1 and step == 2: optimizer.param_groups[0]['lr'] = -1.0",
