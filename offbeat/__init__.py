@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offbeat.checkpoints import Checkpoints
     from offbeat.codec import Cast, Dense
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup
     from offbeat.pacing import BatchTuning
@@ -25,6 +26,7 @@ _HOMES = {
     "BatchTuning": "offbeat.pacing",
     "ByProgress": "offbeat.control",
     "Cast": "offbeat.codec",
+    "Checkpoints": "offbeat.checkpoints",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
     "Elastic": "offbeat.fabric",
@@ -52,6 +54,7 @@ __all__ = [
     "BatchTuning",
     "ByProgress",
     "Cast",
+    "Checkpoints",
     "Dense",
     "Elastic",
     "Hybrid",

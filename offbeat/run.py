@@ -526,6 +526,19 @@ class Run:
     # -- while training ------------------------------------------------------------------------------------------
 
     @property
+    def is_first(self) -> bool:
+        """Whether this worker is the first of those that train: it writes what is written once, as a checkpoint is.
+
+        Without a server that is another one when the first is lost; with one it is rank 0.
+        """
+        return self.rank == self._first
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker has joined a job that trained already, and begins with what the others have."""
+        return self._joins is not None
+
+    @property
     def step(self) -> int:
         """Exchanges so far, of the model prepared first."""
         return self._reducers[0].step if self._reducers else 0
@@ -645,15 +658,15 @@ class Run:
             if self._held() != self._came_with:  # its replica would not be theirs, and nothing would say so
                 raise ModelError(
                     f"Cannot load a checkpoint as rank {self.rank}: this worker has just joined with what the others "
-                    "have, and its script has put other values in their place. Start it without what has the script "
-                    "load one, or load the model's and the optimizer's before run.prepare."
+                    "have, and its script has put other values in their place. Have it load nothing where "
+                    "run.has_joined, as offbeat.Checkpoints does."
                 )
             _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", self.rank)
             return
         if self._joins is not None and self._server is not None and not self.step:  # it would wait for ever
             raise ModelError(
                 f"Cannot load a checkpoint as rank {self.rank}: this worker has just joined a job that trains, whose "
-                "workers do not load one now. Start it without what has the script load one."
+                "workers do not load one now. Have its script load nothing where run.has_joined."
             )
         try:
             self._take_over(state)

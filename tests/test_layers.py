@@ -45,6 +45,7 @@ TIERS = {
     "membership": 6.4,
     "swapping": 6.45,
     "run": 6.5,
+    "checkpoints": 6.6,
     "report": 7,
     "lab": 7,
     "cli": 7.5,

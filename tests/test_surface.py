@@ -25,6 +25,7 @@ NAMES = {
     "BatchTuning",
     "ByProgress",
     "Cast",
+    "Checkpoints",
     "DSSP",
     "Dense",
     "Elastic",
@@ -46,6 +47,8 @@ NAMES = {
 RUN = {
     "close",
     "has_data",
+    "has_joined",
+    "is_first",
     "load_state_dict",
     "log",
     "mean",

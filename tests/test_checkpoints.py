@@ -1,0 +1,192 @@
+"""`offbeat.Checkpoints`: the newest whole one is gone on from, whatever became of the others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat.errors import DisagreementError, ModelError
+from tests.workers import listen, run_workers
+
+STEPS = 4
+
+
+def train(folder: Path, steps: int, *, every: int = 1, keep: int = 2) -> tuple[bool, list[float], int]:
+    """Train for so many steps more; whether a checkpoint was there, the losses, and the last step."""
+    with offbeat.init() as run:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        data = DataLoader(TensorDataset(torch.randn(96, 3)), batch_size=4, shuffle=True)
+        replica, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        checkpoints = offbeat.Checkpoints(run, folder, keep=keep, model=replica, optimizer=optimizer, schedule=schedule)
+        was_there = checkpoints.load()
+        losses: list[float] = []
+        for (x,) in loader:
+            loss = replica(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if run.step % every == 0:
+                checkpoints.save()
+            if len(losses) == steps:
+                break
+        return was_there, losses, run.step
+
+
+def damage(path: Path, how: str) -> None:
+    """Do to a checkpoint what disks and people do."""
+    data = bytearray(path.read_bytes())
+    if how == "cut short":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a bit":
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    elif how == "gone":
+        path.unlink()
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.with_suffix(".json").write_bytes(b"{")
+
+
+def test_what_goes_on_from_a_checkpoint_is_what_was_never_interrupted(tmp_path: Path) -> None:
+    _, whole, _ = train(tmp_path / "whole", 2 * STEPS)
+    assert train(tmp_path / "parts", STEPS) == (False, whole[:STEPS], STEPS)
+    assert train(tmp_path / "parts", STEPS) == (True, whole[STEPS:], 2 * STEPS)
+
+
+@pytest.mark.parametrize("how", ["cut short", "empty", "a bit", "gone", "a folder", "seal"])
+def test_one_that_is_damaged_is_passed_over_and_named(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, whole, _ = train(tmp_path / "whole", 2 * STEPS)
+    train(tmp_path / "parts", STEPS)
+    damage(tmp_path / "parts/run-000004.pt", how)
+    assert train(tmp_path / "parts", STEPS) == (True, whole[STEPS - 1 : -1], 2 * STEPS - 1)
+    assert "Cannot go on from run-000004.pt, which" in caplog.text
+    assert "Going on from run-000003.pt." in caplog.text
+    assert train(tmp_path / "parts", 1)[1] == whole[-1:], "what was damaged does not count as the newest any more"
+
+
+def test_if_all_are_damaged_it_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    train(tmp_path, STEPS)
+    for path in tmp_path.glob("*.pt"):
+        damage(path, "cut short")
+    there = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        ModelError, match=r"run-000004.pt, which has \d+ bytes, not \d+; run-000003.pt, which.* Move them"
+    ):
+        train(tmp_path, STEPS)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("moment", ["before the file", "before the seal"])
+def test_a_job_that_is_killed_while_it_writes_leaves_the_one_before(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in the middle of what it does; nothing is cleaned up."""
+    train(tmp_path, STEPS)
+    wanted = ".pt" if moment == "before the file" else ".json"
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.suffix == wanted and target.stem == "run-000005":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, 1)
+    monkeypatch.undo()
+    assert (tmp_path / "run-000005.json.part").exists()
+    was_there, _, step = train(tmp_path, 1)
+    assert (was_there, step) == (True, STEPS + 1)
+
+
+def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, STEPS)
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(states: object, file: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(torch, "save", full)
+    assert train(tmp_path, STEPS)[2] == 2 * STEPS
+    assert "run-000005.pt: No space left on device. Training goes on" in caplog.text
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, [3, 4]), (3, [2, 3, 4])])
+def test_so_many_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
+    train(tmp_path, STEPS, keep=keep)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"run-{step:06d}.pt" for step in kept]
+
+
+def test_what_cannot_be_checkpoints_is_refused(tmp_path: Path) -> None:
+    with offbeat.init() as run:
+        model = nn.Linear(3, 1)
+        with pytest.raises(ValueError, match="Keep at least 2"):
+            offbeat.Checkpoints(run, tmp_path, keep=1, model=model)
+        with pytest.raises(ValueError, match="without parts"):
+            offbeat.Checkpoints(run, tmp_path)
+
+
+def test_other_parts_are_refused_by_name(tmp_path: Path) -> None:
+    train(tmp_path, STEPS)
+    with offbeat.init() as run:
+        model, optimizer = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises(ModelError, match="holds model, optimizer, run, schedule, and this script saves model, run"):
+            offbeat.Checkpoints(run, tmp_path, model=model).load()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def together(folder: str, steps: int) -> tuple[list[str], list[str], str]:
+    """One of several workers: digests of the parameters, what it was told, and how it was refused."""
+    told, rank = listen(), int(os.environ["RANK"])
+    with offbeat.init() as run:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        data = DataLoader(TensorDataset(torch.randn(96, 3)), batch_size=4, shuffle=True)
+        replica, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+        own = Path(folder)
+        checkpoints = offbeat.Checkpoints(run, own, model=replica, optimizer=optimizer)
+        try:
+            checkpoints.load()
+        except DisagreementError as error:
+            return [], told, str(error)
+        weights = []
+        for (x,) in loader:
+            replica(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append(str(model.weight.tolist()))
+            checkpoints.save()
+            if len(weights) == steps:
+                break
+        return weights, told, ""
+
+
+def test_of_several_workers_one_writes_and_all_load(tmp_path: Path) -> None:
+    whole = run_workers(2, together, str(tmp_path / "whole"), 2 * STEPS)
+    first = run_workers(2, together, str(tmp_path / "parts"), STEPS)
+    damage(tmp_path / "parts/run-000004.pt", "a bit")
+    second = run_workers(2, together, str(tmp_path / "parts"), STEPS + 1)
+    for rank in range(2):
+        assert first[rank][0] == whole[rank][0][:STEPS]
+        assert second[rank][0] == whole[rank][0][STEPS - 1 :]
+    said = [text for _, told, _ in second for text in told if "Going on from run-000003.pt" in text]
+    assert len(said) == 1, "by the first worker alone"
