@@ -1,6 +1,8 @@
 """Train a small CNN on scikit-learn's handwritten digits, on as many workers as `offbeat run` starts.
 
 offbeat run --workers 4 examples/digits.py
+
+With --checkpoints FOLDER it saves after each epoch, and goes on from there when it is started again.
 """
 
 import argparse
@@ -53,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--checkpoints", help="folder to save to after each epoch, and to go on from")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -62,7 +65,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(train, batch_size=16, shuffle=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    for epoch in range(options.epochs):
+    checkpoints = offbeat.Checkpoints(run, options.checkpoints or ".", model=model, optimizer=optimizer)
+    if options.checkpoints:
+        checkpoints.load()
+    while run.progress < options.epochs and run.step != options.steps:
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
@@ -73,10 +79,11 @@ def main() -> None:
                 break
         share = accuracy(model, test)
         run.log(accuracy=share)
-        if run.rank == 0:
-            print(f"epoch {epoch + 1}: {share:.1%} of the held-out digits are right")
-        if run.step == options.steps:
-            break
+        if run.is_first:
+            print(f"epoch {run.progress:.0f}: {share:.1%} of the held-out digits are right")
+        if options.checkpoints:
+            run.settle()  # where replicas may differ, as with a server
+            checkpoints.save()
     run.close()
 
 
