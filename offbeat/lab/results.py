@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import ScenarioError
+from offbeat.lab.courses import brief
 from offbeat.lab.recorder import Begun, End, Metric, Note, Step
 from offbeat.sim import Prediction
 
@@ -234,7 +235,7 @@ class Handover(_Strict, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """What it cost, for people."""
-        told = f"{self.policy} from {self.time_s:.1f} s on: agreed upon within {1e3 * self.agreed_s:.0f} ms, "
+        told = f"{brief(self.policy)} from {self.time_s:.1f} s on: agreed upon within {1e3 * self.agreed_s:.0f} ms, "
         told += f"the longest step took {1e3 * self.longer_s:.0f} ms more than usual"
         if self.loss_before is not None and self.loss_after is not None:
             told += f", loss {self.loss_before:.3f} before, {self.loss_after:.3f} after"
