@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.lab.handover import AROUND
 from offbeat.lab.repeat import Repeat, behind_faults, reached, repeats
 from offbeat.scenario import Replay, Scenario
 
@@ -63,7 +64,7 @@ class Claim:
         """The claim as people say it, such as "time per step of offbeat: at most 1.03 x ddp's"."""
         side, number = ("at least", self.at_least) if self.at_least is not None else ("at most", self.at_most)
         of = f"{self.measure} of {self.row}" if self.row else self.measure
-        if self.measure == POINTS:
+        if self.measure in DIFFERENCES:
             return f"{of}: {side} {number:g} against {self.against}"
         if self.measure == IDEAL:
             return f"{of}: {side} {number:.2f} x that of {self.against} ideal workers"
@@ -78,6 +79,8 @@ POINTS = "final metric"
 STALEST = "largest staleness"
 UNEVEN = "variation of the server's link within a round"
 IDEAL = "throughput against ideal workers"
+JUMP = "rise of the training loss over the worst swap, beyond the largest rise without one,"
+DIFFERENCES = (POINTS, JUMP)
 NEVER = "rows that miss the target"
 COST = "seconds by which the worst fault made the others' longest step longer"
 BESIDE_BEST = "most time per step behind any one fault, as a multiple of the best row's that keeps its policy,"
@@ -119,6 +122,24 @@ def _ideal(report: Report, row: str, against: str) -> float | None:
     return statistics.median(one.samples_per_s for one in repeats(report, row)) / (float(against) * one_per_s)
 
 
+def _jump(report: Report, row: str, against: str) -> float | None:
+    """Ten steps before are compared with ten behind, and the two in between left out, as `Handover` does."""
+    rises = [
+        one.loss_after - one.loss_before
+        for one in report.handovers
+        if one.row == row and one.loss_before is not None and one.loss_after is not None
+    ]
+    gap = AROUND + 2
+    usual = [
+        statistics.fmean(one.losses[start + gap : start + gap + AROUND])
+        - statistics.fmean(one.losses[start : start + AROUND])
+        for one in report.courses
+        if one.row == against
+        for start in range(len(one.losses) - gap - AROUND + 1)
+    ]
+    return max(rises) - max(usual) if rises and usual else None
+
+
 def _never(report: Report, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
@@ -150,6 +171,7 @@ MEASURES: dict[str, Measure] = {
     STALEST: lambda report, row, against: float(record(report, row).staleness.max),
     UNEVEN: _uneven,
     IDEAL: _ideal,
+    JUMP: _jump,
     NEVER: _never,
     COST: _cost,
     BESIDE_BEST: _beside_best,
@@ -194,7 +216,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TIME, "threshold", "asp", at_most=1.1),
         *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
     ),
-    "swap": (),
+    "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks import growth
-from benchmarks.claims import CLAIMS, POINTS, Claim, ratio
+from benchmarks.claims import CLAIMS, DIFFERENCES, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.courses import brief
 from offbeat.lab.predicted import errors
@@ -182,8 +182,8 @@ def _verdict(report: Report) -> Callable[[Claim], str]:
         if claim.missing(report):
             return f"* {claim.words}. Not measured yet.\n"
         value = claim.measured(report)
-        unit = " x" if claim.against and claim.measure != POINTS else ""
-        digits = "+.4f" if claim.measure == POINTS else ".3f" if unit else "g"
+        unit = " x" if claim.against and claim.measure not in DIFFERENCES else ""
+        digits = "+.4f" if claim.measure in DIFFERENCES else ".3f" if unit else "g"
         told = "never" if value is None else f"{value:{digits}}{unit}"
         return f"* {claim.words}. Measured: **{told}** ({'met' if claim.met(report) else 'missed'}).\n"
 
