@@ -65,8 +65,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(train, batch_size=16, shuffle=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    checkpoints = offbeat.Checkpoints(run, options.checkpoints or ".", model=model, optimizer=optimizer)
+    checkpoints = None
     if options.checkpoints:
+        checkpoints = offbeat.Checkpoints(run, options.checkpoints, model=model, optimizer=optimizer)
         checkpoints.load()
     while run.progress < options.epochs and run.step != options.steps:
         for images, labels in loader:
@@ -81,7 +82,7 @@ def main() -> None:
         run.log(accuracy=share)
         if run.is_first:
             print(f"epoch {run.progress:.0f}: {share:.1%} of the held-out digits are right")
-        if options.checkpoints:
+        if checkpoints is not None:
             run.settle()  # where replicas may differ, as with a server
             checkpoints.save()
     run.close()

@@ -95,7 +95,7 @@ class Checkpoints:
             self._folder.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
                 torch.save(states, file)
-                _sync(file.fileno())
+                os.fsync(file.fileno())
             seal.write_bytes(msgspec.json.encode(_seal_of(part, self._run.step)))
             path.with_suffix(".json").unlink(missing_ok=True)  # of one that was saved at this step before
             part.replace(path)
@@ -203,14 +203,10 @@ def _seal_of(path: Path, step: int) -> _Seal:
     return _Seal(size, digest.hexdigest(), step)
 
 
-def _sync(fd: int) -> None:
-    os.fsync(fd)
-
-
 def _sync_folder(folder: Path) -> None:
     """Have the names survive as well."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        _sync(fd)
+        os.fsync(fd)
     finally:
         os.close(fd)

@@ -399,7 +399,7 @@ class Run:
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples, weights=weights)
         if isinstance(reducer.now, SwapsTogether):
             called = reducer.now.take_call()
-            looks = self.rank == self._first
+            looks = self.is_first
             wanted = self._swapping.calls(looks=looks)
             if self._membership is not None:
                 self._membership.stepped(self._reducers.index(reducer))
@@ -409,7 +409,7 @@ class Run:
                 self._confer()
         else:
             if self._membership is not None and self._server is not None:
-                self._membership.turn_away(looks=self.rank == self._first)
+                self._membership.turn_away(looks=self.is_first)
             if not self._data.leased:
                 self._swapping.at_border()
         if self._drains:  # not before the script is through with this step
@@ -443,14 +443,9 @@ class Run:
             f"{len(self._circle.members)} workers take part; {came.changes}.",
         )
 
-    @property
-    def _first(self) -> int:
-        """The lowest rank that takes part."""
-        return 0 if self._circle is None else self._circle.members[0]
-
     def _tell_all(self, what: str, text: str) -> None:
         """What all workers have to say alike, said once."""
-        if self.rank == self._first:
+        if self.is_first:
             _log.warning("%s", text)
         self._meter.event(what, text, self.step)
 
@@ -531,7 +526,7 @@ class Run:
 
         Without a server that is another one when the first is lost; with one it is rank 0.
         """
-        return self.rank == self._first
+        return self.rank == (0 if self._circle is None else self._circle.members[0])
 
     @property
     def has_joined(self) -> bool:
@@ -681,7 +676,7 @@ class Run:
             self._server.take_over(self._waiter)
             for reducer in self._reducers:
                 reducer.refreshed()
-        wanted = self._server is None and self._swapping.calls(looks=self.rank == self._first)
+        wanted = self._server is None and self._swapping.calls(looks=self.is_first)
         for one in self._swapping.together:
             one.calls = wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,7 +92,7 @@ def _wish(folder: Path, part: str) -> str:
     from offbeat.report.records import has_ended
 
     wished = wish.leave(folder, part)
-    told_s, is_told = time.monotonic() + _QUIET_S, False
+    told_s = time.monotonic() + _QUIET_S
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
         while (granted := wish.answered(folder, wished)) is None:
@@ -102,8 +103,8 @@ def _wish(folder: Path, part: str) -> str:
                     f"Cannot swap the policy of the job in {folder}: all have gone over to a server before they took "
                     "this up. Ask again: the server will be asked."
                 )
-            if not is_told and time.monotonic() > told_s:
-                is_told = True
+            if time.monotonic() > told_s:
+                told_s = math.inf
                 typer.echo("asked; the workers take it up behind their next exchange", err=True)
             if time.monotonic() > deadline_s:
                 raise NetworkError(
