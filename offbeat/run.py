@@ -721,6 +721,7 @@ class Run:
         lines = [f"seed {state['seed']}"]
         lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
         lines += [f"{place.told(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
+        lines += [f"layout {one.layout.digest[:16]} of model {number}" for number, one in enumerate(self._reducers)]
         if isinstance(self.plan.sync, BSP):
             lines += [line for one in self._prepared_models for line in one.digests()]
         self._control.compare(

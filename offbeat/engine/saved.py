@@ -62,6 +62,17 @@ def counts(values: Any, what: str, number_of: int) -> list[int]:
     return [whole(value, what) for value in values]
 
 
+def texts(values: Any, what: str) -> list[str]:
+    """Any number of texts.
+
+    Raises:
+        ModelError: if it is no list, or something else is in it.
+    """
+    if not isinstance(values, (list, tuple)) or not all(type(value) is str for value in values):
+        raise ModelError(f"Cannot load this state: its {what} is {_shown(values)}, not a list of texts. {_WAY_OUT}")
+    return list(values)
+
+
 def copy_(tensor: torch.Tensor, saved: Mapping[str, Any], name: str, key: str) -> None:
     """Give `tensor` the values of `saved[key]`, which belongs to parameter `name`.
 
