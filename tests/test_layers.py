@@ -13,6 +13,7 @@ ROOT = Path(offbeat.__file__).parent
 TIERS = {
     "errors": -1,
     "sealed": -1,
+    "toml_text": 0,
     "clock": 0,
     "exits": 0,
     "topology": 0,
