@@ -201,7 +201,7 @@ class Served:
         parts = [wires[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
-            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", step, model=self._model, outlives=True)
+            exchange, Awaited(f"the exchange with the server ({self.plan.sync!r})", step, model=self._model, outlives=True)
         )
         self._take_values()
         if exchange.fate:

@@ -142,7 +142,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+        waiter.wait(asked, Awaited("all workers to call run.settle()", outlives=True))
 
     def take_over(self, waiter: Waiter, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
@@ -158,7 +158,7 @@ class Server:
         asked = self.client.ask(
             "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
         )
-        waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
+        waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
@@ -195,7 +195,7 @@ class Server:
         """
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
+        waiter.wait(asked, Awaited("all workers to leave the server", outlives=True))
         sums = [int(number) for number in asked.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
