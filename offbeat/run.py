@@ -764,7 +764,7 @@ class Run:
                 self._server.abort()
         elif self._server is not None:
             self._tell_pace()
-            self._server.close()
+            self._server.close(self._told_at)
         elif self._membership is not None and self._membership.is_outside:
             _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
@@ -778,6 +778,11 @@ class Run:
         self._resources.close()
         self._release(orderly=error is None)
         return error
+
+    @property
+    def _told_at(self) -> int | None:
+        """Behind which of its steps this worker leaves because it was told to; None if it was not."""
+        return self.step if self in _told else None
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # what the interpreter dies of
@@ -797,7 +802,7 @@ class Run:
     def _end_metrics(self, error: BaseException | None) -> None:
         why = None if error is None else f"{type(error).__name__}: {error}"
         self._diary.close(why or "")
-        self._meter.end(self.step, why, left=error is None and self in _told)
+        self._meter.end(self.step, why, left=error is None and self._told_at is not None)
         self._metrics.close()
 
     def _tell_stall(self, text: str) -> None:
@@ -830,7 +835,7 @@ class Run:
             if self._membership is None:
                 self._control.sum(END_OF_RUN)
             else:
-                self._membership.part()
+                self._membership.part(self._told_at)
         except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
             return error

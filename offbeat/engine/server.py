@@ -204,9 +204,9 @@ class Server:
         self.client.abort()
         self._loop.close()
 
-    def close(self) -> None:
-        """Say good-bye."""
-        self.client.close()
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye; `told_at` as in `Client.close`."""
+        self.client.close(told_at)
         self._loop.close()
 
 

@@ -24,7 +24,9 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Seconds = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # refuses NaN as well
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
-_WAITING = ("held", "pushing", "pushed")
+_WAITING = ("held", "pushing", "pushed", "waiting")
+ENDS = ("gone", "left", "done", "evicted")
+"""How a worker may have ended, as its phase."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +34,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         phase: "computing", "held" (has a contribution and may not push it), "pushing", "pushed" (waits for others),
-            "pulling" or "gone".
-        step: that it computes or exchanges. clock: its contributions that have arrived.
+            "pulling", "waiting" (for all others, as in `Run.mean`), or how it ended: "left" (it was told to), "done",
+            "evicted" or "gone".
+        step: that it computes or exchanges, as workers are compared. clock: its contributions that have arrived.
+        made: how many steps its script has made of the model, as `Run.step` counts them.
         since_s: seconds it has been in this phase.
         samples: in its last contribution.
         computing_s, turn_s: moving averages of computing, and of a release to the parameters being there; 0 if unknown.
@@ -48,6 +52,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     phase: Annotated[str, msgspec.Meta(max_length=16)]
     step: _Count = 0
     clock: _Count = 0
+    made: _Count = 0
     since_s: _Seconds = 0.0
     samples: _Seconds = 0.0
     computing_s: _Seconds = 0.0
@@ -63,7 +68,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gone(self) -> bool:
-        return self.phase == "gone"
+        return self.phase in ENDS
 
     @property
     def step_s(self) -> float:

@@ -77,7 +77,12 @@ def test_the_one_that_is_late(name: str) -> None:
     [
         ("waiting", -1, "all workers to call run.settle()", "has waited 4.5 s for all workers to call run.settle()."),
         ("waiting", -1, "the mean over all workers", "has waited 4.5 s for the mean over all workers."),
-        ("exchanging", 7, "the exchange with the server (ASP())", "has waited 4.5 s in the exchange with the server (A"),
+        (
+            "exchanging",
+            7,
+            "the exchange with the server (ASP())",
+            "waited 4.5 s in the exchange with the server (ASP()).",
+        ),
     ],
 )
 @pytest.mark.parametrize("hub_lost_s", [None, 3.0])

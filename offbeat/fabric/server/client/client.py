@@ -41,6 +41,7 @@ from offbeat.fabric.server.messages import (
     Fill,
     Go,
     Granted,
+    Leaves,
     Look,
     Open,
     Opened,
@@ -282,8 +283,14 @@ class Client:
         """Leave without a word: the others are to miss this worker at once."""
         self._loop.call(self._route.abort)
 
-    def close(self) -> None:
-        """Say good-bye to all shards."""
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye to all shards.
+
+        Args:
+            told_at: behind which of its steps this worker leaves because it was told to; None if it is done.
+        """
+        if told_at is not None:
+            self._loop.call(self._leave, told_at)
         self._loop.call(self._route.close)
         for link in tuple(self._links):
             self._loop.run(link.close())
@@ -447,7 +454,11 @@ class Client:
         """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
         return all(place.is_in and not place.is_entering for place in self._places.values())
 
-    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | FromData) -> None:
+    def _leave(self, step: int) -> None:
+        if self._links:
+            self._say(Leaves(step))
+
+    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))

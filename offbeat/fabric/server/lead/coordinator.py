@@ -36,6 +36,8 @@ class Record:
         lead: the most steps it was ahead of another worker when it was released.
         waited_s: time from having a contribution to being released.
         joined_s: when it first joined.
+        step: how many steps its script had made when it brought the last one, as it says; -1 before the first.
+        end: how it ended when it was here last, as `Seen.phase` has it.
     """
 
     applied: int = 0
@@ -47,6 +49,8 @@ class Record:
     lead: int = 0
     waited_s: float = 0.0
     joined_s: float = 0.0
+    step: int = -1
+    end: str = "gone"
 
 
 @runtime_checkable
@@ -128,6 +132,12 @@ class Coordinator:
             self._left_early.add(worker)
         self._explained = self.explain()
         return self.tell(Left(worker, self.now_s(), returns))
+
+    def note_end(self, worker: int, end: str) -> None:
+        """The worker is gone, and how; "gone" is the least that is known."""
+        record = self.records.get(worker)
+        if record is not None and (end != "gone" or worker in self.state.members):
+            record.end = end
 
     def lose(self, worker: int, samples: float) -> None:
         """Count that a contribution which was applied is withdrawn."""
@@ -239,11 +249,13 @@ class Coordinator:
             "here_s": now_s - record.joined_s,
         }
         if member is None:
-            return Seen(worker=worker, phase="gone", **counts)
+            phase = "waiting" if worker in self.state.away else record.end
+            return Seen(worker=worker, phase=phase, made=record.step + 1, **counts)
         return Seen(
             worker=worker,
             phase=member.phase,
             step=member.step,
+            made=max(0, record.step + (member.ready_s is None)),
             clock=member.clock,
             since_s=now_s - member.since_s,
             samples=member.weight or 0.0,

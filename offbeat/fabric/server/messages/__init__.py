@@ -18,6 +18,7 @@ worker                                       shard (the coordinator is the first
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
+  | -- Leaves(step) --------------------------> |   to the coordinator: it was told to leave, and says good-bye
 
 The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
 decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Mark, Adopt. How another plan comes to
@@ -67,6 +68,7 @@ from offbeat.fabric.server.messages.training import (
     Fill,
     Go,
     Granted,
+    Leaves,
     Open,
     Opened,
     Part,
@@ -81,7 +83,9 @@ from offbeat.fabric.server.messages.training import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
+FromWorker = (
+    Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed | Leaves
+)  # fmt: skip
 FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark | Refused | Adopt
@@ -127,6 +131,7 @@ __all__ = [
     "Go",
     "Gone",
     "Granted",
+    "Leaves",
     "Look",
     "Mark",
     "Nearly",

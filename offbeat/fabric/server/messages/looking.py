@@ -20,8 +20,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         phase: "computing", "held" (has a contribution and may not push it), "pushing", "pushed" (waits for others),
-            "pulling" or "gone".
-        step: that it computes or exchanges. clock: its contributions that have arrived.
+            "pulling", "waiting" (for all others, as in `Run.mean`), or how it ended: "left" (it was told to), "done",
+            "evicted" or "gone".
+        step: that it computes or exchanges, as workers are compared. clock: its contributions that have arrived.
+        made: how many steps its script has made of the model, as `Run.step` counts them.
         since_s: seconds it has been in this phase.
         samples: in its last contribution.
         computing_s, turn_s: moving averages of computing, and of a release to the parameters being there; 0 if unknown.
@@ -36,6 +38,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     phase: Annotated[str, msgspec.Meta(max_length=16)]
     step: int = 0
     clock: int = 0
+    made: int = 0
     since_s: float = 0.0
     samples: float = 0.0
     computing_s: float = 0.0
