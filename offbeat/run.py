@@ -42,13 +42,18 @@ from offbeat.engine import (
     MetricsFile,
     Newcomer,
     Nobody,
+    StatusReporter,
     SwapsTogether,
     Waiter,
     Watched,
+    happenings,
     ignored_names,
     join_watch,
+    leave_file,
+    named_values,
     place,
     saved,
+    shortened,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -64,9 +69,10 @@ from offbeat.swapping import Swapping
 from offbeat.sync import BSP
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
+from offbeat.wire.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch._C._distributed_c10d import Store
 
@@ -76,6 +82,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
+_MOST_EXPECTED = 1 << 53
 _runs: set[Run] = set()  # open ones
 _told: list[Run] = []  # to leave
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -149,9 +156,11 @@ class Run:
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._came_with: list[str] = []  # what a newcomer without a server was handed, until its first step
+        self._total_epochs, self._total_steps, self._trains_since_s = 0.0, 0, 0.0
         self._closed = self._told_untuned = self._drains = self._has_left = False
         self._clock = WallClock()
         self._resources = ExitStack()
+        self._reporter: StatusReporter | None = None
         if run_dir is not None:
             _make_folder(run_dir)
         self._waiter = Waiter(
@@ -218,6 +227,8 @@ class Run:
             self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
         elif self.world > 1:
             self._watch = start_watch(self._control, outlives=elastic)
+            if self._watch is not None and self.rank == 0 and run_dir is not None:
+                leave_file(run_dir / "hub.json", {"address": self._watch.hub, "token": self._watch.token.hex()})
         if self._watch is not None:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
         else:
@@ -229,6 +240,8 @@ class Run:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
             self._swapping.connect()
+            if self._watch is not None or self._server is not None:
+                self._reporter = StatusReporter(self._status, self._status_outlets)
             job = "" if told is None else told.history
             if history is not None:
                 job = self._open_diary(history, job)
@@ -358,6 +371,7 @@ class Run:
             self._swapping.joined(came.ranks)
             self._meter.start_anew()
             self._came_with = self._held()
+        self._trains_since_s = self._trains_since_s or self._clock.now_s()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -555,6 +569,25 @@ class Run:
         """
         return self._data.progress
 
+    def expect(self, *, epochs: float | None = None, steps: int | None = None) -> None:
+        """Say how long this run is to be, as `progress` or as `step` counts, so that `offbeat top` tells what is left.
+
+        Nothing else follows from it: the run ends when the script ends it. A later call replaces an earlier one.
+
+        Args:
+            epochs: at which `progress` it ends.
+            steps: at which `step`, if that is what it goes by.
+
+        Raises:
+            ValueError: unless one of them is given, and above 0.
+        """
+        given = [value for value in (epochs, steps) if value is not None]
+        if len(given) != 1 or not 0 < given[0] < _MOST_EXPECTED:
+            raise ValueError(
+                f"Cannot expect {epochs!r} epochs and {steps!r} steps: give one of them, as a number above 0."
+            )
+        self._total_epochs, self._total_steps = float(epochs or 0.0), int(steps or 0)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients: backward passes inside do not communicate, for any prepared model."""
@@ -740,6 +773,37 @@ class Run:
         for name, (here, there) in self.plan.diff(saved).items():
             _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
 
+    # -- for those who look --------------------------------------------------------------------------------------
+
+    def _status(self) -> Status:
+        """How the training goes; asked for on another thread."""
+        meter, loaders, plan = self._meter, self._data.loaders, self.plan
+        return Status(
+            host=os.uname().nodename[:64],
+            step=self.step,
+            exchanges=self._waiter.witness.exchanges,
+            models=max(1, len(self._reducers)),
+            samples=meter.total_samples,
+            waited_s=self._waiter.waited_s,
+            computed_s=meter.total_own_s,
+            here_s=self._clock.now_s() - self._trains_since_s if self._trains_since_s else 0.0,
+            epochs=loaders[0].progress if loaders else -1.0,
+            total_epochs=self._total_epochs,
+            total_steps=self._total_steps,
+            values=named_values(dict(meter.values)),
+            policy=shortened(repr(plan.sync)),
+            fabric=shortened(repr(plan.fabric)),
+            events=happenings(tuple(meter.events)),
+            left=self._has_left and self._told_at is not None,
+        )
+
+    def _status_outlets(self) -> Iterator[Callable[[Status, bytes], None]]:
+        watch, server = self._watch, self._server
+        if watch is not None:
+            yield lambda _, data: watch.say_status(data)
+        if server is not None and self._reducers and not self._closed:
+            yield lambda status, _: server.tell_status(status)
+
     # -- ending --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -773,6 +837,8 @@ class Run:
             error = self._leave_together()
         self._end_metrics(error)
         self._has_left = error is None
+        if self._reporter is not None:
+            self._reporter.close()
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()

@@ -19,7 +19,7 @@ from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from offbeat.engine.beside import Starting
     from offbeat.engine.control import Control
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
     from offbeat.wire.session import Receiver
+    from offbeat.wire.status import Status
 
 _FIRST_PATIENCE = timedelta(seconds=20)
 _BITS = 32  # of a float that is a set of ranks
@@ -204,6 +205,10 @@ class Server:
         self.client.abort()
         self._loop.close()
 
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks at the server."""
+        self.client.tell_status(status)
+
     def close(self, told_at: int | None = None) -> None:
         """Say good-bye; `told_at` as in `Client.close`."""
         self.client.close(told_at)
@@ -316,6 +321,11 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> 
     for kind in ("certificate", "key", "authority"):
         file = getattr(settings, kind)
         about[kind] = str(Path(file).absolute()) if file else ""
+    leave_file(path, about)
+
+
+def leave_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Write down how a job can be looked at, as JSON, for this user only: a secret is in it."""
     part = path.with_suffix(".part")
     try:
         # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.

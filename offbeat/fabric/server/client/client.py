@@ -52,6 +52,7 @@ from offbeat.fabric.server.messages import (
     Safe,
     Swap,
     Swapped,
+    TellStatus,
     Told,
     Values,
     pack,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
+    from offbeat.wire.status import Status
 
 _MOST_ANSWERED = 16
 
@@ -237,6 +239,10 @@ class Client:
         exchange = Exchange()
         self._loop.call(self._look, exchange)
         return exchange
+
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
+        self._loop.call(self._tell_status, status)
 
     def ask(
         self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
@@ -458,7 +464,11 @@ class Client:
         if self._links:
             self._say(Leaves(step))
 
-    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | FromData) -> None:
+    def _tell_status(self, status: Status) -> None:
+        if self._route.is_up and self._links:
+            self._say(TellStatus(status))
+
+    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | TellStatus | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))

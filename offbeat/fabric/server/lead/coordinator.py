@@ -17,11 +17,12 @@ from offbeat.sync.apart import Stage, bring, take_over
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Mapping, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
     from offbeat.sync import Action, Event, Member, Policy, Ready
+    from offbeat.wire.status import Status
 
 
 @dataclass
@@ -205,7 +206,16 @@ class Coordinator:
         self.logbook.hear(event, actions, state)
         return actions
 
-    def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "", plan: str = "") -> Scene:
+    def scene(
+        self,
+        model: int,
+        *,
+        world: int = 0,
+        note: str = "",
+        pace: str = "",
+        plan: str = "",
+        statuses: Mapping[int, Status] | None = None,
+    ) -> Scene:
         """How it goes, for people.
 
         Args:
@@ -213,9 +223,12 @@ class Coordinator:
             note: what happened to the server.
             pace: who paces the rounds and why, if it is not the policy that knows.
             plan: that holds, as TOML.
+            statuses: what workers say of themselves.
         """
-        now_s = self.now_s()
-        seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
+        now_s, said = self.now_s(), statuses or {}
+        seen = tuple(
+            self._seen(worker, record, now_s, said.get(worker)) for worker, record in sorted(self.records.items())
+        )
         return Scene(
             model=model,
             policy=repr(self.policy),
@@ -236,7 +249,7 @@ class Coordinator:
         now = "" if self.state.away else self.policy.explain(self.state)
         return now or self._explained
 
-    def _seen(self, worker: int, record: Record, now_s: float) -> Seen:
+    def _seen(self, worker: int, record: Record, now_s: float, status: Status | None) -> Seen:
         member = self.state.members.get(worker)
         counts: dict[str, Any] = {
             "applied": record.applied,
@@ -247,6 +260,7 @@ class Coordinator:
             "lead": record.lead,
             "waited_s": record.waited_s,
             "here_s": now_s - record.joined_s,
+            "status": status,
         }
         if member is None:
             phase = "waiting" if worker in self.state.away else record.end

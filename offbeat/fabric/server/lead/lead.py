@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from offbeat.history import Record
     from offbeat.pacing import Lease, Over
     from offbeat.sync import Action, Policy, Push
+    from offbeat.wire.status import Status
 
 
 _log = logging.getLogger("offbeat")
@@ -117,6 +118,7 @@ class Lead:
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._missed: set[int] = set()  # that were, and are gone before they opened any model
+        self.statuses: dict[int, Status] = {}  # what workers say of themselves
         self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
         self._evicted: dict[tuple[int, int], str] = {}  # by model and worker: why
         self._questions = Questions()
@@ -348,8 +350,15 @@ class Lead:
         pace, present = self._dealer.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
         return tuple(
-            one.coordinator.scene(number, world=len(one.ranks), note=one.note, pace=pace, plan=plan)
-            for number, one in self.models.items()
+            one.coordinator.scene(
+                number,
+                world=len(one.ranks),
+                note=one.note,
+                pace=pace,
+                plan=plan,
+                statuses={} if place else self.statuses,  # of workers, and not of models
+            )
+            for place, (number, one) in enumerate(self.models.items())
         )
 
     def data(self, worker: int, message: FromData) -> None:

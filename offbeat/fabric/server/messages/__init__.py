@@ -18,6 +18,7 @@ worker                                       shard (the coordinator is the first
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
+  | -- TellStatus(status) --------------------> |   to the coordinator, for whoever looks
   | -- Leaves(step) --------------------------> |   to the coordinator: it was told to leave, and says good-bye
 
 The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
@@ -34,7 +35,7 @@ import msgspec
 from offbeat.errors import PeerError
 from offbeat.fabric.server.deals import FromData, ToData
 from offbeat.fabric.server.messages.checkpoints import Done, Fetch, Piece, Put, PutAll
-from offbeat.fabric.server.messages.looking import Look, Scene, Seen, Sight
+from offbeat.fabric.server.messages.looking import Look, Scene, Seen, Sight, TellStatus
 from offbeat.fabric.server.messages.shards import (
     Admit,
     Applied,
@@ -84,7 +85,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FromWorker = (
-    Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed | Leaves
+    Open | Fill | Announce | Part | Pulled | Look | TellStatus | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
+    | Leaves
 )  # fmt: skip
 FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn  # of the coordinator, to all shards
@@ -155,6 +157,7 @@ __all__ = [
     "Sight",
     "Swap",
     "Swapped",
+    "TellStatus",
     "ToWorker",
     "Told",
     "Values",

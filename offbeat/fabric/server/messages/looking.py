@@ -7,12 +7,19 @@ from typing import Annotated
 import msgspec
 
 from offbeat.fabric.server.messages.fields import Count, Model, Text
+from offbeat.wire.status import Status
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):
     """Says how it goes; from a worker that waits, or from an onlooker."""
 
     number: Count
+
+
+class TellStatus(msgspec.Struct, tag=True, frozen=True):
+    """A worker says how its training goes, about once a second; nothing is decided by it."""
+
+    status: Status
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +39,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         lead: the most steps it was ahead of another worker when it was released.
         waited_s: from having a contribution to being released, in all.
         here_s: seconds since it first joined.
+        status: what it says itself, if it has said anything lately.
     """
 
     worker: Count
@@ -51,6 +59,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     waited_s: float = 0.0
     here_s: float = 0.0
+    status: Status | None = None
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):

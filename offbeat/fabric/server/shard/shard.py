@@ -46,6 +46,7 @@ from offbeat.fabric.server.messages import (
     Sight,
     Swap,
     Swapped,
+    TellStatus,
     Values,
     Whole,
     pack,
@@ -363,7 +364,9 @@ class Shard:
         guest.give_state(pieces(), Done(message.number))
 
     def hear(
-        self, guest: Guest, message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | FromData | FromShard
+        self,
+        guest: Guest,
+        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | FromData | FromShard,
     ) -> None:
         """Something for the coordinator.
 
@@ -387,6 +390,9 @@ class Shard:
                 guest.answer(Sight(number), pack(lead.look()))
             case Ask():
                 lead.ask(guest.rank, message)
+            case TellStatus(status=status):
+                if self._guests.get(guest.rank) is guest:  # else it is not in yet, or not any more
+                    lead.statuses[guest.rank] = status
             case Leaves():
                 lead.leaves(guest.rank, message)
             case Enrol() | Take() | Return() | Crowded():
@@ -413,7 +419,7 @@ class Shard:
         kind = type(message).__name__
         if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
-        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look):
+        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look | TellStatus):
             return
         raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
 
