@@ -156,7 +156,8 @@ class Run:
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._came_with: list[str] = []  # what a newcomer without a server was handed, until its first step
-        self._total_epochs, self._total_steps, self._trains_since_s = 0.0, 0, 0.0
+        self._total_epochs, self._total_steps = 0.0, 0
+        self._trains_since_s = self._waited_before_s = 0.0
         self._closed = self._told_untuned = self._drains = self._has_left = False
         self._clock = WallClock()
         self._resources = ExitStack()
@@ -180,6 +181,8 @@ class Run:
             self.world = began_with
             newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
             told = newcomer.ask(plan.to_toml(), ended)
+            if self._speaks_for_newcomers:
+                _log.warning("Rank %d has reached those that train, and prepares what they have.", self.rank)
             plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
@@ -221,6 +224,7 @@ class Run:
             joins=self._joins,
             circle=self._circle,
             tell=lambda text: self._tell_all("swap", text),
+            tell_of_server=self._tell_of_server,
         )
         self._watch, watched = None, None
         if told is not None:
@@ -366,12 +370,17 @@ class Run:
         self._resources.callback(after.remove)
         replica = Replica(model, reducer, lambda: self._take_in(drawing=False))
         if self._membership is not None and self._membership.is_due:
+            if self._speaks_for_newcomers:
+                _log.warning("Rank %d is ready, and waits to be taken in behind one of their steps.", self.rank)
             self._tell_of(came := self._membership.come_in())
             self._swapping.plan = came.plan
             self._swapping.joined(came.ranks)
             self._meter.start_anew()
             self._came_with = self._held()
-        self._trains_since_s = self._trains_since_s or self._clock.now_s()
+        if self._joins is not None and self._server is not None and not self._trains_since_s:
+            self._tell_all("membership", f"Rank {self.rank} has joined at version {self._server.version(one.number)}.")
+        if not self._trains_since_s:
+            self._trains_since_s, self._waited_before_s = self._clock.now_s(), self._waiter.waited_s
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -459,9 +468,20 @@ class Run:
 
     def _tell_all(self, what: str, text: str) -> None:
         """What all workers have to say alike, said once."""
-        if self.is_first:
+        if self.is_first or self._speaks_for_newcomers:
             _log.warning("%s", text)
         self._meter.event(what, text, self.step)
+
+    def _tell_of_server(self, text: str) -> None:
+        """What the server has told all workers; where it runs it stands in the log already."""
+        if self._speaks_for_newcomers:
+            _log.warning("%s", text)
+        self._meter.event("server", text, self.step)
+
+    @property
+    def _speaks_for_newcomers(self) -> bool:
+        """Whether this worker is the first of some that have joined together, whose log has nothing of the others'."""
+        return self._joins is not None and os.environ.get("LOCAL_RANK", "0") == "0"
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
@@ -784,7 +804,7 @@ class Run:
             exchanges=self._waiter.witness.exchanges,
             models=max(1, len(self._reducers)),
             samples=meter.total_samples,
-            waited_s=self._waiter.waited_s,
+            waited_s=self._waiter.waited_s - self._waited_before_s,
             computed_s=meter.total_own_s,
             here_s=self._clock.now_s() - self._trains_since_s if self._trains_since_s else 0.0,
             epochs=loaders[0].progress if loaders else -1.0,

@@ -76,6 +76,8 @@ class Picture:
         self.scenes, self.looked, self.silent_s, self.seen_at_s = scenes, True, 0.0, time.time()
         for scene in scenes:
             past = self._before.setdefault(scene.model, deque())
+            if past and (scene.fabric != past[-1].fabric or scene.running_s < past[-1].running_s):
+                past.clear()  # it is another server, or none any more: updates and steps are counted anew
             past.append(scene)
             # One look of at least that age stays, or the one before this.
             while len(past) > 2 and scene.running_s - past[1].running_s >= _SPAN_S:
@@ -106,22 +108,23 @@ class Picture:
         for scene in self.scenes:
             parts += [Text()] if scene is not self.scenes[0] else []
             parts.append(self._head(scene))
-            parts += [Text(far)] if (far := how_far(scene)) else []
+            parts += [Text(far)] if (far := how_far(scene, width)) else []
             parts.append(_table(scene, width, room))
             pace = pacemaker(scene)
             parts += [Text(pace)] if pace else []
             parts += [Text(printable(scene.note), "yellow")] if scene.note else []
-            parts += [Text(line[: width or _LONGEST_EVENT], "dim") for line in self._events(scene)]
+            parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(scene)]
         return Group(*parts)
 
     def _events(self, scene: Scene) -> list[str]:
         """What happened last, the latest last; what all tell alike is told once."""
-        first: dict[str, tuple[float, list[int]]] = {}
+        found: dict[str, tuple[float, str, list[int]]] = {}
         for seen in scene.workers:
             for event in seen.status.events if seen.status is not None else ():
-                at_s, ranks = first.setdefault(event.text, (event.time_s, []))
-                first[event.text] = (min(at_s, event.time_s), [*ranks, seen.worker])
-        last = sorted((at_s, text, ranks) for text, (at_s, ranks) in first.items())[-_EVENTS:]
+                what = event.text.rpartition(" (")[0] or event.text  # in brackets is how long it took each
+                at_s, text, ranks = found.setdefault(what, (event.time_s, event.text, []))
+                found[what] = (min(at_s, event.time_s), text, [*ranks, seen.worker])
+        last = sorted(found.values())[-_EVENTS:]
         return [
             f"{lasting(max(0.0, self.seen_at_s - at_s))} ago{f', rank {ranks[0]}' if len(ranks) == 1 else ''}: "
             f"{printable(text)}"
@@ -159,8 +162,16 @@ def lasting(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def how_far(scene: Scene) -> str:
-    """How far the training is and how fast, in one line, as far as the workers say; "" if they say nothing."""
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def how_far(scene: Scene, width: int | None = None) -> str:
+    """How far the training is and how fast, in one line, as far as the workers say; "" if they say nothing.
+
+    Args:
+        width: that there is room for; what does not fit is left out, the last first. None for no limit.
+    """
     here = [seen.status for seen in scene.present if seen.status is not None]
     if not here:
         return ""
@@ -174,6 +185,8 @@ def how_far(scene: Scene) -> str:
         parts.append(f"{sum(status.samples_per_s for status in here):,.0f} samples/s")
     hosts = {status.host for status in here if status.host}
     parts.append(f"{_counted(len(here), 'worker')} on {_counted(len(hosts), 'host')}")
+    while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
+        parts.pop()
     return ", ".join(parts)
 
 

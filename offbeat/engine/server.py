@@ -205,6 +205,10 @@ class Server:
         self.client.abort()
         self._loop.close()
 
+    def version(self, model: int) -> int:
+        """Of the parameters that this worker has of it: how many updates they are the outcome of."""
+        return max(self.client.place(model).versions.values(), default=0)
+
     def tell_status(self, status: Status) -> None:
         """Say how this worker's training goes, for whoever looks at the server."""
         self.client.tell_status(status)
