@@ -65,6 +65,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(train, batch_size=16, shuffle=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
+    run.expect(epochs=options.epochs)  # so that `offbeat top` can tell how much is left
     checkpoints = None
     if options.checkpoints:
         checkpoints = offbeat.Checkpoints(run, options.checkpoints, model=model, optimizer=optimizer)

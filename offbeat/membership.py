@@ -158,13 +158,16 @@ class Membership:
             "turns": self._turns,
         }
 
-    def part(self) -> None:
+    def part(self, told_at: int | None = None) -> None:
         """This worker is done: wait until all are, or the others have gone on without it.
+
+        Args:
+            told_at: behind which of its steps, if it was told to leave.
 
         Raises:
             WorkerLostError, NetworkError: as `Waiter.wait`.
         """
-        self._waiter.wait(Parting(self._circle), Awaited(END_OF_RUN))
+        self._waiter.wait(Parting(self._circle, told_at), Awaited(END_OF_RUN))
 
     # -- as a newcomer -------------------------------------------------------------------------------------------
 

@@ -42,13 +42,18 @@ from offbeat.engine import (
     MetricsFile,
     Newcomer,
     Nobody,
+    StatusReporter,
     SwapsTogether,
     Waiter,
     Watched,
+    happenings,
     ignored_names,
     join_watch,
+    leave_file,
+    named_values,
     place,
     saved,
+    shortened,
     start_watch,
 )
 from offbeat.engine.sparse import sparse_names
@@ -64,9 +69,10 @@ from offbeat.swapping import Swapping
 from offbeat.sync import BSP
 from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
+from offbeat.wire.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch._C._distributed_c10d import Store
 
@@ -77,6 +83,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
 _MOST_SHOWN = 4096  # characters of a plan
+_MOST_EXPECTED = 1 << 53
 _runs: set[Run] = set()  # open ones
 _told: list[Run] = []  # to leave
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -150,9 +157,12 @@ class Run:
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
         self._fabrics: list[Fabric] = []
         self._came_with: list[str] = []  # what a newcomer without a server was handed, until its first step
+        self._total_epochs, self._total_steps = 0.0, 0
+        self._trains_since_s = self._waited_before_s = 0.0
         self._closed = self._told_untuned = self._drains = self._has_left = False
         self._clock = WallClock()
         self._resources = ExitStack()
+        self._reporter: StatusReporter | None = None
         if run_dir is not None:
             _make_folder(run_dir)
         self._waiter = Waiter(
@@ -172,6 +182,8 @@ class Run:
             self.world = began_with
             newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
             told = newcomer.ask(plan.to_toml(), ended)
+            if self._speaks_for_newcomers:
+                _log.warning("Rank %d has reached those that train, and prepares what they have.", self.rank)
             plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
@@ -213,12 +225,15 @@ class Run:
             joins=self._joins,
             circle=self._circle,
             tell=lambda text: self._tell_all("swap", text),
+            tell_of_server=self._tell_of_server,
         )
         self._watch, watched = None, None
         if told is not None:
             self._watch = join_watch(self.rank, self.world, hub=told.hub, token=told.token)
         elif self.world > 1:
             self._watch = start_watch(self._control, outlives=elastic)
+            if self._watch is not None and self.rank == 0 and run_dir is not None:
+                leave_file(run_dir / "hub.json", {"address": self._watch.hub, "token": self._watch.token.hex()})
         if self._watch is not None:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
         else:
@@ -230,6 +245,8 @@ class Run:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
             self._swapping.connect()
+            if self._watch is not None or self._server is not None:
+                self._reporter = StatusReporter(self._status, self._status_outlets)
             job = "" if told is None else told.history
             if history is not None:
                 job = self._open_diary(history, job)
@@ -354,11 +371,17 @@ class Run:
         self._resources.callback(after.remove)
         replica = Replica(model, reducer, lambda: self._take_in(drawing=False))
         if self._membership is not None and self._membership.is_due:
+            if self._speaks_for_newcomers:
+                _log.warning("Rank %d is ready, and waits to be taken in behind one of their steps.", self.rank)
             self._tell_of(came := self._membership.come_in())
             self._swapping.plan = came.plan
             self._swapping.joined(came.ranks)
             self._meter.start_anew()
             self._came_with = self._held()
+        if self._joins is not None and self._server is not None and not self._trains_since_s:
+            self._tell_all("membership", f"Rank {self.rank} has joined at version {self._server.version(one.number)}.")
+        if not self._trains_since_s:
+            self._trains_since_s, self._waited_before_s = self._clock.now_s(), self._waiter.waited_s
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -446,9 +469,20 @@ class Run:
 
     def _tell_all(self, what: str, text: str) -> None:
         """What all workers have to say alike, said once."""
-        if self.is_first:
+        if self.is_first or self._speaks_for_newcomers:
             _log.warning("%s", text)
         self._meter.event(what, text, self.step)
+
+    def _tell_of_server(self, text: str) -> None:
+        """What the server has told all workers; where it runs it stands in the log already."""
+        if self._speaks_for_newcomers:
+            _log.warning("%s", text)
+        self._meter.event("server", text, self.step)
+
+    @property
+    def _speaks_for_newcomers(self) -> bool:
+        """Whether this worker is the first of some that have joined together, whose log has nothing of the others'."""
+        return self._joins is not None and os.environ.get("LOCAL_RANK", "0") == "0"
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
@@ -555,6 +589,25 @@ class Run:
             ModelError: if no loader was prepared.
         """
         return self._data.progress
+
+    def expect(self, *, epochs: float | None = None, steps: int | None = None) -> None:
+        """Say how long this run is to be, as `progress` or as `step` counts, so that `offbeat top` tells what is left.
+
+        Nothing else follows from it: the run ends when the script ends it. A later call replaces an earlier one.
+
+        Args:
+            epochs: at which `progress` it ends.
+            steps: at which `step`, if that is what it goes by.
+
+        Raises:
+            ValueError: unless one of them is given, and above 0.
+        """
+        given = [value for value in (epochs, steps) if value is not None]
+        if len(given) != 1 or not 0 < given[0] < _MOST_EXPECTED:
+            raise ValueError(
+                f"Cannot expect {epochs!r} epochs and {steps!r} steps: give one of them, as a number above 0."
+            )
+        self._total_epochs, self._total_steps = float(epochs or 0.0), int(steps or 0)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -765,6 +818,37 @@ class Run:
         """
         self._data.load_rng_state(state)
 
+    # -- for those who look --------------------------------------------------------------------------------------
+
+    def _status(self) -> Status:
+        """How the training goes; asked for on another thread."""
+        meter, loaders, plan = self._meter, self._data.loaders, self.plan
+        return Status(
+            host=os.uname().nodename[:64],
+            step=self.step,
+            exchanges=self._waiter.witness.exchanges,
+            models=max(1, len(self._reducers)),
+            samples=meter.total_samples,
+            waited_s=self._waiter.waited_s - self._waited_before_s,
+            computed_s=meter.total_own_s,
+            here_s=self._clock.now_s() - self._trains_since_s if self._trains_since_s else 0.0,
+            epochs=loaders[0].progress if loaders else -1.0,
+            total_epochs=self._total_epochs,
+            total_steps=self._total_steps,
+            values=named_values(dict(meter.values)),
+            policy=shortened(repr(plan.sync)),
+            fabric=shortened(repr(plan.fabric)),
+            events=happenings(tuple(meter.events)),
+            left=self._has_left and self._told_at is not None,
+        )
+
+    def _status_outlets(self) -> Iterator[Callable[[Status, bytes], None]]:
+        watch, server = self._watch, self._server
+        if watch is not None:
+            yield lambda _, data: watch.say_status(data)
+        if server is not None and self._reducers and not self._closed:
+            yield lambda status, _: server.tell_status(status)
+
     # -- ending --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -789,7 +873,7 @@ class Run:
                 self._server.abort()
         elif self._server is not None:
             self._tell_pace()
-            self._server.close()
+            self._server.close(self._told_at)
         elif self._membership is not None and self._membership.is_outside:
             _log.warning("This worker is done, and has not joined: prepare what those that train have.")
         elif self.world > 1:
@@ -798,11 +882,18 @@ class Run:
             error = self._leave_together()
         self._end_metrics(error)
         self._has_left = error is None
+        if self._reporter is not None:
+            self._reporter.close()
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()
         self._release(orderly=error is None)
         return error
+
+    @property
+    def _told_at(self) -> int | None:
+        """Behind which of its steps this worker leaves because it was told to; None if it was not."""
+        return self.step if self in _told else None
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # what the interpreter dies of
@@ -822,7 +913,7 @@ class Run:
     def _end_metrics(self, error: BaseException | None) -> None:
         why = None if error is None else f"{type(error).__name__}: {error}"
         self._diary.close(why or "")
-        self._meter.end(self.step, why, left=error is None and self in _told)
+        self._meter.end(self.step, why, left=error is None and self._told_at is not None)
         self._metrics.close()
 
     def _tell_stall(self, text: str) -> None:
@@ -855,7 +946,7 @@ class Run:
             if self._membership is None:
                 self._control.sum(END_OF_RUN)
             else:
-                self._membership.part()
+                self._membership.part(self._told_at)
         except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
             return error

@@ -51,6 +51,7 @@ class Swapping:
         joins: rank of this worker, and how many the job began with, if it joins one that trains.
         circle: of the workers, if they go on without one that is lost.
         tell: what all have to say alike is said by one.
+        tell_of_server: says what the server has told all workers.
 
     Attributes:
         plan: that holds.
@@ -76,6 +77,7 @@ class Swapping:
         joins: tuple[int, int] | None,
         circle: Circle | None,
         tell: Callable[[str], None],
+        tell_of_server: Callable[[str], None],
     ) -> None:
         self.plan = plan
         self.server: Server | None = None
@@ -84,7 +86,7 @@ class Swapping:
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
         self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
         self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
-        self._circle = circle
+        self._circle, self._tell_of_server = circle, tell_of_server
         self._crossing = Crossing(
             control=control,
             waiter=waiter,
@@ -133,7 +135,7 @@ class Swapping:
             self._waiter,
             self._timeout,
             self._run_dir,
-            lambda text: self._meter.event("server", text, self._step),
+            self._tell_of_server,
             place=None if self._takes_part else self._joins,
             stays=self._stays,
             **how,

@@ -46,6 +46,7 @@ NAMES = {
 }
 RUN = {
     "close",
+    "expect",
     "has_data",
     "has_joined",
     "is_first",

@@ -49,6 +49,7 @@ class Joining:
         plan: the one that holds with a server, or that it began with without one; those that train have the last word.
         history: folder in which it records one; None if it does not, or where it is is not known.
         folder: its run folder; None if it is not known.
+        found: what was found there, in words.
     """
 
     environment: dict[str, str]
@@ -56,6 +57,13 @@ class Joining:
     plan: Plan
     history: Path | None = None
     folder: Path | None = None
+    found: str = ""
+
+    def told(self, workers: int) -> str:
+        """What was found, and who is about to join that, for people."""
+        ranks = [str(self.first_rank + place) for place in range(workers)]
+        one = workers == 1
+        return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which join{'s' if one else ''} it."
 
     def has_ended(self) -> bool:
         """Whether all workers it began with are done, as far as that is known."""
@@ -119,7 +127,10 @@ def look_for(where: str, workers: int) -> Joining:
         plan = Plan.from_toml(scenes[0].plan)
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
-    return Joining(environment, first_rank, plan, _history(folder), Path(target.folder) if target.folder else None)
+    training, updates = len(scenes[0].present), scenes[0].version
+    found = f"{scenes[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
+    run_folder = Path(target.folder) if target.folder else None
+    return Joining(environment, first_rank, plan, _history(folder), run_folder, found)
 
 
 def _over(folder: Path | str) -> NetworkError:
@@ -149,7 +160,9 @@ def _without_server(folder: Path, workers: int) -> Joining:
         "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
-    return Joining(environment, first_rank, read_plan(folder / "plan.toml"), _history(folder))
+    plan = read_plan(folder / "plan.toml")
+    found = f"{plan.fabric!r}, begun with {met.world} workers"
+    return Joining(environment, first_rank, plan, _history(folder), found=found)
 
 
 def _history(folder: Path) -> Path | None:

@@ -51,14 +51,14 @@ class LiveView:
     Args:
         console: also prints what the workers say, above the lines.
         path: the run's metrics.jsonl.
-        workers: how many lines to keep free.
+        ranks: for whom to keep lines free.
     """
 
-    def __init__(self, console: Console, path: Path, workers: int) -> None:
+    def __init__(self, console: Console, path: Path, ranks: Sequence[int]) -> None:
         # In a folder that was used before, the earlier run is not shown.
         self.skip_bytes = path.stat().st_size if path.exists() else 0
         self._records = Records(path, self.skip_bytes)
-        self._tallies = {rank: Tally(rank) for rank in range(workers)}
+        self._tallies = {rank: Tally(rank) for rank in ranks}
         self._console = console
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 

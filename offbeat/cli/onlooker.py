@@ -1,4 +1,4 @@
-"""A link to a job that only looks.
+"""Links to a job that only look: to its server, or where it has none to the hub in rank 0's sentinel.
 
 An onlooker never gets in the way: it takes part in nothing, so the server ends with the last worker and not with it;
 and it asks for one look at a time, so that however slow it is, or however long it was stopped, no answers pile up at
@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.cli.target import dial
+from offbeat.cli.target import dial, find, find_hub, has_server
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.report.overview import scene_of
+from offbeat.report.records import has_ended
 from offbeat.report.sight import look, sight_of
 from offbeat.wire.loop import Loop
+from offbeat.wire.messages import AskAll, Bye, Claim, Overview
+from offbeat.wire.talk import Talk
+from offbeat.wire.uplink import enter
 
 if TYPE_CHECKING:
-    from datetime import timedelta
+    from collections.abc import Callable, Mapping
 
     from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
     from offbeat.wire.link import Link
 
 _GOOD_BYE_S = 0.5
+_DIAL = timedelta(seconds=3)
+_SHORT = timedelta(seconds=0.3)  # for a server that may be none of this job
+_LEAST_DIAL_S = 0.1
+_TRY_S = 2.0  # whether there is a server again
+_MAX_OVERVIEW_BYTES = 64 << 20
 
 
 class JobEnded(Exception):
-    """The server has said good-bye."""
+    """The server, or the hub, has said good-bye."""
 
 
 class Onlooker:
-    """Looks at a job; use it from one thread.
+    """Looks at a job's server; use it from one thread.
 
     Args:
         target: where the job is.
@@ -41,6 +54,8 @@ class Onlooker:
         NetworkError: if nobody can be reached there.
         PeerError: if it is another job, or there are other credentials.
     """
+
+    _what = "server"  # that is looked at
 
     def __init__(self, target: Target, patience: timedelta | None = None) -> None:
         self._target, self._patience = target, patience
@@ -84,20 +99,22 @@ class Onlooker:
             return await self._line.look(patience_s)
         except OffbeatError as error:
             if not self._line.answers:
-                hint = " Give the address of the job's first shard." if isinstance(error, PeerError) else ""
-                raise type(error)(f"{error}{hint}") from error
+                raise type(error)(f"{error}{self._hint(error)}") from error
         # A process that was stopped for a while, as by Ctrl-Z, has been given up by the server: come again.
         try:
             self._line = await self._dial()
         except NetworkError as error:
             raise NetworkError(
-                f"Lost the server at {self._target.address}, and nobody answers there any more: it was killed, or "
-                "cannot be reached from here."
+                f"Lost the {self._what} at {self._target.address}, and nobody answers there any more: it was killed, "
+                "or cannot be reached from here."
             ) from error
         return await self._line.look(patience_s)
 
+    def _hint(self, error: OffbeatError) -> str:
+        return " Give the address of the job's first shard." if isinstance(error, PeerError) else ""
+
     async def _dial(self) -> _Line:
-        line = _Line()
+        line = _ServerLine()
         try:
             line.link = await dial(self._target, lambda link: line, "onlooker", patience=self._patience)
         except PeerError as error:
@@ -114,17 +131,47 @@ class Onlooker:
         )
 
     async def _leave(self) -> None:
-        # Without a good-bye the server would keep the link until it times out, and a job that ends wait for it.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._line.link.close(), _GOOD_BYE_S)
-        self._line.link.abort()
+        await self._line.close()
+
+
+class HubOnlooker(Onlooker):
+    """Looks at a job without a server, by the hub in rank 0's sentinel; use it from one thread.
+
+    Args:
+        target: where the hub is; only its address and its token are used.
+        patience: for how long to dial it; None for 3 s.
+
+    Raises:
+        NetworkError: if nobody can be reached there.
+        PeerError: if it is another job's.
+    """
+
+    _what = "hub of the workers"
+
+    def _hint(self, error: OffbeatError) -> str:
+        return ""
+
+    async def _dial(self) -> _Line:
+        address, target = self._target.address, self._target
+        host, _, port = address.rpartition(":")
+        patience_s = (_DIAL if self._patience is None else self._patience).total_seconds()
+        try:
+            async with asyncio.timeout(max(_LEAST_DIAL_S, patience_s)):
+                talk = Talk(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
+                await enter(talk, bytes.fromhex(target.token), Claim(rank=0, role="onlooker"))
+        except PeerError as error:
+            raise PeerError(f"Cannot look at the job at {address}: {error}. {target.way_out}".rstrip()) from error
+        except (OSError, ValueError) as error:  # a ValueError: it is no address, or no token
+            raise NetworkError(
+                f"Cannot reach the {self._what} at {address}: {error}. {target.way_out}".rstrip()
+            ) from error
+        return _HubLine(talk)
 
 
 class _Line:
-    """One link, and what it hands frames to."""
+    """One connection, and what was seen over it."""
 
     def __init__(self) -> None:
-        self.link: Link
         self.answers = 0
         self._number = 0
         self._asked = False
@@ -132,14 +179,21 @@ class _Line:
         self._end: Exception | None = None
         self._told = asyncio.Event()  # something has come, or nothing will
         self._over = asyncio.Event()
-        self._body = bytearray()
+
+    def ask(self, number: int) -> None:
+        """Ask for a look."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Leave."""
+        raise NotImplementedError
 
     async def look(self, patience_s: float) -> tuple[Scene, ...] | None:
         """The scenes; None if they did not come in time."""
         if not self._asked and self._end is None:
             self._asked, self._number, self._scenes = True, self._number + 1, None
             self._told.clear()
-            self.link.send(look(self._number))
+            self.ask(self._number)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._told.wait(), patience_s)
         if self._end is not None:
@@ -153,6 +207,37 @@ class _Line:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
 
+    def seen(self, number: int, scenes: tuple[Scene, ...]) -> None:
+        """The answer to the question of that number."""
+        if number == self._number:
+            self.answers += 1
+            self._scenes = scenes
+            self._told.set()
+
+    def ended(self, error: OffbeatError | None) -> None:
+        """The connection is gone for good; `error` is None after a good-bye."""
+        self._end = self._end or (JobEnded() if error is None else error)
+        self._told.set()
+        self._over.set()
+
+
+class _ServerLine(_Line):
+    """A link to a server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.link: Link
+        self._body = bytearray()
+
+    def ask(self, number: int) -> None:
+        self.link.send(look(number))
+
+    async def close(self) -> None:
+        # Without a good-bye the server would keep the link until it times out, and a job that ends wait for it.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.link.close(), _GOOD_BYE_S)
+        self.link.abort()
+
     # -- called by the link --------------------------------------------------------------------------------------
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
@@ -163,13 +248,119 @@ class _Line:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """An answer is here."""
         sight = sight_of(metadata, body)
-        if sight.number == self._number:
-            self.answers += 1
-            self._scenes = sight.scenes
-            self._told.set()
+        self.seen(sight.number, sight.scenes)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link is gone for good."""
-        self._end = JobEnded() if error is None else error
-        self._told.set()
-        self._over.set()
+        self.ended(error)
+
+
+class _HubLine(_Line):
+    """A connection to a hub."""
+
+    def __init__(self, talk: Talk) -> None:
+        super().__init__()
+        self._talk = talk
+        self._hearing = asyncio.create_task(self._hear())
+
+    def ask(self, number: int) -> None:
+        self._talk.say(AskAll(number))
+
+    async def close(self) -> None:
+        self._hearing.cancel()
+        self._talk.close()
+
+    async def _hear(self) -> None:
+        try:
+            while (message := await self._talk.hear()) is not None:
+                if isinstance(message, Bye):
+                    self.ended(None)
+                    return
+                if not isinstance(message, Overview):
+                    raise PeerError(f"The hub sent {type(message).__name__}, which is not for an onlooker.")
+                self.seen(message.number, (scene_of(message),))
+            self.ended(NetworkError("The connection to the hub of the workers broke."))
+        except PeerError as error:
+            self.ended(error)
+
+
+class JobOnlooker:
+    """Looks at a job wherever it is: at its server, or where it has none at its hub; use it from one thread.
+
+    A job may go over from one to the other while it is looked at. At an address there is a server.
+
+    Args:
+        where: its run folder, or host:port of the first shard of its server.
+        given: what the command line says of it; outranks what its folder says.
+
+    Raises:
+        NetworkError: if nobody can be reached there.
+        PeerError: if it is another job, or there are other credentials.
+    """
+
+    def __init__(self, where: str, given: Mapping[str, str]) -> None:
+        self._where, self._given = where, given
+        self._hub = find_hub(where)
+        self._tried_s = time.monotonic()
+        try:
+            self._now = self._at_hub() if self._hub is not None and not has_server(where) else self._at_server()
+        except NetworkError:
+            if self._hub is None or not has_server(where):
+                raise
+            self._now = self._at_hub()  # the server is another run's, or it was killed
+
+    def look(self, patience_s: float) -> tuple[Scene, ...] | None:
+        """As `Onlooker.look`."""
+        self._go_to_server()
+        try:
+            return self._now.look(patience_s)
+        except (JobEnded, NetworkError) as end:
+            if self._hub is None or isinstance(self._now, HubOnlooker):
+                raise JobEnded if self._has_ended else end from end
+            self._go_to(self._at_hub, end)
+        return self._now.look(patience_s)
+
+    def rest(self, seconds: float) -> None:
+        """As `Onlooker.rest`."""
+        self._now.rest(seconds)
+
+    def close(self) -> None:
+        """Leave."""
+        self._now.close()
+
+    def __enter__(self) -> JobOnlooker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._hub is not None and has_ended(Path(self._hub.folder) / "metrics.jsonl")
+
+    def _go_to_server(self) -> None:
+        """If there is one again."""
+        if not isinstance(self._now, HubOnlooker) or time.monotonic() - self._tried_s < _TRY_S:
+            return
+        self._tried_s = time.monotonic()
+        if has_server(self._where):
+            with contextlib.suppress(OffbeatError):
+                self._go_to(lambda: self._at_server(_SHORT))
+
+    def _go_to(self, where: Callable[[], Onlooker], end: Exception | None = None) -> None:
+        """Look at it there from now on; `end` is why it cannot be looked at where it was."""
+        try:
+            there = where()
+        except OffbeatError:
+            if end is not None:
+                raise end from end.__cause__
+            raise
+        self._now.close()
+        self._now = there
+
+    def _at_server(self, patience: timedelta | None = None) -> Onlooker:
+        return Onlooker(find(self._where, self._given), patience)
+
+    def _at_hub(self) -> Onlooker:
+        assert self._hub is not None
+        return HubOnlooker(self._hub)

@@ -6,6 +6,9 @@ too low for, those who keep nobody waiting first. In a pipe nothing is left out.
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,21 +17,29 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.report.sight import pacemaker
+from offbeat.report.sight import ENDS, pacemaker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from offbeat.report.sight import Scene, Seen
+    from offbeat.wire.status import Status
 
 _GAP = 2  # between columns
 _SPAN_S = 5.0  # that "now" means, so that the figure of a slow job does not jump
 _PATIENCE_S = 2.0  # after which it is said that there is no answer
+_EVENTS = 4  # that are shown
+_LONGEST_EVENT = 160  # characters, in a pipe
+_MAY_BE_EMPTY = 2  # priority from which on a column of which nothing is known is left out
 _FURNITURE = 6  # lines of a model besides its workers: three above them, two below, one between models
 _WORDS = {"pushed": "pushed, waits"}
-_STYLES = {"computing": "green", "held": "yellow", "pushed": "yellow", "gone": "dim"}
+_ENDED = {"left": "has left", "done": "is done", "evicted": "taken out", "failed": "gone (error)"}
+_STYLES = {
+    "computing": "green", "held": "yellow", "pushed": "yellow", "exchanging": "yellow", "waiting": "yellow",
+    "paused": "red", "unreachable": "red", **dict.fromkeys(ENDS, "dim"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,16 @@ class Picture:
         self.scenes: tuple[Scene, ...] = ()
         self.looked = False
         self.silent_s = 0.0  # for how long there has been no answer
+        self.seen_at_s = 0.0  # in seconds since 1970
         self._before: dict[int, deque[Scene]] = {}
 
     def add(self, scenes: tuple[Scene, ...]) -> None:
         """Take in what has just been seen."""
-        self.scenes, self.looked, self.silent_s = scenes, True, 0.0
+        self.scenes, self.looked, self.silent_s, self.seen_at_s = scenes, True, 0.0, time.time()
         for scene in scenes:
             past = self._before.setdefault(scene.model, deque())
+            if past and (scene.fabric != past[-1].fabric or scene.running_s < past[-1].running_s):
+                past.clear()  # it is another server, or none any more: updates and steps are counted anew
             past.append(scene)
             # One look of at least that age stays, or the one before this.
             while len(past) > 2 and scene.running_s - past[1].running_s >= _SPAN_S:
@@ -82,27 +96,48 @@ class Picture:
         """
         parts: list[RenderableType] = []
         if self.silent_s > _PATIENCE_S:
-            parts.append(Text(f"The server has not answered for {lasting(self.silent_s)}.", "red"))
+            who = "hub of the workers" if any(scene.fabric for scene in self.scenes) else "server"
+            parts.append(Text(f"The {who} has not answered for {lasting(self.silent_s)}.", "red"))
         if self.looked and not self.scenes:
             parts.append(Text("The server is there, but no worker has come yet."))
         room = None
         if height is not None:
             notes = sum(-(-len(scene.note) // (width or len(scene.note))) for scene in self.scenes if scene.note)
+            notes += sum(bool(how_far(scene)) + len(self._events(scene)) for scene in self.scenes)
             room = max(1, (height - len(parts) - notes) // max(1, len(self.scenes)) - _FURNITURE)
         for scene in self.scenes:
             parts += [Text()] if scene is not self.scenes[0] else []
-            parts += [self._head(scene), _table(scene, width, room)]
+            parts.append(self._head(scene))
+            parts += [Text(far)] if (far := how_far(scene, width)) else []
+            parts.append(_table(scene, width, room))
             pace = pacemaker(scene)
             parts += [Text(pace)] if pace else []
             parts += [Text(printable(scene.note), "yellow")] if scene.note else []
+            parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(scene)]
         return Group(*parts)
+
+    def _events(self, scene: Scene) -> list[str]:
+        """What happened last, the latest last; what all tell alike is told once."""
+        found: dict[str, tuple[float, str, list[int]]] = {}
+        for seen in scene.workers:
+            for event in seen.status.events if seen.status is not None else ():
+                what = event.text.rpartition(" (")[0] or event.text  # in brackets is how long it took each
+                at_s, text, ranks = found.setdefault(what, (event.time_s, event.text, []))
+                found[what] = (min(at_s, event.time_s), text, [*ranks, seen.worker])
+        last = sorted(found.values())[-_EVENTS:]
+        return [
+            f"{lasting(max(0.0, self.seen_at_s - at_s))} ago{f', rank {ranks[0]}' if len(ranks) == 1 else ''}: "
+            f"{printable(text)}"
+            for at_s, text, ranks in last
+        ]
 
     def _head(self, scene: Scene) -> Text:
         model = f"model {scene.model}: " if len(self.scenes) > 1 else ""
-        text = Text.assemble((f"{model}{printable(scene.policy)}", "bold"))
+        where = f" on {printable(scene.fabric)}" if scene.fabric else ""
+        text = Text.assemble((f"{model}{printable(scene.policy)}{where}", "bold"))
         then = self._before[scene.model][0]
         now = f"{scene.updates_per_s(then):,.1f}/s now, " if then is not scene else ""
-        text.append(f"  {scene.version:,} updates ({now}{scene.updates_per_s():,.1f}/s in all)")
+        text.append(f"  {scene.version:,} {scene.counts} ({now}{scene.updates_per_s():,.1f}/s in all)")
         text.append(f", running for {lasting(scene.running_s)}")
         if not scene.started:
             text.append(f"; {len(scene.present)} workers are here, it begins with the last", "yellow")
@@ -127,10 +162,74 @@ def lasting(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def how_far(scene: Scene, width: int | None = None) -> str:
+    """How far the training is and how fast, in one line, as far as the workers say; "" if they say nothing.
+
+    Args:
+        width: that there is room for; what does not fit is left out, the last first. None for no limit.
+    """
+    here = [seen.status for seen in scene.present if seen.status is not None]
+    if not here:
+        return ""
+    parts = [*_place(here)]
+    parts += [
+        f"{printable(name)} {value_of(name, statistics.fmean(values))}"
+        for name in _names(scene)[:3]
+        if (values := [status.values[name] for status in here if name in status.values])
+    ]
+    if any(status.samples for status in here):
+        parts.append(f"{sum(status.samples_per_s for status in here):,.0f} samples/s")
+    hosts = {status.host for status in here if status.host}
+    parts.append(f"{_counted(len(here), 'worker')} on {_counted(len(hosts), 'host')}")
+    while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
+        parts.pop()
+    return ", ".join(parts)
+
+
+def _place(here: Sequence[Status]) -> Iterator[str]:
+    """Where the training is, and how long it takes from there, if that is known."""
+    epochs, total_epochs = max(status.epochs for status in here), max(status.total_epochs for status in here)
+    step, total_steps = max(status.step for status in here), max(status.total_steps for status in here)
+    if epochs >= 0:
+        yield f"epoch {epochs:.2f}" + (f" of {total_epochs:g}" if total_epochs else "")
+    if total_steps:
+        yield f"step {step:,} of {total_steps:,}"
+    left_s = max((status.left_s for status in here if status.left_s is not None), default=None)
+    epoch_left_s = max((status.epoch_left_s for status in here if status.epoch_left_s is not None), default=None)
+    if left_s is not None:
+        yield f"about {lasting(left_s)} left"
+    elif epoch_left_s is not None and not (total_epochs or total_steps):
+        yield f"this epoch about {lasting(epoch_left_s)} more"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def value_of(name: str, value: float) -> str:
+    """What a script logged, in a few characters.
+
+    >>> value_of("loss", 0.123456), value_of("accuracy", 0.9875), value_of("loss", float("nan"))
+    ('0.123', '98.8%', 'NaN')
+    """
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.3g}"
+
+
+def _names(scene: Scene) -> list[str]:
+    """Of what the workers' scripts log; the loss first."""
+    return list(dict.fromkeys(name for seen in scene.workers if seen.status is not None for name in seen.status.values))
+
+
 def state(seen: Seen) -> str:
     """What a worker does, in words."""
     if seen.gone:
-        return "gone"
+        return _ENDED.get(seen.phase, seen.phase)
     phase = printable(seen.phase)
     return f"{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
 
@@ -167,20 +266,37 @@ def _columns(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
     columns = [
         column(0, "rank", [str(w.worker) for w in workers]),
         column(0, "state", [state(w) for w in workers], len("computing for 12.3 s")),
-        column(1, "step", ["" if w.gone else str(w.step) for w in workers], 6),
-        column(2, "ahead", ["" if w.gone else str(scene.ahead(w)) for w in workers]),
+        column(1, "step", [str(w.made) for w in workers], 6),
+        *_said(scene, workers),
+        column(3, "ahead", ["" if w.gone or scene.fabric else str(scene.ahead(w)) for w in workers]),
         column(3, "stale", [f"{w.staleness:.1f}" if w.applied else "" for w in workers]),
         column(5, "worst", [str(w.worst) if w.applied else "" for w in workers]),
         column(4, "waits", ["" if w.gone else f"{scene.waiting_share(w):.0%}" for w in workers]),
         column(7, "batch", [f"{w.samples:.6g}" if w.samples and not w.gone else "" for w in workers]),
-        column(8, "applied", [str(w.applied) for w in workers]),
+        column(8, "applied", ["" if scene.fabric else str(w.applied) for w in workers]),
     ]
+    # Without a server nothing is stale, or brought by one.
+    columns = [one for one in columns if one.priority < _MAY_BE_EMPTY or any(one.cells)]
     # Most policies never drop, and most jobs never lose.
     if any(w.dropped for w in scene.workers):
         columns.append(column(6, "dropped", [str(w.dropped) for w in workers]))
     if any(w.lost for w in scene.workers):
         columns.append(column(6, "lost", [str(w.lost) for w in workers]))
     return columns
+
+
+def _said(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
+    """What the workers say themselves; empty columns if they do not."""
+    said = [None if w.gone else w.status for w in workers]
+    names = _names(scene)
+    first = names[0] if names else "loss"
+    values = [None if one is None else one.values.get(first) for one in said]
+    rates = ["" if one is None or not one.samples else f"{one.samples_per_s:,.0f}" for one in said]
+    return [
+        _Column(2, printable(first), tuple("" if v is None else value_of(first, v) for v in values), 7),
+        _Column(3, "samples/s", tuple(rates)),
+        _Column(9, "host", tuple("" if w.status is None else printable(w.status.host) for w in workers)),
+    ]
 
 
 def _that_fit(columns: Sequence[_Column], width: int | None) -> list[_Column]:

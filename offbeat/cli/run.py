@@ -117,7 +117,10 @@ def run(
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"
-    with LiveView(console, metrics, workers) as view:
+    first = 0 if joining is None else joining.first_rank
+    if joining is not None:
+        console.print(joining.told(workers), style="dim", markup=False)
+    with LiveView(console, metrics, range(first, first + workers)) as view:
         code = Launch(job, console, view.update).run()
     try:
         _conclude(folder, console, view.skip_bytes)

@@ -1,4 +1,4 @@
-"""Where a job with a parameter server is, and what proves that one may come in, as the command line has it."""
+"""Where a job is, and what proves that one may come in, as the command line has it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,18 @@ Authority = Annotated[
 ]
 
 
+class _HubPlace(msgspec.Struct, frozen=True):
+    """Where the hub in rank 0's sentinel is, as `offbeat.init` leaves it in hub.json; its token in hexadecimal."""
+
+    address: str
+    token: str
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's server, as `offbeat.engine.server` leaves it in server.json.
+    """A job's server, as `offbeat.engine.server` leaves it in server.json; or the hub of its workers.
 
     Args:
-        address: "host:port" of the first shard.
+        address: "host:port" of the first shard, or of the hub.
         folder: of the run, "" if unknown.
         servers: of all shards, the first one first; () if unknown.
     """
@@ -84,14 +91,41 @@ def read_target(folder: Path) -> Target:
     path = folder / "server.json"
     if not path.is_file():
         raise NetworkError(
-            f"Cannot look at the job in {folder}: it has no server.json. Either it has not come to run.prepare yet, or "
-            "it uses no parameter server: only jobs whose plan says fabric=ParameterServer() can be looked at."
+            f"Cannot look at the job in {folder}: it has neither server.json nor hub.json. Either it has not come to "
+            "offbeat.init yet: look again when it trains; or it is one worker alone, whose progress `offbeat run` "
+            "shows; or this is not the folder of a run."
         )
     try:
         target = msgspec.json.decode(path.read_bytes(), type=Target)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
     return msgspec.structs.replace(target, folder=str(folder))
+
+
+def _folder_of(where: str) -> Path:
+    return Path(where).parent if Path(where).name in ("server.json", "hub.json") else Path(where)
+
+
+def has_server(where: str) -> bool:
+    """Whether this is the run folder of a job in which a server was named, and was not left since."""
+    return (_folder_of(where) / "server.json").is_file()
+
+
+def find_hub(where: str) -> Target | None:
+    """The hub of the workers whose run folder this is; None if it is none, or there is no hub.
+
+    Raises:
+        NetworkError: if it cannot be read where it is.
+    """
+    folder = _folder_of(where)
+    path = folder / "hub.json"
+    try:
+        place = msgspec.json.decode(path.read_bytes(), type=_HubPlace)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read {path}: {error}. Look as the user who runs the job.") from error
+    return Target(address=place.address, job="", token=place.token, folder=str(folder))
 
 
 def is_without_server(where: str) -> bool:
@@ -124,24 +158,39 @@ def find(where: str, given: Mapping[str, str]) -> Target:
     Raises:
         NetworkError: if it is neither a run folder with a server nor an address.
     """
-    folder = Path(where).parent if Path(where).name == "server.json" else Path(where)
+    folder = _folder_of(where)
     if folder.is_dir():
         target = read_target(folder)
     elif ":" in where and "/" not in where:
-        known = from_environment("default", timedelta())
-        target = Target(
-            address=where,
-            job=known.job,
-            token=known.token,
-            certificate=known.certificate,
-            key=known.key,
-            authority=known.authority,
-        )
+        target = _from_environment(where)
     else:
         raise NetworkError(
             f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
         )
     return msgspec.structs.replace(target, **given)
+
+
+def _from_environment(address: str) -> Target:
+    known = from_environment("default", timedelta())
+    return Target(
+        address=address,
+        job=known.job,
+        token=known.token,
+        certificate=known.certificate,
+        key=known.key,
+        authority=known.authority,
+    )
+
+
+def credentials_of(where: str, given: Mapping[str, str]) -> Target:
+    """What `find` returns; of a job without a server only what the command line and the environment say.
+
+    Raises:
+        NetworkError: as `find`.
+    """
+    if has_server(where) or find_hub(where) is None:
+        return find(where, given)
+    return msgspec.structs.replace(_from_environment(""), **given)
 
 
 async def dial(

@@ -1,4 +1,4 @@
-"""`offbeat top`: look at a job that trains through a parameter server, while it runs."""
+"""`offbeat top`: look at a job while it runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from offbeat.cli.onlooker import JobEnded, Onlooker
+from offbeat.cli.onlooker import JobEnded, JobOnlooker
 from offbeat.cli.picture import Picture, lasting
-from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, find, given
+from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, credentials_of, given
 from offbeat.errors import NetworkError
 from offbeat.report.prometheus import Figures
 from offbeat.report.words import listed
@@ -24,7 +24,6 @@ from offbeat.report.words import listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from offbeat.cli.target import Target
     from offbeat.report.sight import Scene
 
 _INTERVAL_S = 0.5
@@ -53,10 +52,11 @@ def top(
     key: Key = None,
     authority: Authority = None,
 ) -> None:
-    """Look at a job with a parameter server: what each worker does, who is ahead, who keeps the others waiting.
+    """Look at a job: what each worker does, how far and how fast it is, its loss, who keeps the others waiting.
 
-    A run folder says how to get in: its server.json holds the address, the job's name and the token; what is given here
-    outranks it. Looking costs the job nothing; leave at any time with Ctrl-C.
+    A run folder says how to get in: its server.json holds the address, the job's name and the token of the parameter
+    server; what is given here outranks it. A job without a server is looked at where hub.json says, on the machine of
+    rank 0. Looking costs the job nothing; leave at any time with Ctrl-C.
     """
     if prometheus is not None and (once or json):
         raise NetworkError("Cannot print anything with --prometheus, which only serves. Leave out --once and --json.")
@@ -65,14 +65,14 @@ def top(
             "Cannot serve figures: the package prometheus-client is not installed. Install it with pip install "
             "'offbeat[dashboard]'."
         )
-    target = find(job, given(job_name, token_file, certificate, key, authority))
-    tls = _tls_of(target, bind) if prometheus is not None else {}
+    about = given(job_name, token_file, certificate, key, authority)
+    tls = _tls_of(job, about, bind) if prometheus is not None else {}
     before = signal.signal(signal.SIGTERM, _leave)
     is_terminal = sys.stdout.isatty()
     show = _Show(json=json, is_terminal=is_terminal)
     every_s = _INTERVAL_S if interval is None else interval
     try:
-        with Onlooker(target) as onlooker:
+        with JobOnlooker(job, about) as onlooker:
             if prometheus is not None:
                 _serve(onlooker, show, every_s, bind, prometheus, tls)
             elif once or (interval is None and not is_terminal):
@@ -101,7 +101,7 @@ def epitaph(scenes: Sequence[Scene]) -> str:
     if not scenes:
         return "The job has ended."
     several = len(scenes) > 1
-    made = listed([f"{s.version:,} updates{f' of model {s.model}' if several else ''}" for s in scenes])
+    made = listed([f"{s.version:,} {s.counts}{f' of model {s.model}' if several else ''}" for s in scenes])
     return f"The job has ended. When last seen it had made {made} in {lasting(max(s.running_s for s in scenes))}."
 
 
@@ -126,15 +126,15 @@ class _Show:
             self.console.print(self.picture)
 
 
-def _once(onlooker: Onlooker, show: _Show) -> None:
+def _once(onlooker: JobOnlooker, show: _Show) -> None:
     scenes = onlooker.look(_PATIENCE_S)
     if scenes is None:
-        raise NetworkError(f"Cannot look at the job: its server has not answered for {_PATIENCE_S:g} s. Try again.")
+        raise NetworkError(f"Cannot look at the job: it has not answered for {_PATIENCE_S:g} s. Try again.")
     show.picture.add(scenes)
     show.print()
 
 
-def _follow(onlooker: Onlooker, show: _Show, interval_s: float) -> None:
+def _follow(onlooker: JobOnlooker, show: _Show, interval_s: float) -> None:
     looks = _looks(onlooker, show.picture, interval_s)
     if show.is_live:
         with Live(show.picture, console=show.console, auto_refresh=False) as live:
@@ -147,7 +147,7 @@ def _follow(onlooker: Onlooker, show: _Show, interval_s: float) -> None:
                 show.console.print()
 
 
-def _tls_of(target: Target, bind: str) -> dict[str, Any]:
+def _tls_of(job: str, given: Mapping[str, str], bind: str) -> dict[str, Any]:
     """How figures are served at `bind`: to this machine as they are, to others by mutual TLS only.
 
     Raises:
@@ -159,6 +159,7 @@ def _tls_of(target: Target, bind: str) -> dict[str, Any]:
         raise NetworkError(f"Cannot serve figures on {bind!r}: it is no IP address, such as 127.0.0.1.") from error
     if is_private:
         return {}
+    target = credentials_of(job, given)
     if not (target.certificate and target.key and target.authority):
         raise NetworkError(
             f"Cannot serve figures on {bind} without certificates: anybody could read them. Use a loopback address, or "
@@ -172,7 +173,7 @@ def _tls_of(target: Target, bind: str) -> dict[str, Any]:
     }
 
 
-def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: int, tls: Mapping[str, Any]) -> None:
+def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, port: int, tls: Mapping[str, Any]) -> None:
     """Serve the figures for as long as the job runs; a scrape is answered from the last look, so it asks nobody."""
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -198,7 +199,7 @@ def _serve(onlooker: Onlooker, show: _Show, interval_s: float, bind: str, port: 
         server.server_close()
 
 
-def _looks(onlooker: Onlooker, picture: Picture, interval_s: float) -> Iterator[bool]:
+def _looks(onlooker: JobOnlooker, picture: Picture, interval_s: float) -> Iterator[bool]:
     """Look again and again; whether there was an answer."""
     answered_s = time.monotonic()
     while True:

@@ -32,6 +32,7 @@
 * `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all;
   `place` - the place in the data, from one to the other
 * `meter` - one record per step, written by a background thread
+* `status` - how the training goes, said about once a second for whoever looks
 * `diary` - digests of the parameters, for the history of a run
 """
 
@@ -55,9 +56,10 @@ from offbeat.engine.meter import Meter, MetricsFile, samples_in
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.roll import Roll
 from offbeat.engine.served import Served
-from offbeat.engine.server import connect
+from offbeat.engine.server import connect, leave_file
 from offbeat.engine.share import Draw, Drawn
 from offbeat.engine.source import Batch, Source
+from offbeat.engine.status import StatusReporter, happenings, named_values, shortened
 from offbeat.engine.swaps_alone import SwapsAlone
 from offbeat.engine.swaps_together import SwapsTogether
 from offbeat.engine.waiting import Awaited, Nobody, Waiter
@@ -91,6 +93,7 @@ __all__ = [
     "Roll",
     "Served",
     "Source",
+    "StatusReporter",
     "SwapsAlone",
     "SwapsTogether",
     "Timing",
@@ -100,11 +103,15 @@ __all__ = [
     "connect",
     "distinct",
     "hand_over",
+    "happenings",
     "ignored_names",
     "join_watch",
+    "leave_file",
+    "named_values",
     "place",
     "samples_in",
     "saved",
+    "shortened",
     "start_beside",
     "start_watch",
 ]

@@ -394,13 +394,13 @@ class _Arrival(Polled):
 
 
 class Parting(Polled):
-    """Nobody needs this worker any more, which is done."""
+    """Nobody needs this worker any more, which is done; `told_at` as in `Circle.part`."""
 
-    def __init__(self, circle: Circle) -> None:
-        self._circle = circle
+    def __init__(self, circle: Circle, told_at: int | None = None) -> None:
+        self._circle, self._told_at = circle, told_at
 
     def done(self) -> bool:
-        return self._circle.part(timedelta())
+        return self._circle.part(timedelta(), self._told_at)
 
 
 class _Admission(Polled):

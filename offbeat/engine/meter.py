@@ -36,6 +36,7 @@ _FLUSH_S = 0.2
 _MOST_QUEUED = 1 << 16  # records that wait for room on a full disk
 _MOST_TOGETHER = 1 << 10  # in one write
 _MOST_RECENT = 64  # steps whose times are kept for those who want them
+_MOST_EVENTS = 4  # that are kept for those who look
 _MOST_OWN = 256  # of these that are kept one by one until they are told
 
 
@@ -127,6 +128,11 @@ class Meter:
         rank: this worker's.
         clock: where time comes from.
         file: where records go.
+
+    Attributes:
+        total_samples, total_own_s: of all steps.
+        values: what the script logged last, by name.
+        events: the last ones: when, in seconds since 1970, and what.
     """
 
     def __init__(self, rank: int, clock: Clock, file: MetricsFile, waiter: Waiter) -> None:
@@ -142,6 +148,9 @@ class Meter:
         self._step_began_s = clock.now_s()
         self._fence_began_s = self._step_began_s
         self._waited_before_s = self._waited_at_step_s = waiter.waited_s
+        self.total_samples, self.total_own_s = 0, 0.0
+        self.values: dict[str, float] = {}
+        self.events: deque[tuple[float, str]] = deque(maxlen=_MOST_EVENTS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_MOST_RECENT)
         self._own: list[float] = []  # of steps since they were taken
         self._own_taken_s = 0.0  # of the present step
@@ -202,6 +211,8 @@ class Meter:
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)
         self.last_samples = self.samples
+        self.total_samples += self.samples
+        self.total_own_s += max(0.0, own_s)
         self.sent_bytes = self.samples = 0
         self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
 
@@ -221,10 +232,12 @@ class Meter:
 
     def event(self, what: str, text: str, step: int = -1) -> None:
         """Something worth telling people about."""
+        self.events.append((self._clock.unix_s(), text))
         self._file.append({"kind": "event", **self._stamp(step), "what": what, "text": text})
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Values of the user's, such as the loss."""
+        self.values = {**self.values, **values}  # exchanged whole: others look at it
         self._file.append({"kind": "log", **self._stamp(step), "values": values})
 
     def give_up(self) -> None:

@@ -196,12 +196,14 @@ class Served:
         step = self.step if step is None else step
         is_finite = self._finite(wires, "change" if about.change else "gradient", step)
         self._brought = about.weight if is_finite else 0.0
-        about = msgspec.structs.replace(about, weight=self._brought, used=tuple(self._server.used))
+        used = tuple(self._server.used)
+        about = msgspec.structs.replace(about, weight=self._brought, used=used, step=step)
         self._server.used = []
         parts = [wires[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
-            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", step, model=self._model, outlives=True)
+            exchange,
+            Awaited(f"the exchange with the server ({self.plan.sync!r})", step, model=self._model, outlives=True),
         )
         self._take_values()
         if exchange.fate:

@@ -19,7 +19,7 @@ from offbeat.fabric.server import LEAVING, Client, ParameterServer
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from offbeat.engine.beside import Starting
     from offbeat.engine.control import Control
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
     from offbeat.wire.session import Receiver
+    from offbeat.wire.status import Status
 
 _FIRST_PATIENCE = timedelta(seconds=20)
 _BITS = 32  # of a float that is a set of ranks
@@ -142,7 +143,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+        waiter.wait(asked, Awaited("all workers to call run.settle()", outlives=True))
 
     def take_over(self, waiter: Waiter, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
@@ -158,7 +159,7 @@ class Server:
         asked = self.client.ask(
             "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
         )
-        waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
+        waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
@@ -195,7 +196,7 @@ class Server:
         """
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
+        waiter.wait(asked, Awaited("all workers to leave the server", outlives=True))
         sums = [int(number) for number in asked.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
@@ -204,9 +205,17 @@ class Server:
         self.client.abort()
         self._loop.close()
 
-    def close(self) -> None:
-        """Say good-bye."""
-        self.client.close()
+    def version(self, model: int) -> int:
+        """Of the parameters that this worker has of it: how many updates they are the outcome of."""
+        return max(self.client.place(model).versions.values(), default=0)
+
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks at the server."""
+        self.client.tell_status(status)
+
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye; `told_at` as in `Client.close`."""
+        self.client.close(told_at)
         self._loop.close()
 
 
@@ -316,6 +325,11 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> 
     for kind in ("certificate", "key", "authority"):
         file = getattr(settings, kind)
         about[kind] = str(Path(file).absolute()) if file else ""
+    leave_file(path, about)
+
+
+def leave_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Write down how a job can be looked at, as JSON, for this user only: a secret is in it."""
     part = path.with_suffix(".part")
     try:
         # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.

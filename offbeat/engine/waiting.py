@@ -69,6 +69,11 @@ class Awaited:
     alone: bool = False
     starts: bool = False
 
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is an exchange of a step, in which one waits, rather than something that one waits for."""
+        return self.step >= 0
+
     def __str__(self) -> str:
         if self.bucket < 0:
             return self.operation
@@ -231,7 +236,8 @@ class Waiter:
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
             known = f". {server}" if server else "; no other worker can be asked why."
-            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}{known}")
+            where = f"{'in' if awaited.is_exchange else 'for'} {awaited}"
+            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s {where}{known}")
             return True
         if findings.is_on_its_way and is_soon:
             return False

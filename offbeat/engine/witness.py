@@ -141,7 +141,7 @@ def _seen(culprit: Culprit) -> Culprit:
 def _phase(awaited: Awaited) -> str:
     if awaited.alone:
         return "starting" if awaited.starts else "busy"
-    return "exchanging" if awaited.step >= 0 else "waiting"
+    return "exchanging" if awaited.is_exchange else "waiting"
 
 
 def meeting_address(control: Control) -> str:

@@ -70,11 +70,13 @@ class Standing(msgspec.Struct, frozen=True):
     Args:
         admits: the ranks that it takes in, if it stands where that is done.
         is_done: it needs the others no more.
+        told_at: behind which of its steps, if that is so because it was told to leave.
     """
 
     stands: tuple[Stand, ...]
     admits: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     is_done: bool = False
+    told_at: _Count | None = None
 
     def is_ahead_of(self, other: Standing) -> bool:
         """Whether it has completed what the other has not."""
@@ -150,6 +152,7 @@ class Circle:
         self._mending: _Mending | None = None
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
+        self._told_at: int | None = None  # behind which of its steps, if it was told to leave
         self._turned_away: dict[int, str] = {}  # those of them that did not, and why
         self._absent: dict[int, str] = {}  # who is gone, as was learnt elsewhere
         self._said: set[tuple[int, str]] = set()
@@ -225,9 +228,13 @@ class Circle:
                 return False
             time.sleep(_LOOK_S)
 
-    def part(self, timeout: timedelta) -> bool:
-        """Be done; whether nobody needs this worker any more. Call it again until that is so."""
-        self._is_done = True
+    def part(self, timeout: timedelta, told_at: int | None = None) -> bool:
+        """Be done; whether nobody needs this worker any more. Call it again until that is so.
+
+        Args:
+            told_at: behind which of its steps, if it is done because it was told to leave.
+        """
+        self._is_done, self._told_at = True, told_at
         try:
             return self._part(time.monotonic() + timeout.total_seconds())
         except dist.DistError:  # a TCPStore ends with the process it is in, whose worker was done as well
@@ -363,7 +370,7 @@ class _Mending:
     def __init__(self, circle: Circle, number: int, parties: Sequence[Party], *, arrives: bool = False) -> None:
         self._circle, self.number, self._parties, self._arrives = circle, number, tuple(parties), arrives
         self._store = PrefixStore(str(number), circle._store)
-        standing = Standing(tuple(party.stop() for party in parties), circle._admits, circle._is_done)
+        standing = Standing(tuple(party.stop() for party in parties), circle._admits, circle._is_done, circle._told_at)
         self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
         self._since_s = time.monotonic()
         self._lost: dict[int, str] = {}
@@ -441,7 +448,7 @@ class _Mending:
             return False
         going = [rank for rank in left if not standing[rank].is_done]
         if going and not any(standing[a].is_ahead_of(standing[b]) for a in left if a not in going for b in going):
-            self._lost |= {rank: "is done, and takes no further part." for rank in left if rank not in going}
+            self._lost |= {rank: _end_of(standing[rank]) for rank in left if rank not in going}
             left = going
         out = {rank: self._lost[rank] for rank in (*candidates, *circle._admits) if rank in self._lost}
         store.compare_set("members", "", msgspec.json.encode(Decided((*left, *came), out)).decode())
@@ -483,6 +490,13 @@ class _Mending:
         for index, (party, group) in enumerate(zip(self._parties, groups, strict=True)):
             party.go_on(group, {rank: one[index] for rank, one in stands.items()})
         self._waiting, self._has_groups = list(self._parties), True
+
+
+def _end_of(standing: Standing) -> str:
+    """How a worker has ended that needs the others no more, in words."""
+    if standing.told_at is None:
+        return "is done, and takes no further part."
+    return f"was told to leave, and has left in order behind its step {standing.told_at}."
 
 
 class _Connecting:

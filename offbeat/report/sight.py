@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.report.tally import PACE
+from offbeat.wire.status import Status
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -24,7 +25,9 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Seconds = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # refuses NaN as well
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
-_WAITING = ("held", "pushing", "pushed")
+_WAITING = ("held", "pushing", "pushed", "waiting", "exchanging")
+ENDS = ("gone", "left", "done", "evicted", "failed")
+"""How a worker may have ended, as its phase."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +35,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         phase: "computing", "held" (has a contribution and may not push it), "pushing", "pushed" (waits for others),
-            "pulling" or "gone".
-        step: that it computes or exchanges. clock: its contributions that have arrived.
+            "pulling", "waiting" (for all others, as in `Run.mean`), or how it ended: "left" (it was told to), "done",
+            "evicted" or "gone". Without a server also "starting", "exchanging", "busy", "paused", "unreachable" and
+            "failed".
+        step: that it computes or exchanges, as workers are compared. clock: its contributions that have arrived.
+        made: how many steps its script has made of the model, as `Run.step` counts them.
         since_s: seconds it has been in this phase.
         samples: in its last contribution.
         computing_s, turn_s: moving averages of computing, and of a release to the parameters being there; 0 if unknown.
@@ -42,12 +48,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         lead: the most steps it was ahead of another worker when it was released.
         waited_s: from having a contribution to being released, in all.
         here_s: seconds since it joined; 0 if the server does not say.
+        status: what it says itself; None if it has not lately, or cannot be understood.
     """
 
     worker: _Count
     phase: Annotated[str, msgspec.Meta(max_length=16)]
     step: _Count = 0
     clock: _Count = 0
+    made: _Count = 0
     since_s: _Seconds = 0.0
     samples: _Seconds = 0.0
     computing_s: _Seconds = 0.0
@@ -60,10 +68,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     lead: _Count = 0
     waited_s: _Seconds = 0.0
     here_s: _Seconds = 0.0
+    status: Status | None = None
 
     @property
     def gone(self) -> bool:
-        return self.phase == "gone"
+        return self.phase in ENDS
 
     @property
     def step_s(self) -> float:
@@ -83,6 +92,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         note: what happened to the server, in words; "" if nothing did.
         pace: who paces the rounds and why, if the server can tell.
         plan: that holds, as TOML.
+        fabric: as Python, of a job without a server; there `version` counts steps. "" if there is a server.
     """
 
     model: _Count
@@ -95,6 +105,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
     pace: _Text = ""
     world: _Count = 0
     plan: _Text = ""
+    fabric: _Text = ""
 
     @cached_property
     def present(self) -> tuple[Seen, ...]:
@@ -115,6 +126,11 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for 
         waited_s = seen.waited_s + (seen.since_s if seen.phase in _WAITING else 0.0)
         here_s = seen.here_s or self.running_s
         return min(1.0, waited_s / here_s) if here_s > 0 else 0.0
+
+    @property
+    def counts(self) -> str:
+        """What `version` counts, in words."""
+        return "steps" if self.fabric else "updates"
 
     def updates_per_s(self, then: Scene | None = None) -> float:
         """Since `then`, or in all."""
@@ -179,6 +195,11 @@ def pacemaker(scene: Scene) -> str:
         return (
             f"No worker stands out: a step takes the slowest, rank {slowest.worker}, {_ms(slowest.step_s)}, and the "
             f"others {_ms(usual_s)} (median)."
+        )
+    if not slowest.turn_s:
+        return (
+            f"Rank {slowest.worker} sets the pace: it computes {_ms(slowest.step_s)} per step, "
+            f"{slowest.step_s / usual_s - 1:.0%} longer than the others' median of {_ms(usual_s)}."
         )
     return (
         f"Rank {slowest.worker} sets the pace: a step takes it {_ms(slowest.step_s)} ({_ms(slowest.computing_s)} of it "

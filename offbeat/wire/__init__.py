@@ -15,7 +15,7 @@ Links, which carry a parameter server's blocks:
 
 The control connection:
 
-* `page` - shared memory with a worker's last words
+* `page` - shared memory with a worker's last words, and its `status`: how its training goes, for people
 * `process` - what the kernel knows about a process
 * `talk`, `hub`, `uplink` - messages over TCP: between a sentinel and rank 0's
 * `sentinel` - the process beside each worker

@@ -68,6 +68,7 @@ class Diagnosis:
         fatal: whether a culprit can no longer come.
         note: what else is to be said.
         server: what is wrong with the parameter server that stands between the workers, or "".
+        within: `place` is an exchange of a step, in which it waits; else something that it waits for.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Diagnosis:
     fatal: bool
     note: str = ""
     server: str = ""
+    within: bool = False
 
     def with_server(self, trouble: str) -> Diagnosis:
         """The same where a parameter server is in trouble: whoever waits may wait for that, also elsewhere."""
@@ -100,7 +102,8 @@ class Diagnosis:
     @property
     def text(self) -> str:
         """One screen."""
-        lines = [f"step {self.step}: rank {self.rank} has waited {self.waited_s:.1f} s in {self.place}."]
+        where = f"{'in' if self.within else 'for'} {self.place}"
+        lines = [f"step {self.step}: rank {self.rank} has waited {self.waited_s:.1f} s {where}."]
         for culprit in self.culprits:
             lines.append(f"  rank {culprit.rank} on {culprit.host or 'an unknown host'} {culprit.text}")
             lines += [f"{QUOTED}{line}" for line in culprit.detail.splitlines()]
@@ -137,9 +140,17 @@ def explain(
         waited_s: for how long it has.
         model: of several prepared, the one whose exchange it waits in.
     """
-    if roster.hub_lost_s is not None:
-        return _without_hub(roster, roster.hub_lost_s, rank, _Place(step, phase, operation, model), place, waited_s)
     here = _Place(step, phase, operation, model)
+    if roster.hub_lost_s is not None:
+        found = _without_hub(roster, roster.hub_lost_s, rank, here, place, waited_s)
+    else:
+        found = _with_all(roster, rank, here, place, waited_s)
+    return replace(found, within=phase == "exchanging")
+
+
+def _with_all(roster: Roster, rank: int, here: _Place, place: str, waited_s: float) -> Diagnosis:
+    """What the last words of all workers tell."""
+    step = here.step
     others = [words for words in roster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
     late = [c for c in verdicts.values() if c is not None and c.reason != "elsewhere"]
@@ -284,7 +295,7 @@ def _hub_lost(lost_s: float) -> Culprit:
 def _doing(words: Words) -> str:
     if words.phase in ("exchanging", "waiting"):
         model = f" of model {words.model + 1}" if words.model else ""
-        return f"waiting in {words.operation}{model} at step {words.step}"
+        return f"waiting {'in' if words.phase == 'exchanging' else 'for'} {words.operation}{model} at step {words.step}"
     if words.operation and words.phase in ("busy", "starting"):
         return words.operation
     return f"computing step {words.step}"

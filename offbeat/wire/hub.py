@@ -14,12 +14,14 @@ import msgspec
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Token, require_credentials
-from offbeat.wire.messages import Ask, Bye, Join, Report, Roster, Show, Words
+from offbeat.wire.messages import Ask, AskAll, Bye, Claim, Join, Overview, Report, Roster, Show, Words
 from offbeat.wire.refusals import Refusals
 from offbeat.wire.talk import Talk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from offbeat.wire.status import Status
 
 _log = logging.getLogger("offbeat.wire")
 
@@ -29,6 +31,7 @@ _MAX_PEER_BYTES = 64 << 10
 _MAX_STRANGER_BYTES = 512
 _STRANGER_S = 5.0
 _MAX_STRANGERS = 64
+_MAX_ONLOOKERS = 16
 _STACK_S = 0.6
 _LINGER_S = 3.0
 _FINAL = frozenset({"raised", "lost", "finished"})
@@ -48,8 +51,11 @@ class Hub:
         self.on_show: Callable[[], None] | None = None  # called when the stack of its own worker, rank 0, is wanted
         self._words: dict[int, tuple[Words, float]] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
+        self._statuses: dict[int, Status] = {}
+        self._began_s = time.monotonic()
         self._shown_s: dict[int, float] = {}
         self._links: dict[int, Talk] = {}
+        self._onlookers: set[Talk] = set()
         self._strangers = 0
         self._refusals = Refusals()
         self._server: asyncio.Server | None = None
@@ -69,9 +75,11 @@ class Hub:
         address, port = self._server.sockets[0].getsockname()[:2]
         return f"{address}:{port}"
 
-    def report(self, words: Words) -> None:
+    def report(self, words: Words, status: Status | None = None) -> None:
         """Take in what a sentinel says about its worker."""
         now_s = time.monotonic()
+        if status is not None:
+            self._statuses[words.rank] = status
         if words.stack:
             self._stacks[words.rank] = (words.stack, now_s)
             words = msgspec.structs.replace(words, stack="")
@@ -86,11 +94,15 @@ class Hub:
         """
         wanted = [rank for rank in stacks if self._ask_for_stack(rank)]
         await self._wait_for_stacks(wanted)
-        now_s = time.monotonic()
-        words = {rank: self._latest(rank, now_s) for rank in sorted({*range(self._world), *self._words})}
+        words = self._latest_of_all()
         for rank in wanted:
             words[rank] = msgspec.structs.replace(words[rank], stack=self._stack(rank) or "")
         return tuple(words.values())
+
+    def overview(self, number: int) -> Overview:
+        """How all workers fare, as the answer to a question of that number."""
+        words = tuple(self._latest_of_all().values())
+        return Overview(number, words, self._statuses, self._world, time.monotonic() - self._began_s)
 
     def leave(self, rank: int) -> None:
         """The worker is done, and all is well."""
@@ -114,6 +126,13 @@ class Hub:
             self._server.close()
         for link in list(self._links.values()):
             link.close()
+        for onlooker in list(self._onlookers):
+            onlooker.say(Bye())
+            onlooker.close()
+
+    def _latest_of_all(self) -> dict[int, Words]:
+        now_s = time.monotonic()
+        return {rank: self._latest(rank, now_s) for rank in sorted({*range(self._world), *self._words})}
 
     def _latest(self, rank: int, now_s: float) -> Words:
         if rank not in self._words:
@@ -161,7 +180,7 @@ class Hub:
         self._strangers += 1
         try:
             async with asyncio.timeout(_STRANGER_S):
-                rank = await self._authenticate(talk)
+                claim = await self._authenticate(talk)
         except (PeerError, TimeoutError) as error:
             self._refusals.tell(f"{talk.peer} on the control connection: {str(error) or 'it took too long'}")
             talk.close()
@@ -172,6 +191,10 @@ class Hub:
         finally:
             self._strangers -= 1
         talk.trust(_MAX_PEER_BYTES)
+        if claim.role == "onlooker":
+            await self._be_looked_at(talk)
+            return
+        rank = claim.rank
         if rank in self._links:  # it came back before we noticed that it had been away
             self._links[rank].close()
         self._links[rank] = talk
@@ -184,17 +207,37 @@ class Hub:
                 del self._links[rank]
             talk.close()
 
-    async def _authenticate(self, talk: Talk) -> int:
+    async def _be_looked_at(self, talk: Talk) -> None:
+        """Answer somebody who only looks: the workers' sentinels do not notice."""
+        if len(self._onlookers) >= _MAX_ONLOOKERS:
+            self._refusals.tell(f"{talk.peer} on the control connection: {_MAX_ONLOOKERS} look at the job already")
+            talk.close()
+            return
+        self._onlookers.add(talk)
+        try:
+            while (message := await talk.hear()) is not None:
+                if not isinstance(message, AskAll):
+                    raise PeerError(f"it sent {type(message).__name__}, which is not for an onlooker to send")
+                talk.say(self.overview(message.number))
+        except PeerError as error:
+            _log.warning("Closed the control connection of an onlooker (%s): %s", talk.peer, error)
+        finally:
+            self._onlookers.discard(talk)
+            talk.close()
+
+    async def _authenticate(self, talk: Talk) -> Claim:
         hello = handshake.hello()
         talk.say(hello)
         join = await talk.hear()
         if not isinstance(join, Join):
             raise PeerError("it did not prove that it knows the token")
         handshake.check(self._token, hello, join)
-        if join.claim.rank >= self._world and not self._grows:
+        if join.claim.role not in ("worker", "onlooker"):
+            raise PeerError(f"it says it is a {join.claim.role}, for which there is nothing here")
+        if join.claim.role == "worker" and join.claim.rank >= self._world and not self._grows:
             raise PeerError(f"it says it is rank {join.claim.rank} of {self._world}")
         talk.say(handshake.welcome(self._token, hello, join))
-        return join.claim.rank
+        return join.claim
 
     async def _converse(self, talk: Talk, rank: int) -> None:
         answers: set[asyncio.Task[None]] = set()
@@ -202,7 +245,7 @@ class Hub:
             if isinstance(message, Report):
                 if message.words.rank != rank:
                     raise PeerError(f"it speaks for rank {message.words.rank}")
-                self.report(message.words)
+                self.report(message.words, message.status)
             elif isinstance(message, Ask):
                 if len(answers) > 8:
                     raise PeerError("it asks faster than it can be answered")

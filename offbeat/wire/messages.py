@@ -4,12 +4,17 @@
       | <----------- Hello(nonce) ----------- |
       | -- Join(claim, nonce, proof) -------> |   both prove that they know the run's token: see `handshake`
       | <----------- Welcome(proof) --------- |
-      | -- Report(words) -------------------> |   whenever they change, and once a second
+      | -- Report(words, status) -----------> |   whenever they change, and once a second, then with its status
       | -- Ask(number, stacks) -------------> |
       | <----------- Show ------------------- |   to the peers whose stack is wanted; they answer with a Report
       | <----------- Roster(number, words) -- |
       | -- Bye -----------------------------> |
       | <----------- Roster(0, words) ------- |   when the hub's own worker has ended
+
+onlooker (`Claim.role`)                 hub
+      | -- AskAll(number) ------------------> |   may say nothing else
+      | <----------- Overview(number, ...) -- |
+      | <----------- Bye -------------------- |   the job has ended
 
 Between a worker and its own sentinel, over a socket pair: Config, Ready, Ask, Roster, Bye. A link is opened by the same
 Hello, Join and Welcome, or by Refused.
@@ -23,6 +28,7 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.wire.frame import Frame, encode
+from offbeat.wire.status import Status
 
 MAX_TEXT = 8192
 MAX_WORLD = 4096
@@ -122,6 +128,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 class Report(msgspec.Struct, tag=True, frozen=True):
     words: Words
+    status: Status | None = None
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
@@ -145,6 +152,29 @@ class Roster(msgspec.Struct, tag=True, frozen=True):
     number: int
     words: Annotated[tuple[Words, ...], msgspec.Meta(max_length=MAX_WORLD)]
     hub_lost_s: float | None = None
+
+
+class AskAll(msgspec.Struct, tag=True, frozen=True):
+    """How do all workers fare?"""
+
+    number: Number
+
+
+class Overview(msgspec.Struct, tag=True, frozen=True):
+    """The answer to the question of the same number.
+
+    Args:
+        words: of every worker, by rank.
+        statuses: by rank, of those that have said any.
+        world: how many workers the job began with.
+        running_s: seconds since the hub was opened.
+    """
+
+    number: Number
+    words: Annotated[tuple[Words, ...], msgspec.Meta(max_length=MAX_WORLD)]
+    statuses: Annotated[dict[Rank, Status], msgspec.Meta(max_length=MAX_WORLD)]
+    world: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+    running_s: float
 
 
 class Bye(msgspec.Struct, tag=True, frozen=True):
@@ -176,7 +206,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     error: Text = ""
 
 
-Message = Hello | Join | Welcome | Refused | Report | Ask | Show | Roster | Bye | Config | Ready
+Message = Hello | Join | Welcome | Refused | Report | Ask | Show | Roster | AskAll | Overview | Bye | Config | Ready
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -2,7 +2,7 @@
 
 One process writes, one reads, nobody locks: the writer makes the sequence number odd, writes, and makes it even; the
 reader takes what it copied only if the number was even and the same before and after. The heartbeat lies outside,
-because another thread ticks it.
+because another thread ticks it; so does the worker's status, which a third one writes, and which has a checksum.
 
 It is memory without a file: nothing is left behind whoever dies, and a full disk cannot end the worker (a write into a
 mapped file that the disk has no room for is a SIGBUS).
@@ -14,9 +14,11 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from dataclasses import dataclass
 
 from offbeat.wire.messages import MAX_TEXT
+from offbeat.wire.status import MOST_BYTES
 
 PHASES = ("starting", "computing", "exchanging", "waiting", "raised", "lost", "finished", "busy")
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
@@ -26,10 +28,13 @@ _LABEL_BYTES = 240
 # phase, since (monotonic seconds), step, model, bucket, buckets, stamp, length of the label
 _STATE = struct.Struct(f"<Bxxxxxxxdqiiiqi{_LABEL_BYTES}s")
 _TEXT = struct.Struct(f"<I{MAX_TEXT}s")
+# length and checksum of the status, and the status
+_STATUS = struct.Struct(f"<II{MOST_BYTES}s")
 _AT_HEARTBEAT = _SEQUENCE.size
 _AT_STATE = _AT_HEARTBEAT + _HEARTBEAT.size
 _AT_TEXT = _AT_STATE + _STATE.size
-PAGE_BYTES = _AT_TEXT + _TEXT.size
+_AT_STATUS = _AT_TEXT + _TEXT.size
+PAGE_BYTES = _AT_STATUS + _STATUS.size
 _TRIES = 1000
 
 
@@ -96,6 +101,10 @@ class Page:
         state = self.read()
         self.say(phase, step=state.step, stamp=state.stamp, operation=state.operation.encode())
 
+    def say_status(self, data: bytes) -> None:
+        """Write down how the training goes, in at most `MOST_BYTES`."""
+        _STATUS.pack_into(self._memory, _AT_STATUS, len(data), zlib.crc32(data), data)
+
     def tick(self) -> None:
         """A thread of the worker has run."""
         _HEARTBEAT.pack_into(self._memory, _AT_HEARTBEAT, time.monotonic())
@@ -123,6 +132,12 @@ class Page:
         """The traceback that ended the worker, or ""."""
         size, data = _TEXT.unpack_from(self._memory, _AT_TEXT)
         return str(data[: min(size, MAX_TEXT)].decode(errors="replace"))[:MAX_TEXT]
+
+    def status(self) -> bytes | None:
+        """How the training goes, as it was said last; None if it is just being written, or never was."""
+        size, checksum, data = _STATUS.unpack_from(self._memory, _AT_STATUS)
+        data = data[: min(size, MOST_BYTES)]
+        return data if data and zlib.crc32(data) == checksum else None
 
     def detach(self) -> None:
         """From now on what is said stays in this process; whoever still speaks does no harm."""

@@ -24,11 +24,14 @@ from offbeat.wire.hub import Host, Hub
 from offbeat.wire.messages import MAX_TEXT, Ask, Bye, Config, Ready, Roster, Words
 from offbeat.wire.page import Page
 from offbeat.wire.process import Busy, catches, glance
+from offbeat.wire.status import read_status
 from offbeat.wire.talk import Talk
 from offbeat.wire.uplink import Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+
+    from offbeat.wire.status import Status
 
 # Makes the worker write its stack, from C, whether or not it holds the GIL.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -43,8 +46,8 @@ _STACK_TRIES = 20
 class Voice(Protocol):
     """How a sentinel speaks to all: over the network, or to the hub in its own process."""
 
-    def report(self, words: Words) -> None:
-        """Say something about the worker."""
+    def report(self, words: Words, status: Status | None = None) -> None:
+        """Say something about the worker, and perhaps how its training goes."""
 
     async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
         """The latest words of all ranks.
@@ -103,6 +106,11 @@ class Sentinel:
             traceback=self._page.text(),
         )
 
+    def status(self) -> Status | None:
+        """How the worker's training goes, as it says; None if it has said nothing that can be read."""
+        data = self._page.status()
+        return None if data is None else read_status(data)
+
     async def stack(self) -> str:
         """Make the worker write down where its threads are; "" if it is stopped, dead or ending."""
         pid = self._config.pid
@@ -139,7 +147,7 @@ class Duty:
         """Until the worker has died or said good-bye."""
         observer, listener = asyncio.create_task(self._observe()), asyncio.create_task(self._listen())
         await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
-        self._voice.report(self._sentinel.look())
+        self._voice.report(self._sentinel.look(), self._sentinel.status())
         await self._voice.leave(well=self._sentinel.left)
 
     def show(self) -> None:
@@ -152,14 +160,16 @@ class Duty:
 
     async def _observe(self) -> None:
         told: tuple[object, ...] = ()
-        told_s = 0.0
+        told_s = status_s = 0.0
         died = self._sentinel.died
         while not died.is_set():
             words = self._sentinel.look()
             mark = (words.phase, words.operation, words.model, words.step, words.bucket, words.process)
             if mark != told or time.monotonic() - told_s > _REPORT_S:
-                self._voice.report(words)
-                told, told_s = mark, time.monotonic()
+                now_s = time.monotonic()
+                is_due = now_s - status_s > _REPORT_S
+                self._voice.report(words, self._sentinel.status() if is_due else None)
+                told, told_s, status_s = mark, now_s, now_s if is_due else status_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(died.wait(), _LOOK_S)
 

@@ -18,6 +18,8 @@ from offbeat.wire.talk import Talk
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.wire.status import Status
+
 _log = logging.getLogger("offbeat.wire")
 # A roster of the largest world.
 _MAX_HUB_BYTES = 64 << 20
@@ -43,6 +45,7 @@ class Uplink:
         self._answers: dict[int, asyncio.Future[Roster]] = {}
         self._number = 0
         self._latest: Words | None = None
+        self._status: Status | None = None
         self._farewell: tuple[Words, float] | None = None
         self.lost_since_s: float | None = time.monotonic()
         self._unanswered_since_s: float | None = None
@@ -60,11 +63,12 @@ class Uplink:
             self._tried.set()
             await asyncio.sleep(_RETRY_S)
 
-    def report(self, words: Words) -> None:
+    def report(self, words: Words, status: Status | None = None) -> None:
         """Say something about the worker; forgotten if the hub is out of reach, but for the latest."""
         self._latest = words
+        self._status = status or self._status
         if self._talk is not None:
-            self._talk.say(Report(words))
+            self._talk.say(Report(words, status))
 
     async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
         """The latest words of all ranks.
@@ -113,13 +117,13 @@ class Uplink:
             reader, writer = await asyncio.open_connection(address, int(port))
             talk = Talk(reader, writer, max_bytes=_MAX_HUB_BYTES)
             try:
-                await self._join(talk)
+                await enter(talk, self._token, Claim(rank=self._rank))
             except BaseException:
                 talk.close()
                 raise
         self._talk, self.lost_since_s = talk, None
         if self._latest is not None:
-            talk.say(Report(self._latest))
+            talk.say(Report(self._latest, self._status))
         self._tried.set()
         try:
             while (message := await talk.hear()) is not None:
@@ -137,17 +141,6 @@ class Uplink:
         finally:
             talk.close()
 
-    async def _join(self, talk: Talk) -> None:
-        hello = await talk.hear()
-        if not isinstance(hello, Hello):
-            raise PeerError("it is no hub")
-        join = handshake.join(self._token, hello, Claim(rank=self._rank))
-        talk.say(join)
-        welcome = await talk.hear()
-        if not isinstance(welcome, Welcome):
-            raise PeerError("it did not prove that it knows the token")
-        handshake.check_welcome(self._token, hello, join, welcome)
-
     def _lose(self) -> None:
         self._talk = None
         if self.lost_since_s is None:
@@ -155,3 +148,20 @@ class Uplink:
         for answer in self._answers.values():
             with contextlib.suppress(asyncio.InvalidStateError):
                 answer.set_exception(NetworkError("the hub is out of reach"))
+
+
+async def enter(talk: Talk, token: bytes, claim: Claim) -> None:
+    """Come in at a hub.
+
+    Raises:
+        PeerError: if it is none, or it or this one does not know the token.
+    """
+    hello = await talk.hear()
+    if not isinstance(hello, Hello):
+        raise PeerError("it is no hub")
+    join = handshake.join(token, hello, claim)
+    talk.say(join)
+    welcome = await talk.hear()
+    if not isinstance(welcome, Welcome):
+        raise PeerError("it did not prove that it knows the token")
+    handshake.check_welcome(token, hello, join, welcome)

@@ -57,7 +57,7 @@ class Watch:
         self._number = 0
         self._closed = threading.Event()
         self.hub, self.token = "", b""
-        self.say = page.say
+        self.say, self.say_status = page.say, page.say_status
 
     @classmethod
     def start(

@@ -180,7 +180,12 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
         with start(*joiner, folder=tmp_path) as newcomers:
             assert soon(lambda: all((tmp_path / f"used-{rank}").exists() for rank in range(5)))
             os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
-            assert soon(lambda: "is done, and takes no further part" in (tmp_path / "job/metrics.jsonl").read_text())
+            assert soon(
+                lambda: (
+                    "Rank 1 was told to leave, and has left in order behind its step"
+                    in (tmp_path / "job/metrics.jsonl").read_text()
+                )
+            )
             (tmp_path / "enough").touch()
             theirs, _ = newcomers.communicate(timeout=60)
         ours, _ = process.communicate(timeout=60)

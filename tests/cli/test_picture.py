@@ -47,7 +47,7 @@ def test_what_happened_to_the_server_is_told() -> None:
 def test_lost_and_dropped_contributions_are_told_where_there_are_any() -> None:
     text = drawn(a_scene(), width=120)
     assert re.search(r"applied +dropped +lost", text)
-    assert re.search(r" +3  gone +0\.5 +1 +40 +2 +1", text)
+    assert re.search(r" +3  gone +40 +0\.5 +1 +40 +2 +1", text)
     assert "dropped" in drawn(a_scene(), width=80), "more important than how many were applied"
 
 

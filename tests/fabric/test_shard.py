@@ -77,9 +77,14 @@ class Worker:
     def step(self, gradient: torch.Tensor, weight: float = 1.0) -> int:
         return self.bring(gradient, weight).staleness
 
-    def bring(self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = ()) -> Exchange:
+    def about(self, weight: float, **also: Any) -> About:
+        return About(weight, hyper(self.optimizer), **also)
+
+    def bring(
+        self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = (), step: int = 0
+    ) -> Exchange:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
-        exchange = self.client.exchange(0, parts, about=About(weight, hyper(self.optimizer), used=used))
+        exchange = self.client.exchange(0, parts, about=self.about(weight, used=used, step=step))
         assert exchange.wait(SOON)
         return exchange
 

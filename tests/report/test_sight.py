@@ -11,6 +11,7 @@ from offbeat.errors import PeerError
 from offbeat.fabric.server import messages
 from offbeat.report import sight
 from offbeat.report.sight import look, pacemaker, sight_of
+from offbeat.wire.status import Happening, Status
 from tests.report.scenes import a_scene, seen
 
 
@@ -22,6 +23,7 @@ def test_nothing_that_the_server_says_is_passed_over(ours: Any, theirs: Any) -> 
 def test_both_ends_understand_each_other() -> None:
     assert messages.from_guest(look(7)) == messages.Look(7)
     usual: dict[str, Any] = {name: 3 for name in messages.Seen.__struct_fields__ if name not in ("worker", "phase")}
+    usual["status"] = Status(step=3, epochs=1.5, values={"loss": 0.5}, events=(Happening(1.0, "x"),))
     worker = messages.Seen(worker=1, phase="held", **usual)
     scene = messages.Scene(model=2, policy="BSP()", version=9, started=False, running_s=1.5, workers=(worker,))
     got = sight_of(messages.pack(messages.Sight(7)), messages.pack((scene,)))

@@ -41,7 +41,7 @@ def logged(steps: int = 1234) -> list[dict[str, Any]]:
 def test_the_live_view_has_a_line_per_worker(tmp_path: Path) -> None:
     earlier = write(tmp_path, a_run()).read_bytes()  # of a run in the same folder: not to be shown
     console = Console(force_terminal=True, width=120, record=True)
-    with LiveView(console, tmp_path / "metrics.jsonl", workers=3) as view:
+    with LiveView(console, tmp_path / "metrics.jsonl", ranks=range(3)) as view:
         assert view.skip_bytes == len(earlier)
         view.update()
         assert "starting" in shown(view._lines(), terminal(120))
@@ -55,7 +55,7 @@ def test_the_live_view_has_a_line_per_worker(tmp_path: Path) -> None:
 
 
 def test_the_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveView(Console(force_terminal=False), write(tmp_path, a_run()), workers=2) as view:
+    with LiveView(Console(force_terminal=False), write(tmp_path, a_run()), ranks=range(2)) as view:
         view.update()
     assert capsys.readouterr().out == ""
 
@@ -101,7 +101,7 @@ def test_a_value_that_is_wider_than_the_terminal_is_not_cut(tmp_path: Path) -> N
 def test_the_live_lines_leave_out_what_does_not_fit(tmp_path: Path, width: int) -> None:
     path = tmp_path / "metrics.jsonl"
     console = terminal(width)
-    with console.capture(), LiveView(console, path, workers=2) as view:
+    with console.capture(), LiveView(console, path, ranks=range(2)) as view:
         write(tmp_path, [*logged(), end(1, 1234)])
         view.update()
         lines = view._lines()

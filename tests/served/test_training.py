@@ -378,5 +378,5 @@ def server_dies() -> tuple[str, str, float]:
 def test_a_server_that_dies_ends_the_workers_with_a_sentence() -> None:
     for kind, said, waited_s in run_workers(2, server_dies):
         assert kind == "NetworkError", said
-        assert "leave to go on (ASP())" in said
+        assert "the exchange with the server (ASP())" in said
         assert waited_s < 8

@@ -72,6 +72,29 @@ def test_the_one_that_is_late(name: str) -> None:
     assert json.loads(json.dumps(found.to_json()))["culprits"][0]["rank"] == 2
 
 
+@pytest.mark.parametrize(
+    ("phase", "step", "place", "says"),
+    [
+        ("waiting", -1, "all workers to call run.settle()", "has waited 4.5 s for all workers to call run.settle()."),
+        ("waiting", -1, "the mean over all workers", "has waited 4.5 s for the mean over all workers."),
+        (
+            "exchanging",
+            7,
+            "the exchange with the server (ASP())",
+            "waited 4.5 s in the exchange with the server (ASP()).",
+        ),
+    ],
+)
+@pytest.mark.parametrize("hub_lost_s", [None, 3.0])
+def test_one_waits_in_an_exchange_and_for_anything_else(
+    phase: str, step: int, place: str, says: str, hub_lost_s: float | None
+) -> None:
+    words = Words(rank=1, host="b", phase=phase, operation=place, step=step)
+    roster = Roster(1, (words,), hub_lost_s)
+    found = explain(roster, rank=0, step=step, phase=phase, operation=place, place=place, waited_s=4.5)
+    assert says in found.text
+
+
 AHEAD: dict[str, dict[str, Any]] = {
     "computing the next step": {"phase": "computing", "step": 8},
     "holding the GIL in the next step": {"phase": "computing", "step": 8, "heartbeat_age_s": 5.0},

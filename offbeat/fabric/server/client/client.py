@@ -41,6 +41,7 @@ from offbeat.fabric.server.messages import (
     Fill,
     Go,
     Granted,
+    Leaves,
     Look,
     Open,
     Opened,
@@ -51,6 +52,7 @@ from offbeat.fabric.server.messages import (
     Safe,
     Swap,
     Swapped,
+    TellStatus,
     Told,
     Values,
     pack,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.optimizers import OptimizerSpec
     from offbeat.wire.link import Link
     from offbeat.wire.loop import Loop
+    from offbeat.wire.status import Status
 
 _MOST_ANSWERED = 16
 
@@ -237,6 +240,10 @@ class Client:
         self._loop.call(self._look, exchange)
         return exchange
 
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
+        self._loop.call(self._tell_status, status)
+
     def ask(
         self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
     ) -> Exchange:
@@ -282,8 +289,14 @@ class Client:
         """Leave without a word: the others are to miss this worker at once."""
         self._loop.call(self._route.abort)
 
-    def close(self) -> None:
-        """Say good-bye to all shards."""
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye to all shards.
+
+        Args:
+            told_at: behind which of its steps this worker leaves because it was told to; None if it is done.
+        """
+        if told_at is not None:
+            self._loop.call(self._leave, told_at)
         self._loop.call(self._route.close)
         for link in tuple(self._links):
             self._loop.run(link.close())
@@ -447,7 +460,15 @@ class Client:
         """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
         return all(place.is_in and not place.is_entering for place in self._places.values())
 
-    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | FromData) -> None:
+    def _leave(self, step: int) -> None:
+        if self._links:
+            self._say(Leaves(step))
+
+    def _tell_status(self, status: Status) -> None:
+        if self._route.is_up and self._links:
+            self._say(TellStatus(status))
+
+    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | TellStatus | FromData) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))

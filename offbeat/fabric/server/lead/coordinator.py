@@ -17,11 +17,12 @@ from offbeat.sync.apart import Stage, bring, take_over
 from offbeat.sync.state import changed, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Mapping, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
     from offbeat.sync import Action, Event, Member, Policy, Ready
+    from offbeat.wire.status import Status
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Record:
         lead: the most steps it was ahead of another worker when it was released.
         waited_s: time from having a contribution to being released.
         joined_s: when it first joined.
+        step: how many steps its script had made when it brought the last one, as it says; -1 before the first.
+        end: how it ended when it was here last, as `Seen.phase` has it.
     """
 
     applied: int = 0
@@ -47,6 +50,8 @@ class Record:
     lead: int = 0
     waited_s: float = 0.0
     joined_s: float = 0.0
+    step: int = -1
+    end: str = "gone"
 
 
 @runtime_checkable
@@ -129,6 +134,12 @@ class Coordinator:
         self._explained = self.explain()
         return self.tell(Left(worker, self.now_s(), returns))
 
+    def note_end(self, worker: int, end: str) -> None:
+        """The worker is gone, and how; "gone" is the least that is known."""
+        record = self.records.get(worker)
+        if record is not None and (end != "gone" or worker in self.state.members):
+            record.end = end
+
     def lose(self, worker: int, samples: float) -> None:
         """Count that a contribution which was applied is withdrawn."""
         record = self.records.setdefault(worker, Record())
@@ -195,7 +206,16 @@ class Coordinator:
         self.logbook.hear(event, actions, state)
         return actions
 
-    def scene(self, model: int, *, world: int = 0, note: str = "", pace: str = "", plan: str = "") -> Scene:
+    def scene(
+        self,
+        model: int,
+        *,
+        world: int = 0,
+        note: str = "",
+        pace: str = "",
+        plan: str = "",
+        statuses: Mapping[int, Status] | None = None,
+    ) -> Scene:
         """How it goes, for people.
 
         Args:
@@ -203,9 +223,12 @@ class Coordinator:
             note: what happened to the server.
             pace: who paces the rounds and why, if it is not the policy that knows.
             plan: that holds, as TOML.
+            statuses: what workers say of themselves.
         """
-        now_s = self.now_s()
-        seen = tuple(self._seen(worker, record, now_s) for worker, record in sorted(self.records.items()))
+        now_s, said = self.now_s(), statuses or {}
+        seen = tuple(
+            self._seen(worker, record, now_s, said.get(worker)) for worker, record in sorted(self.records.items())
+        )
         return Scene(
             model=model,
             policy=repr(self.policy),
@@ -226,7 +249,7 @@ class Coordinator:
         now = "" if self.state.away else self.policy.explain(self.state)
         return now or self._explained
 
-    def _seen(self, worker: int, record: Record, now_s: float) -> Seen:
+    def _seen(self, worker: int, record: Record, now_s: float, status: Status | None) -> Seen:
         member = self.state.members.get(worker)
         counts: dict[str, Any] = {
             "applied": record.applied,
@@ -237,13 +260,16 @@ class Coordinator:
             "lead": record.lead,
             "waited_s": record.waited_s,
             "here_s": now_s - record.joined_s,
+            "status": status,
         }
         if member is None:
-            return Seen(worker=worker, phase="gone", **counts)
+            phase = "waiting" if worker in self.state.away else record.end
+            return Seen(worker=worker, phase=phase, made=record.step + 1, **counts)
         return Seen(
             worker=worker,
             phase=member.phase,
             step=member.step,
+            made=max(0, record.step + (member.ready_s is None)),
             clock=member.clock,
             since_s=now_s - member.since_s,
             samples=member.weight or 0.0,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import DisagreementError, PeerError, PlanError
+from offbeat.errors import DisagreementError, OffbeatError, PeerError, PlanError
 from offbeat.fabric.server.deals import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
 from offbeat.fabric.server.lead.controlling import Controlling
 from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
@@ -60,15 +60,28 @@ if TYPE_CHECKING:
 
     from offbeat.control import Controller, Metrics
     from offbeat.fabric.server.lead.proposal import Parts, Tell
-    from offbeat.fabric.server.messages import Adopt, Agreed, Announce, Ask, Back, Decision, Details, Scene, ToWorker
+    from offbeat.fabric.server.messages import (
+        Adopt,
+        Agreed,
+        Announce,
+        Ask,
+        Back,
+        Decision,
+        Details,
+        Leaves,
+        Scene,
+        ToWorker,
+    )
     from offbeat.fabric.server.shard.ledger import Loss
     from offbeat.fabric.server.snapshot import Progress
     from offbeat.history import Record
     from offbeat.pacing import Lease, Over
     from offbeat.sync import Action, Policy, Push
+    from offbeat.wire.status import Status
 
 
 _log = logging.getLogger("offbeat")
+_TOO_SLOW = "it kept the others waiting for too long"
 
 
 class Lead:
@@ -106,6 +119,9 @@ class Lead:
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._missed: set[int] = set()  # that were, and are gone before they opened any model
+        self.statuses: dict[int, Status] = {}  # what workers say of themselves
+        self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
+        self._evicted: dict[tuple[int, int], str] = {}  # by model and worker: why
         self._questions = Questions()
         self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
         self._controlling = Controlling(self._metrics, self._propose)
@@ -165,6 +181,7 @@ class Lead:
         """
         one, back = self.models[model], details.back
         self._swaps.join(worker, details, life=self.life)
+        self._evicted.pop((model, worker), None)
         self._workers.add(worker)
         self._missed.discard(worker)
         self._entries[worker] = entry
@@ -240,6 +257,7 @@ class Lead:
             self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
+        one.record(worker).step = about.step
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
         self._carry_out(message.model, one.coordinator.bring(ready, change=about.change, ends=about.ends))
@@ -333,8 +351,15 @@ class Lead:
         pace, present = self._dealer.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
         return tuple(
-            one.coordinator.scene(number, world=len(one.ranks), note=one.note, pace=pace, plan=plan)
-            for number, one in self.models.items()
+            one.coordinator.scene(
+                number,
+                world=len(one.ranks),
+                note=one.note,
+                pace=pace,
+                plan=plan,
+                statuses={} if place else self.statuses,  # of workers, and not of models
+            )
+            for place, (number, one) in enumerate(self.models.items())
         )
 
     def data(self, worker: int, message: FromData) -> None:
@@ -467,12 +492,44 @@ class Lead:
         """Of the workers that the job began with here, as far as that is known."""
         return max((one.ranks for one in self.models.values()), key=len, default=frozenset())
 
-    def leave(self, worker: int) -> None:
-        """A worker is gone."""
+    def leaves(self, worker: int, message: Leaves) -> None:
+        """A worker was told to leave, and will say good-bye."""
+        self._leaving[worker] = message.step
+
+    def tell_gone(self, worker: int, error: OffbeatError | None) -> str:
+        """Let all know that a worker is gone, and why; how it ended, in one word.
+
+        Args:
+            error: why it is lost; None if it has said good-bye.
+        """
+        step, count = self._leaving.pop(worker, None), len(self._workers - {worker})
+        if error is not None:
+            if all(worker != evicted for _, evicted in self._evicted):  # else all know
+                self._tell_others(worker, f"Rank {worker} is gone: {error} The others go on; {self.what_changes()}.")
+        elif step is None:
+            return "done"
+        elif count:
+            goes_on = "1 worker goes on" if count == 1 else f"{count} workers go on"
+            text = f"Rank {worker} was told to leave, and has left in order behind its step {step}: {goes_on}"
+            self._tell_others(worker, f"{text}; {self.what_changes()}.")
+        return "gone" if error is not None else "left"
+
+    def _tell_others(self, worker: int, text: str) -> None:
+        _log.warning("%s", text)
+        for other in sorted(self._workers - {worker}):
+            self._say(other, Told(text))
+
+    def leave(self, worker: int, end: str = "gone") -> None:
+        """A worker is gone.
+
+        Args:
+            end: how it ended, as `Seen.phase` has it.
+        """
         self._workers.discard(worker)
         self._swaps.leave(worker)
         self._lose_data(worker)
         for model, one in self.models.items():
+            one.coordinator.note_end(worker, end)
             if worker in one.coordinator.state.members or worker in one.coordinator.state.away:
                 self._remove(model, worker)
                 self._carry_out(model, one.coordinator.leave(worker))
@@ -642,7 +699,8 @@ class Lead:
                 case Evict(worker=worker):
                     self._lose_data(worker)
                     self._remove(model, worker)
-                    self._say(worker, Evicted(model, "it kept the others waiting for too long"))
+                    self._say(worker, Evicted(model, _TOO_SLOW))
+                    self._tell_evicted(model, worker)
                 case Wake(at_s=at_s):
                     self._wake(model, at_s)
         for push in sorted(push for push in one.too_early if not one.is_too_early(push)):
@@ -654,6 +712,17 @@ class Lead:
             self._decide(Dropped(model, worker, clock, coming=False))
         if any(isinstance(action, Apply) for action in actions):
             self._controlling.ask()
+
+    def _tell_evicted(self, model: int, worker: int) -> None:
+        coordinator = self.models[model].coordinator
+        coordinator.note_end(worker, "evicted")
+        self._evicted[model, worker] = why = f"{_TOO_SLOW}, by {coordinator.policy!r}"
+        of = f" of model {model}" if len(self.models) > 1 else ""
+        self._tell_others(
+            worker,
+            f"Rank {worker} is taken out{of} at version {coordinator.state.version}: {why}. The others go on without "
+            f"it until it comes back; {self.what_changes()}.",
+        )
 
     def _remove(self, model: int, worker: int) -> None:
         one = self.models[model]
@@ -776,6 +845,9 @@ class Lead:
         if one is None or (worker is not None and worker not in one.coordinator.state.members):
             if worker is None:
                 raise PeerError(f"A shard speaks of model {model}, which is not trained.")
+            why = self._evicted.get((model, worker))
+            if why is not None:
+                raise PeerError(f"Rank {worker} was taken out of model {model}: {why}.")
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 

@@ -18,6 +18,8 @@ worker                                       shard (the coordinator is the first
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
+  | -- TellStatus(status) --------------------> |   to the coordinator, for whoever looks
+  | -- Leaves(step) --------------------------> |   to the coordinator: it was told to leave, and says good-bye
 
 The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
 decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Mark, Adopt. How another plan comes to
@@ -33,7 +35,7 @@ import msgspec
 from offbeat.errors import PeerError
 from offbeat.fabric.server.deals import FromData, ToData
 from offbeat.fabric.server.messages.checkpoints import Done, Fetch, Piece, Put, PutAll
-from offbeat.fabric.server.messages.looking import Look, Scene, Seen, Sight
+from offbeat.fabric.server.messages.looking import Look, Scene, Seen, Sight, TellStatus
 from offbeat.fabric.server.messages.shards import (
     Admit,
     Applied,
@@ -67,6 +69,7 @@ from offbeat.fabric.server.messages.training import (
     Fill,
     Go,
     Granted,
+    Leaves,
     Open,
     Opened,
     Part,
@@ -81,7 +84,10 @@ from offbeat.fabric.server.messages.training import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FromWorker = Open | Fill | Announce | Part | Pulled | Look | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
+FromWorker = (
+    Open | Fill | Announce | Part | Pulled | Look | TellStatus | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
+    | Leaves
+)  # fmt: skip
 FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
 Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn  # of the coordinator, to all shards
 FromChief = Decision | Begin | Mark | Refused | Adopt
@@ -127,6 +133,7 @@ __all__ = [
     "Go",
     "Gone",
     "Granted",
+    "Leaves",
     "Look",
     "Mark",
     "Nearly",
@@ -150,6 +157,7 @@ __all__ = [
     "Sight",
     "Swap",
     "Swapped",
+    "TellStatus",
     "ToWorker",
     "Told",
     "Values",

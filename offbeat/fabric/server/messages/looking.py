@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from offbeat.fabric.server.messages.fields import Count, Model, Text
+from offbeat.wire.status import Status
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):
@@ -15,13 +16,21 @@ class Look(msgspec.Struct, tag=True, frozen=True):
     number: Count
 
 
+class TellStatus(msgspec.Struct, tag=True, frozen=True):
+    """A worker says how its training goes, about once a second; nothing is decided by it."""
+
+    status: Status
+
+
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """One worker.
 
     Args:
         phase: "computing", "held" (has a contribution and may not push it), "pushing", "pushed" (waits for others),
-            "pulling" or "gone".
-        step: that it computes or exchanges. clock: its contributions that have arrived.
+            "pulling", "waiting" (for all others, as in `Run.mean`), or how it ended: "left" (it was told to), "done",
+            "evicted" or "gone".
+        step: that it computes or exchanges, as workers are compared. clock: its contributions that have arrived.
+        made: how many steps its script has made of the model, as `Run.step` counts them.
         since_s: seconds it has been in this phase.
         samples: in its last contribution.
         computing_s, turn_s: moving averages of computing, and of a release to the parameters being there; 0 if unknown.
@@ -30,12 +39,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         lead: the most steps it was ahead of another worker when it was released.
         waited_s: from having a contribution to being released, in all.
         here_s: seconds since it first joined.
+        status: what it says itself, if it has said anything lately.
     """
 
     worker: Count
     phase: Annotated[str, msgspec.Meta(max_length=16)]
     step: int = 0
     clock: int = 0
+    made: int = 0
     since_s: float = 0.0
     samples: float = 0.0
     computing_s: float = 0.0
@@ -48,6 +59,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     waited_s: float = 0.0
     here_s: float = 0.0
+    status: Status | None = None
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,6 +130,16 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
     later: bool = False
 
 
+class Leaves(msgspec.Struct, tag=True, frozen=True):
+    """The worker was told to leave (SIGTERM), and says good-bye next.
+
+    Args:
+        step: behind which one of its script it leaves.
+    """
+
+    step: Count
+
+
 class Fill(msgspec.Struct, tag=True, frozen=True):
     model: Model
     block: Count
@@ -146,6 +156,7 @@ class About(msgspec.Struct, frozen=True):
         change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
             optimizer, which is empty for a plain average.
         ends: it is the last of the worker's own steps, perhaps fewer than usual, and in an update by itself.
+        step: how many steps the worker's script has made of this model before, for people.
     """
 
     weight: Samples
@@ -154,6 +165,7 @@ class About(msgspec.Struct, frozen=True):
     used: Used = ()
     change: bool = False
     ends: bool = False
+    step: Count = 0
 
 
 class Announce(msgspec.Struct, tag=True, frozen=True):

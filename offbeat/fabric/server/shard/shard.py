@@ -32,6 +32,7 @@ from offbeat.fabric.server.messages import (
     Fetch,
     Filled,
     Gone,
+    Leaves,
     Look,
     Mark,
     Nearly,
@@ -45,6 +46,7 @@ from offbeat.fabric.server.messages import (
     Sight,
     Swap,
     Swapped,
+    TellStatus,
     Values,
     Whole,
     pack,
@@ -362,7 +364,9 @@ class Shard:
         guest.give_state(pieces(), Done(message.number))
 
     def hear(
-        self, guest: Guest, message: Announce | Pulled | Look | Ask | Swap | Agreed | FromData | FromShard
+        self,
+        guest: Guest,
+        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | FromData | FromShard,
     ) -> None:
         """Something for the coordinator.
 
@@ -386,6 +390,11 @@ class Shard:
                 guest.answer(Sight(number), pack(lead.look()))
             case Ask():
                 lead.ask(guest.rank, message)
+            case TellStatus(status=status):
+                if self._guests.get(guest.rank) is guest:  # else it is not in yet, or not any more
+                    lead.statuses[guest.rank] = status
+            case Leaves():
+                lead.leaves(guest.rank, message)
             case Enrol() | Take() | Return() | Crowded():
                 lead.data(guest.rank, message)
             case Books(number=number):
@@ -410,7 +419,7 @@ class Shard:
         kind = type(message).__name__
         if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
-        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look):
+        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look | TellStatus):
             return
         raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
 
@@ -436,10 +445,7 @@ class Shard:
             if guest.role == "worker" and guest.rank not in self._guests and self._lead is not None:
                 self._lead.miss(guest.rank)
             return
-        if error is not None and self._lead is not None:
-            changes = self._lead.what_changes()
-            _log.warning("Rank %d is gone: %s The others go on; %s.", guest.rank, error, changes)
-        self._remove(guest)
+        self._remove(guest, "gone" if self._lead is None else self._lead.tell_gone(guest.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
         if not self._guests:
             self._end_unless_one_comes_back(error)
@@ -555,10 +561,10 @@ class Shard:
         self._remove(there)  # its process is gone, and this is the one that follows it
         there.link.abort()
 
-    def _remove(self, guest: Guest) -> None:
+    def _remove(self, guest: Guest, end: str = "gone") -> None:
         del self._guests[guest.rank]
         if self._lead is not None:
-            self._lead.leave(guest.rank)
+            self._lead.leave(guest.rank, end)
         for model in guest.filling:
             self._ask_another_to_fill(model)
 
