@@ -471,7 +471,7 @@ class Run:
         """What all workers have to say alike, said once."""
         if self.is_first or self._speaks_for_newcomers:
             _log.warning("%s", text)
-        self._meter.event(what, text, self.step)
+        self._meter.event(what, text, self.step, plan=self.plan.to_toml() if what == "swap" else "")
 
     def _tell_of_server(self, text: str) -> None:
         """What the server has told all workers; where it runs it stands in the log already."""
@@ -936,7 +936,10 @@ class Run:
             return
         told = self._data.explain()
         if self._server is not None:
-            told.append(self._server.pace(self._waiter))
+            paced, fate = self._server.sum_up(self._waiter)
+            told.append(paced)
+            if fate:
+                self._meter.event("contributions", fate, self.step)
         if text := " ".join(filter(None, told)):
             self._meter.event("pace", text, self.step)
 

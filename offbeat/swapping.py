@@ -185,7 +185,7 @@ class Swapping:
         # One without a server holds once that is left; steps of the own end before.
         self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
         while plans.told:
-            self._meter.event("swap", plans.told.popleft(), self._step)
+            self._meter.event("swap", plans.told.popleft(), self._step, plan=plan.to_toml())
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from offbeat.cli.worker import REFUSED, VICTIM
 from offbeat.exits import LEFT, how_it_ended
+from offbeat.report.records import OF_JOB, Event, append
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,12 +214,16 @@ class Launch:
             self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
-                self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")
+                text = f"{name}: ending {len(self._workers)} workers."
+                self._console.print(text, style="yellow")
+                self._record("interrupted", text)
                 return 128 + self._interrupted
             now_s = time.monotonic()
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
+                    if worker.code < 0:  # else it could say so itself
+                        self._record("killed", f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
             failed = [w for w in self._workers if w.code not in (None, 0)]
             all_ended = all(w.code is not None for w in self._workers)
             if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
@@ -229,6 +234,11 @@ class Launch:
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
                 return self._mourn(refused) if refused else 0
+
+    def _record(self, what: str, text: str, rank: int = OF_JOB) -> None:
+        """Keep what the workers cannot say for the report."""
+        event = Event(rank=rank, step=-1, time_s=time.time(), what=what, text=text)
+        append(self._job.run_dir / "metrics.jsonl", event)
 
     def _look_for_end(self) -> None:
         """Let the workers know once the job has ended that they are to join: they would dial its server for long."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from offbeat.errors import ScenarioError
 from offbeat.report import Records
+from offbeat.report.compare import ComparedRun, comparison, figures
 from offbeat.report.ending import Stall, ending, read_stalls
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.page import page
-from offbeat.report.records import End, Start
+from offbeat.report.records import End, Start, Step
 from offbeat.report.trace import trace
 
 if TYPE_CHECKING:
@@ -25,14 +29,53 @@ _METRICS = "metrics.jsonl"
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A folder that `offbeat run` left.", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders that `offbeat run` left.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option(help="Where the comparison of several runs is written.", dir_okay=False)
+    ] = Path("comparison.html"),
 ) -> None:
-    """Write trace.json (for Perfetto) and report.html from a run's metrics.jsonl."""
-    written = write_report(run_dir)
-    for line in conclusion(run_dir):
+    """Write trace.json (for Perfetto) and report.html from a run's metrics.jsonl; of several runs, compare them."""
+    if len(run_dirs) > 1:
+        _compare(run_dirs, output)
+        return
+    written = write_report(run_dirs[0])
+    for line in conclusion(run_dirs[0]):
         typer.echo(line, err=True)  # what is written can be piped on
     for path in written:
         typer.echo(path)
+
+
+def _compare(run_dirs: Sequence[Path], output: Path) -> None:
+    runs = []
+    for folder in run_dirs:
+        records = _read(folder).all()
+        if not any(isinstance(record, Step) for record in records):
+            raise ScenarioError(f"Cannot compare {folder}: no step of it was recorded. Leave it out.")
+        runs.append(ComparedRun(folder.resolve().name, records, _plan_of(folder)))
+    try:
+        output.write_text(comparison(runs))
+    except OSError as error:
+        raise ScenarioError(f"Cannot write {output}: {error.strerror}. Name another file with --output.") from error
+    table = Table("", *(run.name for run in runs), box=box.SIMPLE_HEAD)
+    for figure in figures(runs):
+        cells = zip(figure.shown, figure.ratios, strict=True)
+        table.add_row(figure.name, *(f"{shown} ({ratio})" if ratio else shown for shown, ratio in cells))
+    Console(stderr=True, highlight=False).print(table)
+    typer.echo(output)
+
+
+def _read(run_dir: Path) -> Records:
+    metrics = run_dir / _METRICS
+    if not metrics.is_file():
+        raise ScenarioError(
+            f"Cannot report on {run_dir}: it has no metrics.jsonl. Give a folder that `offbeat run` left."
+        )
+    return Records(metrics)
+
+
+def _plan_of(run_dir: Path) -> str:
+    plan = run_dir / "plan.toml"
+    return plan.read_text(errors="replace") if plan.is_file() else ""
 
 
 def write_report(run_dir: Path) -> list[Path]:
@@ -41,26 +84,20 @@ def write_report(run_dir: Path) -> list[Path]:
     Raises:
         ScenarioError: if the folder has no records, or cannot be written.
     """
-    metrics = run_dir / _METRICS
-    if not metrics.is_file():
-        raise ScenarioError(
-            f"Cannot report on {run_dir}: it has no metrics.jsonl. Give a folder that `offbeat run` left."
-        )
-    reader = Records(metrics)
+    reader = _read(run_dir)
     records = reader.all()
     if not records:
-        size_bytes = metrics.stat().st_size
+        size_bytes = (run_dir / _METRICS).stat().st_size
         why = (
             "its metrics.jsonl is empty, because no worker prepared a model. Call run.prepare in the script"
             if size_bytes == 0
             else f"its metrics.jsonl holds {size_bytes} bytes but no whole record. Give a file that offbeat wrote"
         )
         raise ScenarioError(f"Cannot report on {run_dir}: {why}.")
-    plan = run_dir / "plan.toml"
     text = page(
         records,
         title=run_dir.resolve().name,
-        plan=plan.read_text() if plan.is_file() else "",
+        plan=_plan_of(run_dir),
         damaged=reader.damaged,
         stalls=_stalls(run_dir, records),
         notes=_earlier(reader.earlier),

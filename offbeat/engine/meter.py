@@ -242,10 +242,11 @@ class Meter:
         self._own, self._own_taken_s = [], present_s
         return taken
 
-    def event(self, what: str, text: str, step: int = -1) -> None:
-        """Something worth telling people about."""
+    def event(self, what: str, text: str, step: int = -1, *, plan: str = "") -> None:
+        """Something worth telling people about; `plan` is the one that holds from then on, if that is what it is."""
         self.events.append((self._clock.unix_s(), text))
-        self._file.append({"kind": "event", **self._stamp(step), "what": what, "text": text})
+        record = {"kind": "event", **self._stamp(step), "what": what, "text": text}
+        self._file.append(record | {"plan": plan} if plan else record)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Values of the user's, such as the loss."""

@@ -207,7 +207,9 @@ class Served:
         )
         self._take_values()
         if exchange.fate:
-            _log.warning("Rank %d is back: what it had computed in step %d %s.", self._client.rank, step, exchange.fate)
+            text = f"Rank {self._client.rank} is back: what it had computed in step {step} {exchange.fate}."
+            _log.warning("%s", text)
+            self.meter.event("server", text, step)
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
         self._diary.has_from_server(self._model, step, self.values, exchange, samples=self._brought)

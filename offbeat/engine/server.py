@@ -164,14 +164,25 @@ class Server:
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
-    def pace(self, waiter: Waiter) -> str:
-        """Who paces the rounds and why, as the coordinator sees it; "" if it cannot be asked any more."""
+    def sum_up(self, waiter: Waiter) -> tuple[str, str]:
+        """Who paces the rounds and why, and what became of all contributions, as the coordinator sees it.
+
+        Both are "" if it cannot be asked any more; the second is, too, if every contribution was applied.
+        """
         try:
             look = self.client.look()
             waiter.wait(look, Awaited("a last look at the server", outlives=True))
         except OffbeatError:
-            return ""
-        return " ".join(scene.pace for scene in look.scenes if scene.pace)
+            return "", ""
+        counts = [(one, scene) for scene in look.scenes for one in scene.workers if one.dropped or one.lost]
+        told = [
+            f"rank {one.worker}{f' with model {scene.model}' if len(look.scenes) > 1 else ''}: {one.applied:,} applied"
+            + (f", {one.dropped:,} dropped" if one.dropped else "")
+            + (f", {one.lost:,} lost" if one.lost else "")
+            for one, scene in counts
+        ]
+        fate = f"Not all contributions were applied. {'; '.join(told).capitalize()}." if told else ""
+        return " ".join(scene.pace for scene in look.scenes if scene.pace), fate
 
     def swap(self, plan: str, waiter: Waiter) -> None:
         """Have another plan hold for all workers.

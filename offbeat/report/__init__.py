@@ -5,9 +5,12 @@
 * `ending` - how the run ended, from last words and stall reports
 * `nonfinite` - logged values that became NaN or Inf
 * `words` - numbers and ranks in sentences
+* `job_events` - what happened to the whole job, once each, in order of time
+* `time_bins` - sums and quantiles over equal bins of time or steps
 * `trace` - trace.json, for Perfetto
 * `page` - report.html with plots, self-contained
-* `plots` - the plots as SVG
+* `timeline` - the whole run on one axis of time, as SVG; `plots` - the other plots; `buckets` - the time of each bucket
+* `compare` - several runs beside each other
 * `sight` - a job as its parameter server sees it
 * `prometheus` - the same as figures for Prometheus
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.report.job_events import job_events
 from offbeat.report.records import End, Event, Start
 from offbeat.report.tally import tally
 from offbeat.report.words import listed, ranks, span
@@ -122,12 +123,15 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
         return Ending(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
         return Ending(True, f"{_all(len(ends))} ended well after {_steps(ends.values())}.{_on_the_way(records)}")
+    killed = {record.rank: record.text for record in records if isinstance(record, Event) and record.what == "killed"}
+    interrupted = any(isinstance(record, Event) and record.what == "interrupted" for record in records)
     victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]
     stopped = [ends[rank] for rank, error in errors.items() if error.startswith(_STOPPED)]
     sentences = [  # from the cause to its consequences
         *_raised([end for end in ends.values() if end.error is not None and end not in victims + stopped]),
-        *_silent([rank for rank in everyone if rank not in ends], workers, nobody=not ends),
-        *_others(stopped, "were told to stop" if len(stopped) > 1 else "was told to stop"),
+        *_killed({rank: text for rank, text in killed.items() if rank not in ends}, workers),
+        *_silent([rank for rank in everyone if rank not in ends and rank not in killed], workers, nobody=not ends),
+        *_stopped(stopped, interrupted=interrupted),
         *_others(victims, "gave up waiting"),
         *_others([end for end in ends.values() if end.error is None], "ended well"),
     ]
@@ -148,6 +152,23 @@ def _raised(ends: Sequence[End]) -> list[str]:
     for end in ends:
         alike.setdefault(_headline(end.error or ""), []).append(end)
     return [f"{_who(group)} ended after {_steps(group)} with {error}." for error, group in alike.items()]
+
+
+def _killed(killed: Mapping[int, str], workers: Mapping[int, Tally]) -> list[str]:
+    """Of whom the launcher knows how they ended."""
+    told = []
+    for rank, text in sorted(killed.items()):
+        known = workers[rank].step if rank in workers and workers[rank].steps else "none"
+        told.append(f"{text.rstrip('.')}; the last recorded step: {known}.")
+    return told
+
+
+def _stopped(ends: Sequence[End], *, interrupted: bool) -> list[str]:
+    if not ends:
+        return []
+    were = "were" if len(ends) > 1 else "was"
+    why = "by Ctrl-C or SIGTERM at the launcher" if interrupted else "by SIGTERM or Ctrl-C"
+    return [f"{_who(ends)} {were} told to stop after {_steps(ends)}, {why}."]
 
 
 def _silent(silent: Sequence[int], workers: Mapping[int, Tally], *, nobody: bool) -> list[str]:
@@ -198,7 +219,7 @@ def _on_the_way(records: Sequence[Record]) -> str:
     events = [record for record in records if isinstance(record, Event)]
     # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
     told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace"))]
-    stalls = sum(event.what == "stall" for event in events)
+    stalls = sum(event.what == "stall" for event in job_events(records))
     if stalls:
         told.insert(0, f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way.")
     return "".join(told)

@@ -8,9 +8,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from offbeat.report.ending import ending
+from offbeat.report.job_events import UNMARKED, began_s, job_events, trained_s
 from offbeat.report.nonfinite import nonfinite
-from offbeat.report.records import End, Event, Start
+from offbeat.report.records import Event, Start, Step
 from offbeat.report.tally import pace, tally, told_pace
+from offbeat.report.words import ranks, span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +39,18 @@ figcaption { font-weight: 600; font-size: .9rem; } figure svg { width: 100%; hei
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .35rem .7rem; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 500; font-size: .85rem; } th:first-child, td:first-child { text-align: left; }
-table.events td { text-align: left; vertical-align: top; } table.events td:last-child { white-space: pre-wrap; }
+table.events td, table.events th { text-align: left; vertical-align: top; }
+table.events td:nth-child(-n+4) { white-space: nowrap; } table.events td:last-child { white-space: pre-wrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; overflow-x: auto; }
 .bad { color: #d55e00; } .ending { margin: 0 0 .6rem; }
 """
+
+HEAD = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    "<title>{title}</title><style>" + _STYLE.replace("{", "{{").replace("}", "}}") + "</style></head>\n<body>\n"
+)
+"""How a page begins, to be formatted with its title."""
 
 
 def page(
@@ -67,15 +77,10 @@ def page(
     if sentence := nonfinite(records):
         parts.append(f'<p class="bad">{html.escape(sentence)}</p>')
     parts += [f"<p>{html.escape(sentence)}</p>" for sentence in (pace(records), told_pace(records)) if sentence]
-    parts += [_table(workers), _plots(records, workers), _events(records, damaged)]
-    if plan:
-        parts.append(f"<h2>Plan</h2><pre>{html.escape(plan)}</pre>")
+    parts += [_timeline(records), _events(records, damaged), _table(records, workers), _plots(records, workers)]
+    parts += [_buckets(records), _plan(records, plan)]
     body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    return f"{HEAD.format(title=html.escape(title))}{body}\n</body></html>\n"
 
 
 def _head(records: Sequence[Record], title: str, notes: Sequence[str]) -> str:
@@ -100,45 +105,74 @@ def _ending(how: Ending) -> str:
 
 
 def _cards(records: Sequence[Record], workers: Sequence[Tally]) -> str:
+    """Figures of the whole job; what differs between workers is given from the least to the greatest."""
     cards: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
-        value = next(worker.values[name] for worker in workers if name in worker.values)
+        first = next(worker for worker in workers if name in worker.values)
+        value = first.values[name]
         shown = "NaN" if value is None else f"{value:.1%}" if name.endswith("accuracy") else f"{value:.4g}"
-        cards.append((shown, f"{name}, last"))
-    if any(worker.steps for worker in workers):
-        slowest = min(worker.steps_per_s for worker in workers if worker.steps)
-        waiting = statistics.fmean(worker.waiting_share for worker in workers if worker.steps)
-        last_s = max(record.time_s for record in records)
+        cards.append((shown, f"{name}, last of rank {first.rank}"))
+    there = [worker for worker in workers if worker.steps]
+    if there:
         cards += [
-            (f"{max(worker.steps for worker in workers):,}", "steps"),
-            (f"{slowest:.3g}", "steps per second"),
-            (f"{sum(worker.samples_per_s for worker in workers):,.0f}", "samples per second, all workers"),
-            (f"{waiting:.0%}", "of all time spent waiting"),
-            (_bytes(sum(worker.bytes_sent for worker in workers)), "sent by all workers"),
-            (f"{last_s - min(record.time_s for record in records):.1f} s", "from first to last record"),
+            (span([worker.steps for worker in there], ","), "steps per worker"),
+            (span([worker.steps_per_s for worker in there], ".3g"), "steps per second and worker"),
+            (f"{sum(worker.samples for worker in there):,}", "samples, all workers"),
+            (span([worker.waiting_share for worker in there], ".0%"), "of its time each worker waited"),
+            (amount_of_bytes(sum(worker.bytes_sent for worker in there)), "sent by all workers"),
+            (_seconds(trained_s(records)), "from the prepared model to the last step"),
         ]
     inner = "".join(f'<div class="card"><b>{html.escape(v)}</b><span>{html.escape(n)}</span></div>' for v, n in cards)
     return f'<div class="cards">{inner}</div>'
 
 
-def _table(workers: Sequence[Tally]) -> str:
-    headings = "worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "sent"
+def _timeline(records: Sequence[Record]) -> str:
+    try:
+        from offbeat.report.timeline import draw_timeline
+
+        drawn = draw_timeline(records)
+    except ImportError:
+        return "<h2>The run over time</h2><p>Not drawn: matplotlib is not installed (pip install 'offbeat[plot]').</p>"
+    if not drawn:
+        return ""
+    label = "What each worker did, throughput, values, and use of machines over time; numbers are those of the events."
+    return f'<h2>The run over time</h2><figure role="img" aria-label="{label}">{drawn}</figure>'
+
+
+def _table(records: Sequence[Record], workers: Sequence[Tally]) -> str:
+    headings = [
+        *("worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "staleness", "sent"),
+        *("processor, cores", "memory, most"),
+    ]
+    staleness = _staleness(records)
     rows = []
     for worker in workers:
-        compute_ms = worker.compute_per_step_s * 1e3
+        mean, most = staleness.get(worker.rank, (0.0, 0))
         cells = (
             f"rank {worker.rank} on {worker.host}" if worker.host else f"rank {worker.rank}",
             f"{worker.steps:,}",
             f"{worker.steps_per_s:.3g}",
             f"{worker.samples_per_s:,.0f}",
-            f"{compute_ms:.2f}",
+            f"{worker.compute_per_step_s * 1e3:.2f}",
             f"{worker.waiting_share:.0%}",
             f"{worker.wait_s:.2f}",
-            _bytes(worker.bytes_sent),
+            f"{mean:.2g} (at most {most})" if most else "none",
+            amount_of_bytes(worker.bytes_sent),
+            f"{worker.cpu_cores / worker.used:.2g}" if worker.used else "",
+            amount_of_bytes(worker.memory_bytes) if worker.used else "",
         )
         rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     return f'<h2>Workers</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _staleness(records: Sequence[Record]) -> dict[int, tuple[float, int]]:
+    """Mean and maximum by rank, in updates."""
+    found: dict[int, list[int]] = {}
+    for record in records:
+        if isinstance(record, Step):
+            found.setdefault(record.rank, []).append(record.staleness)
+    return {rank: (statistics.fmean(values), max(values)) for rank, values in found.items()}
 
 
 def _plots(records: Sequence[Record], workers: Sequence[Tally]) -> str:
@@ -147,30 +181,86 @@ def _plots(records: Sequence[Record], workers: Sequence[Tally]) -> str:
 
         drawn = plots.draw(records, workers)
     except ImportError:
-        return "<h2>Plots</h2><p>There are none: matplotlib is not installed (pip install 'offbeat[plot]').</p>"
+        return ""  # which is said above
     inner = "".join(f"<figure><figcaption>{html.escape(name)}</figcaption>{svg}</figure>" for name, svg in drawn)
-    return f'<h2>Plots</h2><div class="plots">{inner}</div>'
+    return f'<h2>Over steps, and where the time goes</h2><div class="plots">{inner}</div>' if drawn else ""
+
+
+def _buckets(records: Sequence[Record]) -> str:
+    try:
+        from offbeat.report.buckets import bucket_times, draw_buckets
+
+        times = bucket_times(records)
+        drawn = draw_buckets(times) if times else ""
+    except ImportError:
+        return ""
+    if not times:
+        return ""
+    headings = "bucket", "size", "issued, ms", "arrived, ms", "on its way, ms", "held up the step, ms"
+    rows = "".join(
+        "<tr>"
+        f"<td>{html.escape(one.name)}</td><td>{amount_of_bytes(one.size_bytes) if one.size_bytes else ''}</td>"
+        f"<td>{one.issued_s * 1e3:.2f}</td><td>{one.arrived_s * 1e3:.2f}</td>"
+        f"<td>{(one.arrived_s - one.issued_s) * 1e3:.2f}</td><td>{one.held_up_s * 1e3:.2f}</td></tr>"
+        for one in times
+    )
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    return (
+        f'<h2>Buckets, in the median step</h2><figure>{drawn}</figure><div class="wide">'
+        f"<table><tr>{head}</tr>{rows}</table></div>"
+    )
 
 
 def _events(records: Sequence[Record], damaged: int) -> str:
-    rows = [
-        f"<tr><td>rank {record.rank}</td><td>{html.escape(record.what)}</td><td>{html.escape(record.text)}</td></tr>"
-        for record in records
-        if isinstance(record, Event)
-    ]
-    rows += [
-        f'<tr><td>rank {record.rank}</td><td class="bad">ended</td><td>{html.escape(record.error)}</td></tr>'
-        for record in records
-        if isinstance(record, End) and record.error
-    ]
+    origin_s = began_s(records)
+    rows, number = [], 0
+    for event in job_events(records):
+        marked = event.what not in UNMARKED
+        number += marked
+        who = f"told by {ranks(sorted(event.ranks))}" if event.ranks else "told by the launcher"
+        when = datetime.fromtimestamp(event.time_s).strftime("%Y-%m-%d %H:%M:%S")
+        rows.append(
+            f"<tr><td>{number if marked else ''}</td>"
+            f'<td title="{when}, {who}">{event.time_s - origin_s:.1f} s</td>'
+            f"<td>{f'step {event.step:,}' if event.step >= 0 else ''}</td>"
+            f"<td{' class=bad' if event.bad else ''}>{html.escape(event.what)}</td>"
+            f"<td>{html.escape(event.text)}</td></tr>"
+        )
     if damaged:
-        rows.append(f"<tr><td></td><td>damaged</td><td>{damaged} lines of metrics.jsonl could not be read</td></tr>")
+        text = f"{damaged} lines of metrics.jsonl could not be read"
+        rows.append(f"<tr><td></td><td></td><td></td><td>damaged</td><td>{text}</td></tr>")
     if not rows:
         return ""
-    return f'<h2>Events</h2><div class="wide"><table class="events">{"".join(rows)}</table></div>'
+    head = "<tr><th></th><th>when</th><th>step</th><th>what</th><th></th></tr>"
+    return f'<h2>Events</h2><div class="wide"><table class="events">{head}{"".join(rows)}</table></div>'
 
 
-def _bytes(count: float) -> str:
+def _plan(records: Sequence[Record], first: str) -> str:
+    """The plan that held at the end, and the one of the beginning if that was another."""
+    plans = [record.plan for record in records if isinstance(record, Event) and record.plan]
+    plans = [plan for plan, before in zip(plans, ["", *plans], strict=False) if plan != before]
+    last = plans[-1] if plans else first
+    if not last:
+        return ""
+    if last == first or not first:
+        return f"<h2>Plan</h2><pre>{html.escape(last)}</pre>"
+    return (
+        f"<h2>Plan at the end</h2><pre>{html.escape(last)}</pre>"
+        f"<details><summary>Plan at the beginning</summary><pre>{html.escape(first)}</pre></details>"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{seconds:.1f} s" if seconds < 120 else f"{minutes:.0f} min {rest:.0f} s"
+
+
+def amount_of_bytes(count: float) -> str:
+    """With the unit that reads well.
+
+    >>> amount_of_bytes(1536000)
+    '1.54 MB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:  # which is shown as 1e+03
             return f"{count:.3g} {unit}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import colorsys
 import functools
 import io
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from offbeat.report.records import Log, Step
+from offbeat.report.time_bins import band
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart by everyone; readable on white and on dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B0A200")
-_INK = "#808080"
-_MOST_POINTS = 1000
-_MOST_VALUES = 6
+INK = "#808080"
+MOST_VALUES = 6
 
 
 def colour(rank: int) -> str:
@@ -38,64 +37,43 @@ def colour(rank: int) -> str:
 
 
 def draw(records: Sequence[Record], workers: Sequence[Tally]) -> list[tuple[str, str]]:
-    """All plots that the records allow: (title, SVG).
+    """The plots that the records allow, but for the one of the whole run (`timeline`): (title, SVG).
 
     Raises:
         ImportError: if matplotlib is not installed.
     """
     steps = [record for record in records if isinstance(record, Step)]
     plots = [
-        (f"{name} over steps", _svg(functools.partial(_draw_value, records=records, name=name)))
+        (f"{name} over steps", svg(functools.partial(_draw_value, records=records, name=name)))
         for name in _value_names(records)
     ]
     if steps:
-        plots.append(("Milliseconds per step", _svg(lambda axes: _draw_step_times(axes, steps))))
-        plots.append(("Where the time goes", _svg(lambda axes: _draw_shares(axes, workers))))
-        plots.append(("Samples per second", _svg(lambda axes: _draw_rates(axes, steps))))
+        plots.append(("Milliseconds per step", svg(lambda axes: _draw_step_times(axes[0], steps))))
+        plots.append(("Where the time goes", svg(lambda axes: _draw_shares(axes[0], workers))))
     return plots
 
 
 def _value_names(records: Sequence[Record]) -> list[str]:
     names = dict.fromkeys(name for record in records if isinstance(record, Log) for name in record.values)
-    return list(names)[:_MOST_VALUES]
+    return list(names)[:MOST_VALUES]
 
 
-def _draw_value(axes: Any, records: Sequence[Record], name: str) -> None:
+def _draw_value(panels: Sequence[Any], records: Sequence[Record], name: str) -> None:
     points: dict[int, list[tuple[float, float]]] = {}
     for record in records:
         if isinstance(record, Log) and (value := record.values.get(name)) is not None:
             points.setdefault(record.rank, []).append((record.step, value))
-    _lines(axes, points, "step")
+    _bands(panels[0], points, "step")
 
 
 def _draw_step_times(axes: Any, steps: Sequence[Step]) -> None:
     points: dict[int, list[tuple[float, float]]] = {}
     for step in steps:
         points.setdefault(step.rank, []).append((step.step, step.step_s * 1e3))
-    _lines(axes, points, "step")
+    _bands(axes, points, "step")
     # The first steps are an order of magnitude slower and would flatten the rest.
     usual = sorted(value for line in points.values() for _, value in line)
     axes.set_ylim(0, 1.5 * usual[int(0.98 * (len(usual) - 1))] or None)
-
-
-def _draw_rates(axes: Any, steps: Sequence[Step]) -> None:
-    origin_s = min(step.time_s for step in steps)
-    bins: dict[int, dict[int, float]] = {}
-    for step in steps:
-        line, began_s = bins.setdefault(step.rank, {}), step.time_s - origin_s
-        ended_s = began_s + step.step_s
-        for second in range(int(began_s), int(ended_s) + 1):  # over the time that it took
-            within_s = min(ended_s, second + 1) - max(began_s, second)
-            share = within_s / step.step_s if step.step_s else float(second == int(began_s))
-            line[second] = line.get(second, 0.0) + step.samples * share
-    # The first and the last second are not whole.
-    points = {
-        rank: [(float(second), line[second]) for second in sorted(line)[1:-1]]
-        for rank, line in bins.items()
-        if len(line) > 3
-    }
-    _lines(axes, points, "seconds")
-    axes.set_ylim(bottom=0)
 
 
 def _draw_shares(axes: Any, workers: Sequence[Tally]) -> None:
@@ -112,45 +90,54 @@ def _draw_shares(axes: Any, workers: Sequence[Tally]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-    _legend(axes)
+    legend(axes)
 
 
-def _lines(axes: Any, points: dict[int, list[tuple[float, float]]], xlabel: str) -> None:
+def _bands(axes: Any, points: dict[int, list[tuple[float, float]]], xlabel: str) -> None:
+    """A line of medians for each worker, in a band that holds 80 % of its values where there are many."""
     for rank in sorted(points):
-        stride = max(1, math.ceil(len(points[rank]) / _MOST_POINTS))
-        x, y = zip(*points[rank][::stride], strict=True)
-        axes.plot(x, y, color=colour(rank), linewidth=1.2, alpha=0.85, label=f"rank {rank}")
+        x, low, middle, high = band(points[rank])
+        axes.fill_between(x, low, high, color=colour(rank), alpha=0.18, linewidth=0)
+        axes.plot(x, middle, color=colour(rank), linewidth=1.2, alpha=0.9, label=f"rank {rank}")
     axes.set_xlabel(xlabel)
     if points:
-        _legend(axes)
+        legend(axes)
 
 
-def _legend(axes: Any) -> None:
+def legend(axes: Any) -> None:
+    """Above the plot, if anything in it has a name."""
     if not axes.get_legend_handles_labels()[0]:
         return
-    legend = axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=8, labelcolor=_INK)
-    legend.set_in_layout(True)
+    shown = axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=8, labelcolor=INK)
+    shown.set_in_layout(True)
 
 
-def _svg(draw_on: Callable[[Any], None]) -> str:
+def svg(draw_on: Callable[[Sequence[Any]], None], *, heights: Sequence[float] = (3.0,), width: float = 7.0) -> str:
+    """What is drawn on panels one above the other, which share their x axis, as SVG.
+
+    Args:
+        draw_on: is given the panels, as matplotlib's axes.
+        heights, width: of the panels, in inches.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     # Text stays text: smaller, and it can be selected. A fixed salt gives the same file for the same run.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "offbeat", "font.size": 9}):
-        figure = Figure(figsize=(7, 3), layout="constrained")
+        figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_INK)
-        axes.tick_params(colors=_INK)
-        axes.xaxis.label.set_color(_INK)
-        axes.grid(color=_INK, alpha=0.2)
-        axes.set_axisbelow(True)
-        draw_on(axes)
+        panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes in panels:
+            axes.patch.set_alpha(0)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(INK)
+            axes.tick_params(colors=INK)
+            axes.xaxis.label.set_color(INK)
+            axes.grid(color=INK, alpha=0.2)
+            axes.set_axisbelow(True)
+        draw_on(panels)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

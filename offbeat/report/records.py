@@ -7,6 +7,7 @@ is waited for while the run goes on, and left out (and counted) afterwards. So a
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,14 +76,24 @@ class Log(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True
     values: dict[str, float | None]  # JSON has no NaN: it is null
 
 
+OF_JOB = -1
+"""The rank of events that no worker recorded: what the launcher saw or did."""
+
+
 class Event(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=True):
-    """Something worth telling people about."""
+    """Something worth telling people about.
+
+    Args:
+        what: such as "stall", "swap", "membership", "server"; "killed" and "interrupted" are the launcher's.
+        plan: that holds from then on, as TOML, if that is what happened.
+    """
 
     rank: int
     step: int
     time_s: float
     what: str
     text: str
+    plan: str = ""
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", kw_only=True):
@@ -166,6 +177,19 @@ class Records:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 return [self._decoder.decode(line[start:])]
         return []
+
+
+def append(path: Path, record: Record) -> None:
+    """Add a record to a file that may have records of others: the launcher's of what the workers cannot say.
+
+    What cannot be written is left out: how the job ends is told all the same.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(fd, msgspec.json.encode(record) + b"\n")
+        finally:
+            os.close(fd)
 
 
 def has_ended(path: Path) -> bool:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.report.records import End, Event, Log, Start, Step
+from offbeat.report.records import OF_JOB, End, Event, Log, Resources, Start, Step
 from offbeat.report.words import span
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Tally:
         rank: the worker's.
         step: the last one it completed, -1 if none.
         values: what its script logged last, by name.
+        cpu_cores: sum of `used` samples. memory_bytes: the most it had.
     """
 
     rank: int
@@ -49,6 +50,9 @@ class Tally:
     last_event: str = ""
     ended: bool = False
     error: str | None = None
+    cpu_cores: float = 0.0
+    memory_bytes: int = 0
+    used: int = 0
     recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add(self, record: Record) -> None:
@@ -69,6 +73,10 @@ class Tally:
             self.host = record.host
         elif isinstance(record, Event):
             self.last_event = record.text
+        elif isinstance(record, Resources):
+            self.used += 1
+            self.cpu_cores += record.cpu_cores
+            self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         elif isinstance(record, End):
             self.ended, self.error = True, record.error
 
@@ -116,6 +124,8 @@ def tally(records: Iterable[Record]) -> list[Tally]:
     """The sums of all workers, in order of rank."""
     found: dict[int, Tally] = {}
     for record in records:
+        if record.rank == OF_JOB:
+            continue
         found.setdefault(record.rank, Tally(record.rank)).add(record)
     return [found[rank] for rank in sorted(found)]
 
@@ -153,7 +163,7 @@ def _shared(records: Sequence[Record]) -> tuple[list[Record], int]:
 
     A worker that is killed takes its last records along: what the others did meanwhile is no comparison.
     """
-    steps: dict[int, dict[tuple[int, int], Step]] = {record.rank: {} for record in records}
+    steps: dict[int, dict[tuple[int, int], Step]] = {record.rank: {} for record in records if record.rank != OF_JOB}
     for record in records:
         if isinstance(record, Step):
             # A second model's steps have the same numbers, and so have those after a checkpoint was loaded.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -15,7 +15,6 @@ from offbeat.errors import ScenarioError
 from offbeat.report import Records, pace, tally
 from offbeat.report.page import page
 from offbeat.report.plots import colour
-from offbeat.report.records import Step
 from offbeat.report.trace import trace
 from tests.report.made_up import a_run, start, step, write
 
@@ -108,20 +107,6 @@ def test_three_runs_of_different_size_in_one_folder(tmp_path: Path) -> None:
     reader = Records(write(tmp_path, [record for run in runs for record in run]))
     assert [record.rank for record in reader.all()] == [0, 1]
     assert reader.earlier == 2
-
-
-def test_samples_of_a_long_step_are_spread_over_it() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from offbeat.report.plots import _draw_rates
-
-    long = [{**step(0, n, compute_s=5.0, wait_s=0.0), "time_s": 5.0 * n, "samples": 100} for n in range(4)]
-    made = [msgspec.convert(record, Step) for record in long]
-    axes = Figure().subplots()
-    _draw_rates(axes, made)
-    rates: Any = axes.lines[0].get_ydata()
-    assert list(rates) == pytest.approx([20.0] * 19)
 
 
 def test_the_page_says_that_there_was_an_earlier_run(tmp_path: Path) -> None:
@@ -240,7 +225,7 @@ def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in text
     assert "a &lt;run&gt;" in text
     assert "97.5%" in text
-    assert text.count("<figure>") == 6  # loss, accuracy, bad; step times, shares, rates
+    assert text.count("<figure") == 7  # over time; loss, accuracy, bad; step times, shares; buckets
 
 
 def test_the_page_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

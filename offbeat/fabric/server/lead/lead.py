@@ -598,9 +598,9 @@ class Lead:
             self._tell(one, f"Rank {worker} came back to the restarted server later: {late}.")
         if back.life == self.life and back.holds:
             fate = one.book_held(worker, back.clock)
-            _log.warning("Rank %d is back; its contribution %d %s.", worker, back.clock, fate)
+            self._tell_others(worker, f"Rank {worker} is back; its contribution {back.clock} {fate}.")
             return fate
-        _log.warning("Rank %d is back.", worker)
+        self._tell_others(worker, f"Rank {worker} is back.")
         return "had been decided on before the server was restarted" if back.holds and back.clock < decided else ""
 
     def _start(self, model: int) -> None:
@@ -774,7 +774,8 @@ class Lead:
             if one.coordinator.void.get(worker) != clock:
                 one.coordinator.lose(worker, samples)
             self._decide(Withdrawn(model, worker, clock))
-            _log.warning("Contribution %d of rank %d (%g samples) is lost: it came in part.", clock, worker, samples)
+            text = f"Contribution {clock} of rank {worker} ({samples:g} samples) is lost: it came in part."
+            self._tell_others(worker, text)
             self._dealer.withdrawn(model, (worker, clock))
 
     def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | Over]]) -> None:

@@ -1,0 +1,109 @@
+"""Where the time of each bucket goes, in the median step: when it was issued and had arrived, and what it held up."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offbeat.report.plots import COLOURS, INK, svg
+from offbeat.report.records import Start, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.report.records import Bucket, Record
+
+_MOST_BUCKETS = 64
+_BAR = 0.3  # inches
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in the median step, over all workers; seconds since the step began.
+
+    Args:
+        name: "bucket 1 of 3", and between which layers it reaches.
+        size_bytes: of its gradients; 0 if several buckets were exchanged as one.
+        computed_s: when the worker had computed all of the step's gradients itself.
+        held_up_s: how long the step waited for this bucket after that, and after the buckets before it.
+    """
+
+    name: str
+    size_bytes: int
+    issued_s: float
+    arrived_s: float
+    computed_s: float
+    held_up_s: float
+
+
+def bucket_times(records: Sequence[Record]) -> list[BucketTimes]:
+    """The buckets of the steps after the first, in the order of the layout; none if none was exchanged."""
+    layout: Sequence[Bucket] = next((one.buckets for one in reversed(records) if isinstance(one, Start)), ())
+    steps = [record for record in records if isinstance(record, Step) and record.step > 0 and record.buckets]
+    if not steps:
+        return []
+    count = statistics.mode(len(step.buckets) for step in steps)
+    steps = [step for step in steps if len(step.buckets) == count]
+    held = [_held_up(step) for step in steps]
+    fences = [step.compute_s + step.early_wait_s for step in steps]
+    computed_s = statistics.median(fences)
+
+    def usual_s(index: int, end: int) -> float:
+        """From the beginning of the median step; steps of unequal length are compared by when all was computed."""
+        since = [step.buckets[index][end] - fence for step, fence in zip(steps, fences, strict=True)]
+        return max(0.0, computed_s + statistics.median(since))
+
+    return [
+        BucketTimes(
+            _name(index, count, layout),
+            layout[index].size_bytes if count == len(layout) else 0,
+            usual_s(index, 0),
+            usual_s(index, 1),
+            computed_s,
+            statistics.median(one[index] for one in held),
+        )
+        for index in range(min(count, _MOST_BUCKETS))
+    ]
+
+
+def draw_buckets(times: Sequence[BucketTimes]) -> str:
+    """A bar per bucket, from when it was issued to when it had arrived.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+
+    def draw(panels: Sequence[Any]) -> None:
+        axes, computed_ms = panels[0], times[0].computed_s * 1e3
+        for place, one in enumerate(times):
+            issued_ms, arrived_ms = one.issued_s * 1e3, one.arrived_s * 1e3
+            border_ms = min(max(issued_ms, computed_ms), arrived_ms)
+            axes.barh(place, border_ms - issued_ms, left=issued_ms, color=COLOURS[2], height=0.6)
+            axes.barh(place, arrived_ms - border_ms, left=border_ms, color=COLOURS[1], height=0.6)
+        axes.axvline(computed_ms, color=INK, linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(times)), [one.name.partition(" (")[0] for one in times])
+        axes.set_ylim(len(times) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("milliseconds since the step began; dashed: all computed; green: hidden behind it; orange: not")
+
+    return svg(draw, heights=(1.2 + _BAR * len(times),), width=14.0)
+
+
+def _held_up(step: Step) -> list[float]:
+    """For how long each bucket was what the step waited for."""
+    latest = step.compute_s + step.early_wait_s
+    held = [0.0] * len(step.buckets)
+    for index in sorted(range(len(held)), key=lambda index: step.buckets[index][1]):
+        arrived = step.buckets[index][1]
+        held[index] = max(0.0, arrived - latest)
+        latest = max(latest, arrived)
+    return held
+
+
+def _name(index: int, count: int, layout: Sequence[Bucket]) -> str:
+    if count != len(layout):
+        return "all buckets" if count == 1 else f"exchange {index + 1} of {count}"
+    names = layout[index].parameters
+    within = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    return f"bucket {index + 1} of {count} ({within})"

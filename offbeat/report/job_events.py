@@ -1,0 +1,94 @@
+"""What happened to the whole job, once each, in order of time: workers write about the same thing at nearly one time.
+
+A stall, a plan swap, a worker that was lost, joined, left or came back: each worker that knew of it has recorded it.
+Those records are one event here, with the workers that tell of it. Ends of workers stand among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.report.records import OF_JOB, End, Event, Start, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from offbeat.report.records import Record
+
+_TOGETHER_S = 10.0  # records of one event; a worker that was stopped hears of it late
+_STOPPED = "KeyboardInterrupt"
+UNMARKED = ("pace", "contributions")
+"""Events that sum up the whole run: they are at no moment of it."""
+
+
+@dataclass
+class JobEvent:
+    """One thing that happened.
+
+    Args:
+        time_s: when the first worker recorded it, unix time.
+        step: of that worker, when it did; -1 if it was in none.
+        what: "start", "stall", "swap", "membership", "server", "killed", "interrupted", "ended", "left" and others.
+        text: in words.
+        ranks: that tell of it, or of whom it is; empty if the launcher does.
+        bad: whether something went wrong.
+    """
+
+    time_s: float
+    step: int
+    what: str
+    text: str
+    ranks: list[int] = field(default_factory=list)
+    bad: bool = False
+
+
+def job_events(records: Sequence[Record]) -> list[JobEvent]:
+    """All events of the job, oldest first."""
+    found: list[JobEvent] = []
+    for record in sorted(records, key=lambda one: one.time_s):
+        if isinstance(record, Event):
+            _add(found, record)
+        elif isinstance(record, End) and (record.error or record.left):
+            ended = _ended(record)
+            if ended.what != "left" or not any(f"Rank {record.rank} was told to leave" in one.text for one in found):
+                found.append(ended)
+    return found
+
+
+def began_s(records: Iterable[Record]) -> float:
+    """When the first worker had prepared its model, or else the first record; 0 if there is none."""
+    times = [(not isinstance(record, Start), record.time_s) for record in records]
+    return min(times, default=(False, 0.0))[1]
+
+
+def trained_s(records: Sequence[Record]) -> float:
+    """Seconds from when the first worker had prepared its model to the end of the last step; 0 without steps."""
+    ends = [record.time_s + record.step_s for record in records if isinstance(record, Step)]
+    return max(0.0, max(ends) - began_s(records)) if ends else 0.0
+
+
+def _add(found: list[JobEvent], record: Event) -> None:
+    if record.what in ("server", "membership"):  # of a leaving that its worker has recorded
+        found[:] = [one for one in found if one.what != "left" or one.text[:-1].partition(",")[0] not in record.text]
+    bad = record.what in ("stall", "killed", "skipped") or " is gone" in record.text or " died " in record.text
+    for earlier in reversed(found):
+        if record.time_s - earlier.time_s > _TOGETHER_S:
+            break
+        alike = (record.what == "stall" and record.step == earlier.step) or record.text == earlier.text
+        if record.what == earlier.what and alike and record.rank not in earlier.ranks:
+            earlier.ranks.append(record.rank)
+            return
+    ranks = [] if record.rank == OF_JOB else [record.rank]
+    found.append(JobEvent(record.time_s, record.step, record.what, record.text, ranks, bad))
+
+
+def _ended(end: End) -> JobEvent:
+    if end.left:
+        text = f"Rank {end.rank} was told to leave, and has left in order behind its step {end.steps}."
+        return JobEvent(end.time_s, end.steps, "left", text, [end.rank])
+    error = end.error or ""
+    if error.startswith(_STOPPED):
+        text = f"Rank {end.rank} was told to stop ({error.partition(': ')[2] or 'Ctrl-C'}) after {end.steps} steps."
+        return JobEvent(end.time_s, end.steps, "stopped", text, [end.rank])
+    return JobEvent(end.time_s, end.steps, "ended", f"Rank {end.rank} ended with {error}", [end.rank], bad=True)
