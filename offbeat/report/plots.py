@@ -128,7 +128,7 @@ def svg(draw_on: Callable[[Sequence[Any]], None], *, heights: Sequence[float] = 
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        panels: list[Any] = list(figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0])
         for axes in panels:
             axes.patch.set_alpha(0)
             axes.spines[["top", "right"]].set_visible(False)

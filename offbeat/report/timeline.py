@@ -119,7 +119,7 @@ def _values(records: Sequence[Record], origin_s: float) -> list[Panel]:
 
 
 def _resources(records: Sequence[Record], origin_s: float) -> list[Panel]:
-    of = (
+    of: tuple[tuple[str, Callable[[Resources], float]], ...] = (
         ("processor,\ncores", lambda used: used.cpu_cores),
         ("memory, MB", lambda used: used.memory_bytes / 1e6),
         ("sent, MB/s", lambda used: used.sent_bytes_per_s / 1e6),

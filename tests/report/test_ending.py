@@ -80,7 +80,7 @@ def test_who_raised_is_named_before_who_waited_for_it(tmp_path: Path) -> None:
     found = how(tmp_path, [*trained(6, 6, 6), *ends])
     assert found == Ending(
         False,
-        "Rank 1 ended after 6 steps with ValueError: a bad batch. Rank 2 was told to stop after 6 steps "
+        "Rank 1 ended after 6 steps with ValueError: a bad batch. Rank 2 was told to stop after 6 steps, "
         "by SIGTERM or Ctrl-C. Rank 0 gave up waiting after 6 steps (WorkerLostError).",
     )
 
