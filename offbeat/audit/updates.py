@@ -207,11 +207,12 @@ class Fates:
         self.weights |= decisions.weights
         self._version = decisions.version
 
-    def brought(self, rank: int, has: Has, verdict: Verdict, *, is_whole: bool) -> None:
+    def brought(self, rank: int, has: Has, verdict: Verdict, *, is_whole: bool, went_on: bool = False) -> None:
         """A worker says under which numbers it announced one contribution: only one of them may be used.
 
         Args:
             is_whole: nothing is missing from the coordinator's history.
+            went_on: what is missing there of this life could not be written, as the disk was full.
         """
         pushes = [(rank, number) for number in dict.fromkeys(has.numbers)]
         for push in self._brought.intersection(pushes):
@@ -229,8 +230,8 @@ class Fates:
                 2,
                 f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
             )
-        if not known and has.counted and not is_whole:
-            self._take_unrecorded(pushes[-1], has, verdict)
+        if has.counted and not is_whole and (not known or (went_on and set(known) <= {"dropped", "pending"})):
+            self._take_unrecorded(pushes[-1], has, verdict, went_on=went_on)
         used = [push for push in pushes if self.fates.get(push) == "applied"]
         if len(used) > 1:
             verdict.twice += 1
@@ -249,12 +250,16 @@ class Fates:
                 2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
             )
 
-    def _take_unrecorded(self, push: Push, has: Has, verdict: Verdict) -> None:
-        """A worker was told that a contribution is used, by a server that was killed before it had recorded that."""
+    def _take_unrecorded(self, push: Push, has: Has, verdict: Verdict, *, went_on: bool) -> None:
+        """A worker was told that a contribution is used, by a server that had not recorded that.
+
+        Either it was killed before it could, or it could not, and goes on with what it used if it was not killed later.
+        """
         lives = [life for life, _ in self._lives]
         following = lives.index(has.life) + 1 if has.life in lives else len(lives)
         past = self._lives[following][1] if following < len(lives) else {}
-        self.fates[push] = "applied" if push[1] < past.get(push[0], 0) else "lost"
+        was_kept = push[1] < past.get(push[0], 0) or (went_on and following == len(self._lives))
+        self.fates[push] = "applied" if was_kept else "lost"
         self._versions[push], self.weights[push] = 0, has.samples
         verdict.unrecorded += 1
 

@@ -38,7 +38,8 @@ class Verdict:
             worker, or with a server that was killed and had no snapshot of them.
         lost_samples: that the lost ones weigh.
         in_part: of the lost ones, those of which some blocks are in the parameters.
-        unrecorded: of all these, those that a killed server had no time to record, and of which workers know.
+        unrecorded: of all these, those that a server had no time to record before it was killed, or no room, and of
+            which workers know.
         twice: contributions that are in the parameters twice.
         releases, lead, bound: how often a worker was let go on; the most it was ahead then, and the most it may be.
         staleness, stalest: sum and maximum, over the applied ones, of the updates between the parameters they were

@@ -78,6 +78,7 @@ class _Audit:
         self._decisions: list[Decisions] = []  # in their order
         self._held: list[Held] = []
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
+        self._unrecorded: set[int] = set()  # lives that went on when nothing more of them could be written
         self._stopped: set[int] = set()  # lives that were told to stop: what was decided last need not be made
 
     def run(self) -> None:
@@ -124,7 +125,9 @@ class _Audit:
             for diary in () if is_broken else diaries:
                 for has in diary.has:
                     if has.model == model and has.is_brought:
-                        fates.brought(diary.rank, has, verdict, is_whole=is_whole)
+                        recorded = self._is_whole.keys() - self._unrecorded
+                        went_on = bool(self._unrecorded) and has.life not in recorded
+                        fates.brought(diary.rank, has, verdict, is_whole=is_whole, went_on=went_on)
             fates.count(verdict)
 
     def _of(self, model: int) -> list[Decisions]:
@@ -156,8 +159,9 @@ class _Audit:
             elif isinstance(record, Serves | Made):
                 self._take(log, held, record)
             elif isinstance(record, Ended):
-                is_whole = True
-                self._stopped |= lives if record.why else set()
+                is_whole = not record.gave_up
+                self._stopped |= lives if record.why and is_whole else set()
+                self._unrecorded |= lives if record.gave_up else set()
         self._tell_torn(log)
         for life in lives:
             self._is_whole[life] = is_whole
@@ -195,5 +199,11 @@ class _Audit:
         return diary
 
     def _tell_torn(self, log: Log) -> None:
-        if log.is_torn:
-            self._verdict.notes.append(f"{log.path.name} ends in the middle of a record: its process was killed.")
+        if log.gave_up:
+            self._verdict.notes.append(
+                f"{log.path.name} ends before its process did, which could write no more of it: {log.gave_up}."
+            )
+        elif log.is_torn:
+            self._verdict.notes.append(
+                f"{log.path.name} ends in the middle of a record: its process was killed, or its disk was full."
+            )

@@ -7,7 +7,8 @@
 Every process writes a file of its own, and one that is started again writes another, so that nothing is ever appended
 to what a killed process has left unfinished. Chunks are made and written by a thread of their own, 20 times a second:
 who records something pays for appending it to a queue. A killed process takes at most what it recorded in the last
-50 ms with it.
+50 ms with it. Who can write no more, as on a full disk, says so in the file: over what is there of an unfinished chunk,
+or over the last whole ones, which takes no room.
 
 A file is input like any other: both sizes of a chunk are compared with bounds before anything is allocated for it, and
 records are decoded into declared types only.
@@ -15,6 +16,7 @@ records are decoded into declared types only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -47,6 +49,7 @@ _MOST_TOGETHER = 256  # records in a chunk; one is at most 256 KiB of text, but 
 _MOST_QUEUED = 1 << 18  # records that may wait for a slow disk, or one that is full
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MOST_FILES = 10_000  # of one name, in a folder
+_MOST_GIVEN = 8  # whole chunks that are given up, so that there is room to say that nothing more is written
 
 
 class Writer:
@@ -74,6 +77,9 @@ class Writer:
         self._number = 0  # of the next record to write
         self._is_over = False  # nothing is recorded any more
         self._unwritten = b""  # of the last chunk
+        self._size = 0  # of the file
+        self._whole: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN)  # where chunks end, and what comes next there
+        self._why = ""  # nothing more can be written
         self._full = ""  # why nothing can be written at present
         self._stop = threading.Event()
         self._encoder = msgspec.msgpack.Encoder()
@@ -103,6 +109,7 @@ class Writer:
         self._thread.join()
         if self._full and not self._is_over:
             self._give_up(self._full)
+            self._write_why()
         self._is_over = True
         os.close(self._fd)
 
@@ -120,7 +127,9 @@ class Writer:
                 self._number += len(together)
             try:
                 while self._unwritten:
-                    self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
+                    size = os.write(self._fd, self._unwritten)
+                    self._unwritten, self._size = self._unwritten[size:], self._size + size
+                self._whole.append((self._size, self._number))
             except OSError as error:  # a full disk is no reason to end the run
                 if error.errno not in _FULL:
                     self._give_up(error.strerror or str(error))
@@ -132,6 +141,7 @@ class Writer:
                 _log.warning("The history %s is written again; nothing is missing in it.", self.path)
         if self._is_over:
             self._queue.clear()
+            self._write_why()
 
     def _wait_for_room(self, why: str) -> None:
         if not self._full:
@@ -144,8 +154,19 @@ class Writer:
         self._full = why
 
     def _give_up(self, why: str) -> None:
-        self._is_over = True
+        self._is_over, self._why = True, why
         _log.warning("Cannot write the history %s any further: %s. Training goes on without it.", self.path, why)
+
+    def _write_why(self) -> None:
+        """Have the file end with why nothing more is in it; once, and on the thread that writes."""
+        why, self._why = self._why, ""
+        while why and self._whole:
+            place, number = self._whole.pop()
+            last = _chunk(number, [Ended(why[: 1 << 10], gave_up=True)], self._encoder)
+            with contextlib.suppress(OSError):  # no room there: then in the place of the chunk before
+                if os.pwrite(self._fd, last, place) == len(last):
+                    os.ftruncate(self._fd, place + len(last))
+                    return
 
 
 class Log:
@@ -161,6 +182,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_torn = False  # after iterating: it ends in the middle of a chunk
+        self.gave_up = ""  # after iterating: why its writer could write no more, while its process went on
         first = next(iter(self), None)
         if not isinstance(first, Header):
             raise HistoryError(f"Cannot read {path}: it says nothing of who wrote it. It was cut off at its beginning.")
@@ -184,7 +206,7 @@ class Log:
             raise HistoryError(f"Cannot read {self.path}: {error.strerror}.") from error
 
     def _records(self, file: BinaryIO) -> Iterator[Record]:
-        self.is_torn = False
+        self.is_torn, self.gave_up = False, ""
         if (magic := file.read(len(_MAGIC))) != _MAGIC:
             if _MAGIC.startswith(magic):
                 self.is_torn = True
@@ -197,6 +219,8 @@ class Log:
             except UnreadableError as error:
                 raise self._damaged(number, str(error)) from error
             number += len(records)
+            if records and isinstance(last := records[-1], Ended) and last.gave_up:
+                self.gave_up = last.why
             yield from records
 
     def _payload(self, file: BinaryIO, number: int) -> bytes:

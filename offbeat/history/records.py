@@ -279,9 +279,11 @@ class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
 
     Args:
         why: it ended before the job did; "" if all went well.
+        gave_up: only the recording ended, because nothing more could be written; the process went on.
     """
 
     why: _Line = ""
+    gave_up: bool = False
 
 
 Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Admits | Ended

@@ -341,3 +341,31 @@ def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped
         fates.brought(rank, has, verdict, is_whole=True)
     assert fates.fates == {(0, 3): "dropped", (1, 3): "applied"}
     assert verdict.holds
+
+
+def write_no_more(records: list[Any]) -> None:
+    """The coordinator's disk is full in the middle of the job, which goes on."""
+    at = index_of(records, decides(Apply))
+    records[at + 1 :] = [Ended("No space left on device", gave_up=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_what_could_not_be_written_is_not_said_to_be_lost(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+    whole = verify(tmp_path)
+    rewrite(job.coordinator, write_no_more)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.lost, verdict.lost_samples) == (0, 0.0)
+    assert verdict.unrecorded > 0
+    counted = verdict.applied + verdict.dropped + verdict.pending
+    assert counted == whole.applied + whole.dropped + whole.pending
+    assert verdict.notes == [
+        "coordinator.log ends before its process did, which could write no more of it: No space left on device."
+    ]
+
+
+def test_what_a_killed_server_had_not_recorded_is_still_lost(tmp_path: Path) -> None:
+    job = Recorded(SSP(1), tmp_path, leaves={})
+    rewrite(job.coordinator, lambda records: records.__delitem__(slice(index_of(records, decides(Apply)) + 1, None)))
+    assert verify(tmp_path).lost > 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import resource
 import struct
+import subprocess
 import zlib
 from collections import deque
 from typing import TYPE_CHECKING
@@ -230,9 +234,77 @@ def test_a_full_disk_ends_nothing_but_the_recording_if_it_stays_full(
         "it."
     ]
     found = list(Log(writer.path))
-    assert (len(found) == 2002) == (ends == "with room") == isinstance(found[-1], Ended)
+    assert (len(found) == 2002) == (ends == "with room")
+    assert found[-1] == (Ended() if ends == "with room" else Ended("No space left on device", gave_up=True))
     assert len(found) >= 1001
     assert not verify(tmp_path).violations
+
+
+class Limit:
+    """Files of this process may not be longer than this: what a full disk does to the one that is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, path: Path, room: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, self._before[1]))
+
+    def free(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+class Small:
+    """A file system of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+            pytest.skip("mounting needs root")
+
+    def fill(self, path: Path, room: int) -> None:
+        with (self._folder / "filler").open("wb", 0) as file, contextlib.suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+
+    def free(self) -> None:
+        subprocess.run(["umount", self._folder], check=True)
+
+
+@pytest.mark.parametrize(("disk", "room"), [(Small, 0), *((Limit, room) for room in (0, 1, 10, 40, 200))])
+@pytest.mark.parametrize("before", [3, 700])
+def test_what_is_left_on_a_full_disk_says_so_itself(
+    disk: type[Limit | Small], room: int, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_FLUSH_S", 600)  # it is this thread that writes
+    there = disk(tmp_path)
+    try:
+        writer = Writer(tmp_path, "worker-3", kind="worker", job="job", rank=3)
+        for step in range(before):  # in chunks of one record, which are the smallest
+            writer.append(has(step))
+            if step > before - 4:
+                writer._flush()
+        writer._flush()
+        monkeypatch.setattr(log, "_MOST_QUEUED", 500)
+        there.fill(writer.path, room)
+        for step in range(before, before + 600):
+            writer.append(has(step))
+            if step == before + 400:
+                writer._flush()
+        writer.close()
+        found = list(Log(writer.path))
+        told = verify(tmp_path)
+    finally:
+        there.free()
+    assert isinstance(found[-1], Ended)
+    assert found[-1].gave_up
+    assert found[1:-1] == [has(step) for step in range(len(found) - 2)]
+    assert len(found) >= before - 4
+    (note,) = [one for one in told.notes if "worker-3" in one]
+    assert re.fullmatch(
+        r"worker-3.log ends before its process did, which could write no more of it: "
+        r"(No space left on device|File too large)\.",
+        note,
+    )
 
 
 def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
