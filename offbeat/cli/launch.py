@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
+from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker import REFUSED, VICTIM
 from offbeat.exits import LEFT, how_it_ended
 
@@ -176,11 +177,10 @@ class Launch:
         }
         if job.history is not None:
             env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
-        cores = len(os.sched_getaffinity(0))
-        if job.workers > cores and "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = "1"
-            self._console.print(f"{job.workers} workers on {cores} cores: one torch thread each.", style="dim")
-        return env
+        share, said = share_of_cores(job.workers, 0 if job.joining is None else len(workers_here()))
+        if said:
+            self._console.print(said, style="dim", markup=False)
+        return env | share
 
     def _start_shards(self) -> dict[str, str]:
         """Start the shards; how the workers find them."""
@@ -284,7 +284,7 @@ class Launch:
             shard.wait()
 
     def _read(self, timeout_s: float) -> None:
-        if not self._selector.get_map():
+        if not self._selector.get_map():  # all have closed theirs
             time.sleep(timeout_s)
             return
         for key, _ in self._selector.select(timeout_s):
@@ -317,10 +317,15 @@ class Launch:
             self._console.print("\n".join(f"[{worker.rank}] {line}" for line in lines), markup=False)
 
     def _drain(self) -> None:
-        for key in list(self._selector.get_map().values()):
+        """Say what the workers, which have ended, wrote last."""
+        for key in list((self._selector.get_map() or {}).values()):
             worker, partial = key.data
             while self._take(key.fileobj, worker, partial):  # type: ignore[arg-type]
                 pass
+        for worker in self._workers:
+            assert worker.process.stdout is not None
+            worker.process.stdout.close()
+        self._selector.close()
 
 
 def _traceback_of(tail: collections.deque[str]) -> list[str]:

@@ -78,6 +78,9 @@ def run(
     the workers disagreed; 76 if a worker left while the others still needed it. With a parameter server, or on
     Elastic(), the others go on without a worker that is lost, and the exit code is 0 if one of them ends well; but 2 if
     offbeat refused what a worker did.
+
+    Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
+    MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
     from offbeat.cli.names import read_part
     from offbeat.fabric import Elastic

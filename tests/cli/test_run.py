@@ -26,7 +26,6 @@ def test_any_script_and_its_arguments(tmp_path: Path) -> None:
     assert code == 0, output
     for rank in range(3):
         assert f"[{rank}] hello ['--flag', '-x', '5'] {rank} 3 __main__" in output
-    assert ("one torch thread each" in output) == (len(__import__("os").sched_getaffinity(0)) < 3)
 
 
 def test_much_output_without_end_of_line(tmp_path: Path) -> None:
