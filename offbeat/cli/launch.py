@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
+from offbeat.cli.shards import LocalShards
 from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker import REFUSED, VICTIM
 from offbeat.exits import LEFT, how_it_ended
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from offbeat.cli.joining import Joining
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
+_SHARD_HURRY_S = 0.4  # for shards to end because their workers have
+_SHARD_ALONE_S = 5.0  # the same, where the job has ended well and nobody is in a hurry
+_SHARD_GRACE_S = 0.6  # from SIGTERM to SIGKILL
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
 _LOOK_S = 0.5  # between two looks whether the job that is joined goes on
@@ -113,15 +117,21 @@ class Launch:
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
         self._mourned: set[int] = set()
-        self._shards: list[subprocess.Popen[bytes]] = []
+        self._shards: LocalShards
 
     def run(self) -> int:
         """Start the workers, wait for all, and return the job's exit code."""
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
+        # What looks after a shard may still write there when all is over.
+        with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as private:
+            self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
+            notes = Path(private) / "shards"
+            notes.mkdir()
+            # By which what is below this process ends with it, and is known to it.
+            below = {"OFFBEAT_LAUNCHER_PID": str(os.getpid()), "OFFBEAT_SHARDS": str(notes)}
+            self._shards = LocalShards(notes, below, self._warn)
             try:
-                self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
-                self._start(Path(private))
+                self._start(Path(private), below)
                 return self._watch()
             finally:
                 self._end_all()
@@ -132,8 +142,12 @@ class Launch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = number
 
-    def _start(self, private: Path) -> None:
-        env = {**os.environ, **self._common_environment(private), **self._start_shards()}
+    def _start(self, private: Path, below: dict[str, str]) -> None:
+        """Start all there is, unless a signal comes first."""
+        found = self._start_shards()
+        if self._interrupted is not None:
+            return
+        env = {**os.environ, **self._common_environment(private), **below, **found}
         first = 0
         if self._job.joining is not None:
             env |= self._job.joining.environment
@@ -172,7 +186,6 @@ class Launch:
             "OFFBEAT_PLAN": job.plan,
             "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
             "OFFBEAT_RUN_DIR": str(job.run_dir),
-            "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         if job.history is not None:
@@ -186,7 +199,7 @@ class Launch:
         """Start the shards; how the workers find them."""
         if not self._job.servers:
             return {}
-        from offbeat.serve import RESTARTS, Settings, start_shard  # not needed otherwise
+        from offbeat.serve import RESTARTS, Settings  # not needed otherwise
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
@@ -201,8 +214,9 @@ class Launch:
                 restarts=RESTARTS,
                 history=str(self._job.history or os.environ.get("OFFBEAT_HISTORY", "")),
             )
-            process, address = start_shard(settings)
-            self._shards.append(process)
+            address = self._shards.start(settings, unless=self._was_interrupted)
+            if address is None:
+                break
             addresses.append(address)
         return {"OFFBEAT_SERVERS": ",".join(addresses), "OFFBEAT_JOB": job, "OFFBEAT_TOKEN": token}
 
@@ -213,14 +227,18 @@ class Launch:
             self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
-                self._console.print(f"{name}: ending {len(self._workers)} workers.", style="yellow")
+                count, what = (len(self._workers), "worker") if self._workers else (len(self._shards), "shard")
+                self._warn(f"{name}: ending {count} {what}{'s' if count != 1 else ''}.")
                 return 128 + self._interrupted
+            if not self._is_over() and (why := self._shards.look()):
+                self._console.print(f"{why} The job cannot go on without it.", style="bold red", markup=False)
+                return VICTIM
             now_s = time.monotonic()
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
             failed = [w for w in self._workers if w.code not in (None, 0)]
-            all_ended = all(w.code is not None for w in self._workers)
+            all_ended = self._is_over()
             if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
                 failed = []
@@ -229,6 +247,9 @@ class Launch:
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
                 return self._mourn(refused) if refused else 0
+
+    def _is_over(self) -> bool:
+        return all(w.code is not None for w in self._workers)
 
     def _look_for_end(self) -> None:
         """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
@@ -277,11 +298,14 @@ class Launch:
         for worker in self._workers:
             worker.signal(signal.SIGKILL)
             worker.process.wait()
-        for shard in self._shards:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                shard.wait(_TERM_GRACE_S)
-            shard.kill()
-            shard.wait()
+        well = any(w.code == 0 for w in self._workers) and self._interrupted is None
+        self._shards.end(_SHARD_ALONE_S if well else _SHARD_HURRY_S, _SHARD_GRACE_S, hurry=self._was_interrupted)
+
+    def _was_interrupted(self) -> bool:
+        return self._interrupted is not None
+
+    def _warn(self, text: str) -> None:
+        self._console.print(text, style="yellow", markup=False)
 
     def _read(self, timeout_s: float) -> None:
         if not self._selector.get_map():  # all have closed theirs
