@@ -18,6 +18,7 @@ TIERS = {
     "layout": 0,
     "payload": 0,
     "fault": 0,
+    "naming": 0,
     "sync": 1,
     "codec": 1,
     "pacing": 1,

@@ -25,6 +25,7 @@ from offbeat.errors import ModelError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.fabric.server.optimizers import OUTER, check_states
+from offbeat.naming import short_name
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class Served:
         parts = [wires[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
-            exchange, Awaited(f"leave to go on ({self.plan.sync!r})", step, model=self._model, outlives=True)
+            exchange, Awaited(f"leave to go on ({short_name(self.plan.sync)})", step, model=self._model, outlives=True)
         )
         self._take_values()
         if exchange.fate:

@@ -16,6 +16,7 @@ from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.fabric.server import LEAVING, Client, ParameterServer
+from offbeat.naming import short_name
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Plans:
         """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
-            self.told.append(text or f"The plan of this job has become {self.present!r}.")
+            self.told.append(text or f"The plan of this job has become {short_name(self.present)}.")
         self.border.settle(border)
 
     def let_go(self) -> None:
@@ -142,7 +143,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, Awaited("the others, for the newest parameters", outlives=True))
+        waiter.wait(asked, Awaited("run.settle, where all take the newest parameters", outlives=True))
 
     def take_over(self, waiter: Waiter, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
@@ -158,7 +159,7 @@ class Server:
         asked = self.client.ask(
             "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
         )
-        waiter.wait(asked, Awaited("the others, to go on from a checkpoint", outlives=True))
+        waiter.wait(asked, Awaited("loading a checkpoint, which all do together", outlives=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
@@ -183,7 +184,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.swap(plan, whole=True)
-        waiter.wait(asked, Awaited("all workers to agree on another plan", outlives=True))
+        waiter.wait(asked, Awaited("a swap of the plan, on which all agree", outlives=True))
         if asked.refused:
             raise PlanError(asked.refused)
 
@@ -195,7 +196,7 @@ class Server:
         """
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, Awaited("the others, to leave the server", outlives=True))
+        waiter.wait(asked, Awaited("leaving the server, which all do together", outlives=True))
         sums = [int(number) for number in asked.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
