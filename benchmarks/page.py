@@ -154,12 +154,14 @@ def shared_cores() -> str:
         return ""
     found = threads.read()
     pairs = [[f"{one.before:.1f}", f"{one.after:.1f}", f"{one.after / one.before:.2f}"] for one in found.pairs]
+    busy = found.pairs[0].load > 0.5 * int(found.hardware["cores"])  # before those behind it there was load of ours
+    told = " The machine did much else meanwhile, which makes the ratio larger than on a quiet one." if busy else ""
     headings = [f"{found.threads_before} threads each, steps/s", f"{found.threads_after} each, steps/s", "ratio"]
     return (
         f"\n## threads\n\n`offbeat run --workers {found.workers} {found.script}` on {found.hardware['cores']} cores, "
         f"back to back with as many threads in each worker as torch takes by itself ({found.threads_before}), and with "
         f"its share of the cores ({found.threads_after}), which it gets unless OMP_NUM_THREADS is set: "
-        f"**{found.ratio:.2f} x** as many steps per second, the median of {len(pairs)} pairs.\n\n"
+        f"**{found.ratio:.2f} x** as many steps per second, the median of {len(pairs)} pairs.{told}\n\n"
         f"{_lines(['pair', *headings], [[str(n), *pair] for n, pair in enumerate(pairs, 1)])}\n"
         f"`{found.command}`, {found.date}, {found.hardware['processor']}, torch {found.versions['torch']}; load "
         f"{', '.join(f'{one.load:.1f}' for one in found.pairs)} when the pairs began. [Raw records](threads.json).\n"
