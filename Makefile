@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow lint docs faults growth results results-page predictions clean
+.PHONY: demo test test-slow lint docs faults growth threads results results-page predictions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -46,6 +46,10 @@ predictions: $(STAMP)  ## simulate again what was measured
 
 growth: $(STAMP)  ## how long simulated steps take, with up to 1,000 workers (a quiet machine, minutes)
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.page
+
+threads: $(STAMP)  ## what it brings that workers share the cores (a quiet machine, minutes)
+	$(BIN)/python -m benchmarks.threads
 	$(BIN)/python -m benchmarks.page
 
 results-page: $(STAMP)

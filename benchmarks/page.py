@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth
+from benchmarks import growth, threads
 from benchmarks.claims import CLAIMS, DIFFERENCES, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.courses import brief
@@ -49,7 +49,7 @@ def page() -> str:
     missing = [name for name in CLAIMS if name not in measured()]
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
     sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
-    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), simulator(), grown(), last])
+    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), shared_cores(), simulator(), grown(), last])
 
 
 def section(report: Report) -> str:
@@ -145,6 +145,26 @@ def wire(path: Path) -> str:
         f"of 1 MiB, requests of 64 bytes, and the memory of a link.\n\n{told}\n{_lines(headings, rows)}\n"
         f"`{report['command']}`, {report['date']}, {report['hardware']['cores']} cores, "
         f"{report['hardware']['processor']}. [Raw records](wire.json).\n"
+    )
+
+
+def shared_cores() -> str:
+    """What `offbeat run` gains by giving each worker its share of the cores; nothing before that was measured."""
+    if not threads.RESULT.exists():
+        return ""
+    found = threads.read()
+    pairs = [[f"{one.before:.1f}", f"{one.after:.1f}", f"{one.after / one.before:.2f}"] for one in found.pairs]
+    busy = found.pairs[0].load > 0.5 * int(found.hardware["cores"])  # before those behind it there was load of ours
+    told = " The machine did much else meanwhile, which makes the ratio larger than on a quiet one." if busy else ""
+    headings = [f"{found.threads_before} threads each, steps/s", f"{found.threads_after} each, steps/s", "ratio"]
+    return (
+        f"\n## threads\n\n`offbeat run --workers {found.workers} {found.script}` on {found.hardware['cores']} cores, "
+        f"back to back with as many threads in each worker as torch takes by itself ({found.threads_before}), and with "
+        f"its share of the cores ({found.threads_after}), which it gets unless OMP_NUM_THREADS is set: "
+        f"**{found.ratio:.2f} x** as many steps per second, the median of {len(pairs)} pairs.{told}\n\n"
+        f"{_lines(['pair', *headings], [[str(n), *pair] for n, pair in enumerate(pairs, 1)])}\n"
+        f"`{found.command}`, {found.date}, {found.hardware['processor']}, torch {found.versions['torch']}; load "
+        f"{', '.join(f'{one.load:.1f}' for one in found.pairs)} when the pairs began. [Raw records](threads.json).\n"
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from offbeat.engine import SwapsAlone, SwapsTogether
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric.server.optimizers import check_states
+from offbeat.naming import short_name
 from offbeat.sync import BSP
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class Crossing:
         """
         if self.due is not None:
             raise PlanError(
-                f"Cannot swap the plan now: all workers are about to go over to {self.due.fabric!r}. Try again when "
-                "they have."
+                f"Cannot swap the plan now: all workers are about to go over to {short_name(self.due.fabric)}. "
+                "Try again when they have."
             )
         plan.check_world(len(self._control.members))
         if not plan.is_served:

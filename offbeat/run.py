@@ -62,6 +62,7 @@ from offbeat.exchanging import Exchanging, Prepared
 from offbeat.exits import LEFT
 from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
 from offbeat.membership import Came, Membership
+from offbeat.naming import short_name
 from offbeat.plan import Plan
 from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.replica import Replica
@@ -402,7 +403,7 @@ class Run:
     def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Either) -> None:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
-            _log.warning("Batches are not tuned: %r needs a prepared DataLoader.", self.plan.tuning)
+            _log.warning("Batches are not tuned: %s needs a prepared DataLoader.", short_name(self.plan.tuning))
         self._swapping.take_plan()
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
@@ -797,7 +798,10 @@ class Run:
             return
         self._swapping.go_on_from(saved)
         for name, (here, there) in self.plan.diff(saved).items():
-            _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
+            _log.warning(
+                "The checkpoint was written with %s=%s; this run goes on with %s.",
+                name, short_name(there), short_name(here),
+            )  # fmt: skip
 
     def rng_state(self) -> dict[str, Any]:
         """This worker's random generators (Python's, NumPy's, torch's), which are not in `state_dict`.

@@ -1,11 +1,14 @@
 """A shard of a parameter server as a process of its own.
 
-    python -m offbeat.serve FD      (settings as JSON on standard input; its address, or why not, goes to FD)
+    python -m offbeat.serve FD [kept PID]   (settings as JSON on standard input; its address, or why not, goes to FD)
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
 `Settings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to stop,
 has a spare one serve, which has loaded torch meanwhile and waits; so the server is looked after as long as the job
 lasts, whoever started it. To end it, end this process.
+
+Below `offbeat run` it ends when that does, however that ends. There the process that looks after a shard leaves a note
+in the folder OFFBEAT_SHARDS with what it takes to start it again: if it is killed itself, `offbeat run` does.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import contextlib
 import ctypes
 import logging
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +33,7 @@ import msgspec
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exits import how_it_ended
 from offbeat.wire import eager
+from offbeat.wire.process import glance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -46,6 +51,7 @@ _START_S = 60.0
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
 _GOOD_BYE_S = 0.5
 _LAST_SNAPSHOT_S = 10.0
+_ORPHAN_S = 2.0  # for the rest when `offbeat run` is gone
 _FIRST_PATIENCE = timedelta(seconds=20)
 # For the workers of a snapshot to come back before it is gone on without them; the timeout may have to pass until they
 # notice that the server is gone.
@@ -140,16 +146,17 @@ def start_shard(
     Raises:
         NetworkError: if it cannot be started.
     """
-    started = _Started(wrap, environment, output)
+    started = ShardProcess(wrap, environment, output)
     return started.process, started.serve(settings)
 
 
-class _Started:
+class ShardProcess:
     """A process that is to serve once it has been told what.
 
     Args:
         wrap, environment, output: as of `start_shard`.
         is_kept: it ends when this thread does, and loads what it needs before it is told.
+        own_session: it gets no signal of the terminal.
 
     Raises:
         NetworkError: if there can be no other process.
@@ -162,26 +169,63 @@ class _Started:
         output: IO[bytes] | None = None,
         *,
         is_kept: bool = False,
+        own_session: bool = False,
     ) -> None:
         try:
             mine, theirs = os.pipe()
         except OSError as error:  # no more file descriptors
             raise NetworkError(f"Cannot start a parameter server: {error.strerror}.") from error
+        command = [sys.executable, "-P", "-m", "offbeat.serve", str(theirs)]
+        if is_kept:
+            command += ["kept", str(os.getpid())]
         try:
             self.process = subprocess.Popen(
-                wrap([sys.executable, "-P", "-m", "offbeat.serve", str(theirs), *(["kept"] if is_kept else [])]),
+                wrap(command),
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs,),
                 stdout=output,
                 stderr=output,
                 env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
+                start_new_session=own_session,
             )
         except OSError as error:
             os.close(mine)
             raise NetworkError(f"Cannot start a parameter server: {error}.") from error
         finally:
             os.close(theirs)
-        self._answer = mine
+        self._pipe, self._said, self._told_s = mine, b"", 0.0
+
+    def tell(self, settings: Settings) -> None:
+        """Have it serve."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(settings))
+            self.process.stdin.close()
+        self._told_s = time.monotonic()
+
+    def answer(self, within_s: float) -> str | None:
+        """Where it serves, as "host:port", once it has been told to; None if it has not answered so soon.
+
+        Raises:
+            NetworkError: if it cannot, or has not answered for long.
+        """
+        if select.select([self._pipe], [], [], within_s)[0]:
+            more = os.read(self._pipe, 4096)
+            self._said += more
+            if more and not more.endswith(b"\n"):
+                return None
+        elif time.monotonic() < self._told_s + _START_S:
+            return None
+        os.close(self._pipe)
+        said = self._said.decode(errors="replace").strip()
+        if said.startswith("!") or not self._said.endswith(b"\n"):
+            why = said[1:].strip() or "it ended at once."
+            if self.process.poll() is None and not said:
+                why = f"it has not answered for {_START_S:g} s."
+            self.process.kill()
+            self.process.wait()
+            raise NetworkError(f"Cannot start a parameter server: {why}")
+        return said
 
     def serve(self, settings: Settings) -> str:
         """Have it serve; "host:port".
@@ -189,17 +233,10 @@ class _Started:
         Raises:
             NetworkError: if it cannot.
         """
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(msgspec.json.encode(settings))
-            self.process.stdin.close()
-        with open(self._answer, "rb") as pipe:
-            said = _read_line(pipe.fileno())
-        if said.startswith("!") or not said:
-            self.process.kill()
-            self.process.wait()
-            raise NetworkError(f"Cannot start a parameter server: {said[1:].strip() or 'it ended at once.'}")
-        return said
+        self.tell(settings)
+        while (address := self.answer(1.0)) is None:
+            pass
+        return address
 
 
 async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
@@ -381,7 +418,7 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
         NetworkError: if it cannot be started for the first time.
     """
     settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
-    serving, was_told = _Started(is_kept=True), False
+    serving, was_told = ShardProcess(is_kept=True), False
     address = serving.serve(settings)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -391,32 +428,98 @@ def look_after(settings: Settings, say: Callable[[str], None]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
-    say(address)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
+    note = RestartNote.mine()
+    note.write(msgspec.structs.replace(settings, restarts=left))
+    say(address)
     while True:
         spare = _spare() if left else None
         if (code := serving.process.wait()) == 0 or was_told:
+            note.remove()
             return
         how = "was told to stop" if code == _STOPPED else how_it_ended(code)
         if not left:
-            _log.error("The parameter server at %s %s, for the last time: it is not started again.", address, how)
+            told = f"The parameter server at {address} {how}, for the last time: it is not started again."
+            _log.error("%s", told)
+            note.give_up(told)
             return
         left -= 1
         _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
+        note.write(msgspec.structs.replace(settings, restarts=left))
         try:
-            serving = spare if spare is not None and spare.process.poll() is None else _Started(is_kept=True)
+            serving = spare if spare is not None and spare.process.poll() is None else ShardProcess(is_kept=True)
             serving.serve(settings)
         except NetworkError as error:
-            _log.error("%s", error)
+            if was_told:
+                note.remove()
+            else:
+                _log.error("%s", error)
+                note.give_up(str(error))
             return
         if was_told:  # while it was being started
             serving.process.terminate()
 
 
-def _spare() -> _Started | None:
+class RestartNote:
+    """Tells `offbeat run` how to start a shard again if the process that looks after it is killed.
+
+    The process that looks after a shard writes it, and removes it when it ends; what is left behind by a process that
+    is gone tells that it was killed.
+
+    Args:
+        path: where the note lies, named by the pid of its writer; None for nowhere.
+    """
+
+    _LOST = ".lost"  # in place of .json where the writer has ended because the shard cannot be started again
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @classmethod
+    def mine(cls) -> RestartNote:
+        """That of this process, below `offbeat run`; elsewhere one that nobody reads."""
+        folder = os.environ.get("OFFBEAT_SHARDS")
+        return cls(Path(folder) / f"{os.getpid()}.json" if folder else None)
+
+    @classmethod
+    def left_behind(cls, folder: Path) -> list[RestartNote]:
+        """Those of processes that are gone, and those that tell of a shard that is."""
+        gone = [path for path in folder.glob("*.json") if glance(int(path.stem)).state == "dead"]
+        return [cls(path) for path in (*gone, *folder.glob(f"*{cls._LOST}")) if path.exists()]
+
+    def write(self, settings: Settings) -> None:
+        """It is started again with these."""
+        self._put(".json", msgspec.json.encode(settings))
+
+    def give_up(self, why: str) -> None:
+        """It is not started again."""
+        self._put(self._LOST, why.encode())
+        self.remove()
+
+    def read(self) -> Settings | str:
+        """With what it is started again; or why it is not."""
+        assert self._path is not None
+        said = self._path.read_bytes()
+        return said.decode() if self._path.suffix == self._LOST else msgspec.json.decode(said, type=Settings)
+
+    def remove(self) -> None:
+        """There is nothing to tell any more."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _put(self, suffix: str, said: bytes) -> None:
+        if self._path is None:
+            return
+        part = self._path.with_suffix(".part")
+        with contextlib.suppress(OSError):  # the folder has gone with `offbeat run`, or the disk is full
+            part.write_bytes(said)  # whoever reads it must see it whole; the token is in it, and the folder private
+            part.replace(self._path.with_suffix(suffix))
+
+
+def _spare() -> ShardProcess | None:
     """One to take the place of the one that serves; None if there can be none now, which is no reason to end that."""
     try:
-        return _Started(is_kept=True)
+        return ShardProcess(is_kept=True)
     except NetworkError as error:
         _log.warning("None stands by in case that the parameter server is lost. %s", error)
         return None
@@ -434,9 +537,11 @@ def prepare_process() -> None:
 def main() -> None:
     """Take the settings from standard input, and serve."""
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
-    fd, is_kept = int(sys.argv[1]), sys.argv[2:] == ["kept"]
-    if is_kept:
-        _end_with_parent()
+    fd, is_kept = int(sys.argv[1]), sys.argv[2:3] == ["kept"]
+    if not is_kept:
+        _end_with_launcher()
+    else:
+        _end_with_parent(int(sys.argv[3]))
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a terminal, to all: one to spare has nothing to say
         prepare_process()  # before it is told what: a server that was lost must not wait for that
     if not (said_to_us := sys.stdin.buffer.read()):  # a spare one that was not needed
@@ -465,26 +570,32 @@ def main() -> None:
             say(f"! {error}")
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
+    """Be told to stop when `offbeat run` is gone, if that is above this process, and end soon then."""
+    launcher = os.environ.get("OFFBEAT_LAUNCHER_PID")
+    if launcher is None:
+        return
+    try:
+        handle = os.pidfd_open(int(launcher))
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_ORPHAN_S)
+        # With all that `offbeat run` would have ended, so also with a process to be kept that does not know of us yet.
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="offbeat-launcher", daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
     """Be killed when the process that looks after this one is."""
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _read_line(fd: int) -> str:
-    """What comes before a line's end, or before the other side or our patience ends."""
-    data, deadline_s = b"", time.monotonic() + _START_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        while not data.endswith(b"\n") and time.monotonic() < deadline_s:
-            if selector.select(0.5):
-                more = os.read(fd, 4096)
-                if not more:
-                    break
-                data += more
-    return data.decode(errors="replace").strip()
 
 
 if __name__ == "__main__":

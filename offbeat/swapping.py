@@ -16,6 +16,7 @@ from offbeat.crossing import Crossing
 from offbeat.engine import Conference, Controlling, SwapsTogether, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.server import ParameterServer
+from offbeat.naming import short_name
 from offbeat.sync import ASP
 
 if TYPE_CHECKING:
@@ -112,15 +113,16 @@ class Swapping:
         if not isinstance(fabric, ParameterServer):
             if self._joins and named:
                 raise PlanError(
-                    f"Cannot join the job of the parameter server at {named}: this worker's plan has {fabric!r}, so it "
-                    "would train alone. Give it the job's plan (`offbeat run --plan`) - at `plan.fabric`."
+                    f"Cannot join the job of the parameter server at {named}: this worker's plan has "
+                    f"{short_name(fabric)}, so it would train alone. Give it the job's plan (`offbeat run --plan`) - "
+                    "at `plan.fabric`."
                 )
             if self._rank == 0 and named:
                 _log.warning(
-                    "Nobody uses the parameter server at %s: the plan's fabric is %r. Give the plan "
+                    "Nobody uses the parameter server at %s: the plan's fabric is %s. Give the plan "
                     "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
                     "and OFFBEAT_SERVERS.",
-                    named, fabric,
+                    named, short_name(fabric),
                 )  # fmt: skip
         # A worker that is alone needs no server, unless one is there.
         elif self._control.world > 1 or fabric.addresses or named:
@@ -148,8 +150,8 @@ class Swapping:
         if plan.outlives != (self._circle is not None):
             here = "ProcessGroup()" if self._circle is None else "Elastic()"
             return (
-                f"Cannot leave the server for {plan.fabric!r}: the workers have met for {here}. Go on with "
-                f"fabric={here}, or begin with {plan.fabric!r} - at `plan.fabric`."
+                f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
+                f"fabric={here}, or begin with {short_name(plan.fabric)} - at `plan.fabric`."
             )
         return self._crossing.stays
 
@@ -234,7 +236,7 @@ class Swapping:
     def confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
         before, outcome = self.plan, self._conference.decide(self.plan)
-        refusal, text = outcome.refusal, f"The plan stays as it is: {before.sync!r}."
+        refusal, text = outcome.refusal, f"The plan stays as it is: {short_name(before.sync)}."
         if outcome.plan.is_served and not refusal:
             text = self._expect_server(outcome.plan)
         elif outcome.plan.digest != before.digest and not refusal:
@@ -263,7 +265,7 @@ class Swapping:
     def close(self) -> None:
         """The run is over."""
         if self._crossing.due is not None:
-            self._tell(f"The run has ended before all went over to {self._crossing.due.fabric!r}.")
+            self._tell(f"The run has ended before all went over to {short_name(self._crossing.due.fabric)}.")
         if self._crossing.starting is not None:
             self._crossing.starting.abandon()
 
@@ -282,7 +284,7 @@ class Swapping:
             when = "when the server has been started"
         if self._data.leased:
             when = "where the next loop over the data begins"
-        text = f"All go over to {plan.fabric!r} {when}."
+        text = f"All go over to {short_name(plan.fabric)} {when}."
         if when != "now":
             self._tell(text)
         return text
@@ -319,15 +321,16 @@ class Swapping:
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
         self.adopt(plan, by_controller=bool(reason))
-        where = "" if plan.fabric == before.fabric else f", on {plan.fabric!r}, not {before.fabric!r} any more"
-        policy = "" if plan.sync == before.sync else f", not {before.sync!r} any more"
+        new, old = short_name(plan.fabric), short_name(before.fabric)
+        where = "" if plan.fabric == before.fabric else f", on {new}, not {old} any more"
+        policy = "" if plan.sync == before.sync else f", not {short_name(before.sync)} any more"
         why = f": {reason}" if reason else ""
         if before.controller is not None and plan.controller != before.controller:
-            why += f"; {before.controller!r} has let go of it"
+            why += f"; {short_name(before.controller)} has let go of it"
         if plan.controller is not None and plan.controller != before.controller:
-            why += f"; {plan.controller!r} swaps it from now on"
+            why += f"; {short_name(plan.controller)} swaps it from now on"
         text = (
-            f"From step {self._step} on {plan.sync!r} decides when workers may go on{policy}{where}{why} "
+            f"From step {self._step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}{why} "
             f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
             f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
         )

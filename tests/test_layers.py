@@ -21,6 +21,7 @@ TIERS = {
     "payload": 0,
     "fault": 0,
     "rng": 0,
+    "naming": 0,
     "sync": 1,
     "codec": 1,
     "pacing": 1,

@@ -27,6 +27,8 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
+from offbeat.cli.shards import LocalShards
+from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker import REFUSED, VICTIM
 from offbeat.exits import LEFT, how_it_ended
 from offbeat.report.records import OF_JOB, Event, append
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from offbeat.cli.joining import Joining
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
+_SHARD_HURRY_S = 0.4  # for shards to end because their workers have
+_SHARD_ALONE_S = 5.0  # the same, where the job has ended well and nobody is in a hurry
+_SHARD_GRACE_S = 0.6  # from SIGTERM to SIGKILL
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
 _LOOK_S = 0.5  # between two looks whether the job that is joined goes on
@@ -113,15 +118,21 @@ class Launch:
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
         self._mourned: set[int] = set()
-        self._shards: list[subprocess.Popen[bytes]] = []
+        self._shards: LocalShards
 
     def run(self) -> int:
         """Start the workers, wait for all, and return the job's exit code."""
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        with tempfile.TemporaryDirectory(prefix="offbeat-") as private:
+        # What looks after a shard may still write there when all is over.
+        with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as private:
+            self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
+            notes = Path(private) / "shards"
+            notes.mkdir()
+            # By which what is below this process ends with it, and is known to it.
+            below = {"OFFBEAT_LAUNCHER_PID": str(os.getpid()), "OFFBEAT_SHARDS": str(notes)}
+            self._shards = LocalShards(notes, below, self._warn)
             try:
-                self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
-                self._start(Path(private))
+                self._start(Path(private), below)
                 return self._watch()
             finally:
                 self._end_all()
@@ -132,8 +143,12 @@ class Launch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = number
 
-    def _start(self, private: Path) -> None:
-        env = {**os.environ, **self._common_environment(private), **self._start_shards()}
+    def _start(self, private: Path, below: dict[str, str]) -> None:
+        """Start all there is, unless a signal comes first."""
+        found = self._start_shards()
+        if self._interrupted is not None:
+            return
+        env = {**os.environ, **self._common_environment(private), **below, **found}
         first = 0
         if self._job.joining is not None:
             env |= self._job.joining.environment
@@ -172,22 +187,20 @@ class Launch:
             "OFFBEAT_PLAN": job.plan,
             "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
             "OFFBEAT_RUN_DIR": str(job.run_dir),
-            "OFFBEAT_LAUNCHER_PID": str(os.getpid()),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         if job.history is not None:
             env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
-        cores = len(os.sched_getaffinity(0))
-        if job.workers > cores and "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = "1"
-            self._console.print(f"{job.workers} workers on {cores} cores: one torch thread each.", style="dim")
-        return env
+        share, said = share_of_cores(job.workers, 0 if job.joining is None else len(workers_here()))
+        if said:
+            self._console.print(said, style="dim", markup=False)
+        return env | share
 
     def _start_shards(self) -> dict[str, str]:
         """Start the shards; how the workers find them."""
         if not self._job.servers:
             return {}
-        from offbeat.serve import RESTARTS, Settings, start_shard  # not needed otherwise
+        from offbeat.serve import RESTARTS, Settings  # not needed otherwise
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
@@ -202,8 +215,9 @@ class Launch:
                 restarts=RESTARTS,
                 history=str(self._job.history or os.environ.get("OFFBEAT_HISTORY", "")),
             )
-            process, address = start_shard(settings)
-            self._shards.append(process)
+            address = self._shards.start(settings, unless=self._was_interrupted)
+            if address is None:
+                break
             addresses.append(address)
         return {"OFFBEAT_SERVERS": ",".join(addresses), "OFFBEAT_JOB": job, "OFFBEAT_TOKEN": token}
 
@@ -214,10 +228,14 @@ class Launch:
             self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
-                text = f"{name}: ending {len(self._workers)} workers."
-                self._console.print(text, style="yellow")
+                count, what = (len(self._workers), "worker") if self._workers else (len(self._shards), "shard")
+                text = f"{name}: ending {count} {what}{'s' if count != 1 else ''}."
+                self._warn(text)
                 self._record("interrupted", text)
                 return 128 + self._interrupted
+            if not self._is_over() and (why := self._shards.look()):
+                self._console.print(f"{why} The job cannot go on without it.", style="bold red", markup=False)
+                return VICTIM
             now_s = time.monotonic()
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
@@ -225,7 +243,7 @@ class Launch:
                     if worker.code < 0:  # else it could say so itself
                         self._record("killed", f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
             failed = [w for w in self._workers if w.code not in (None, 0)]
-            all_ended = all(w.code is not None for w in self._workers)
+            all_ended = self._is_over()
             if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
                 failed = []
@@ -239,6 +257,9 @@ class Launch:
         """Keep what the workers cannot say for the report."""
         event = Event(rank=rank, step=-1, time_s=time.time(), what=what, text=text)
         append(self._job.run_dir / "metrics.jsonl", event)
+
+    def _is_over(self) -> bool:
+        return all(w.code is not None for w in self._workers)
 
     def _look_for_end(self) -> None:
         """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
@@ -287,14 +308,17 @@ class Launch:
         for worker in self._workers:
             worker.signal(signal.SIGKILL)
             worker.process.wait()
-        for shard in self._shards:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                shard.wait(_TERM_GRACE_S)
-            shard.kill()
-            shard.wait()
+        well = any(w.code == 0 for w in self._workers) and self._interrupted is None
+        self._shards.end(_SHARD_ALONE_S if well else _SHARD_HURRY_S, _SHARD_GRACE_S, hurry=self._was_interrupted)
+
+    def _was_interrupted(self) -> bool:
+        return self._interrupted is not None
+
+    def _warn(self, text: str) -> None:
+        self._console.print(text, style="yellow", markup=False)
 
     def _read(self, timeout_s: float) -> None:
-        if not self._selector.get_map():
+        if not self._selector.get_map():  # all have closed theirs
             time.sleep(timeout_s)
             return
         for key, _ in self._selector.select(timeout_s):
@@ -327,10 +351,15 @@ class Launch:
             self._console.print("\n".join(f"[{worker.rank}] {line}" for line in lines), markup=False)
 
     def _drain(self) -> None:
-        for key in list(self._selector.get_map().values()):
+        """Say what the workers, which have ended, wrote last."""
+        for key in list((self._selector.get_map() or {}).values()):
             worker, partial = key.data
             while self._take(key.fileobj, worker, partial):  # type: ignore[arg-type]
                 pass
+        for worker in self._workers:
+            assert worker.process.stdout is not None
+            worker.process.stdout.close()
+        self._selector.close()
 
 
 def _traceback_of(tail: collections.deque[str]) -> list[str]:

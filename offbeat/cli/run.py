@@ -17,6 +17,7 @@ from offbeat.cli.launch import Job, Launch
 from offbeat.cli.live import LiveView, final_table
 from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
+from offbeat.cli.timeout import check_timeout
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
 
@@ -61,7 +62,9 @@ def run(
             show_default=False,
         ),
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Explain every wait longer than this many seconds.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(callback=check_timeout, help="Explain every wait longer than this many seconds.")
+    ] = 5.0,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
     ] = None,
@@ -78,6 +81,9 @@ def run(
     the workers disagreed; 76 if a worker left while the others still needed it. With a parameter server, or on
     Elastic(), the others go on without a worker that is lost, and the exit code is 0 if one of them ends well; but 2 if
     offbeat refused what a worker did.
+
+    Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
+    MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
     from offbeat.cli.names import read_part
     from offbeat.fabric import Elastic

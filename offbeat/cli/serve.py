@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from offbeat.cli.timeout import check_timeout
 from offbeat.errors import NetworkError
 from offbeat.wire import eager
 
@@ -30,7 +31,9 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")] = None,
     authority: Annotated[Path | None, typer.Option(help="For TLS: who signs the workers' certificates, PEM.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="A worker that is silent for so many seconds is gone.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
+    ] = 5.0,
     snapshots: Annotated[
         Path | None,
         typer.Option(help="Keep snapshots in this folder, and go on from them if there are some; none if left out."),

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from offbeat.control import Roundbook, Swap
+from offbeat.naming import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,9 @@ class Controlling:
         """A worker cannot go by what it wanted last."""
         if self._asked is not None:
             self._refused.add(self._asked)
-            _log.warning("%r cannot have %r decide, and does not try again.", controller, self._asked)
+            _log.warning(
+                "%s cannot have %s decide, and does not try again.", short_name(controller), short_name(self._asked)
+            )
 
     def adopts(self, before: Plan, plan: Plan, *, by_controller: bool) -> None:
         """Another plan than `before` holds."""

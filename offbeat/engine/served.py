@@ -25,6 +25,7 @@ from offbeat.errors import ModelError, PeerError
 from offbeat.fabric.server import About, cut, deal, describe, hyper
 from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.fabric.server.optimizers import OUTER, check_states
+from offbeat.naming import short_name
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -203,7 +204,9 @@ class Served:
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
             exchange,
-            Awaited(f"the exchange with the server ({self.plan.sync!r})", step, model=self._model, outlives=True),
+            Awaited(
+                f"the exchange with the server ({short_name(self.plan.sync)})", step, model=self._model, outlives=True
+            ),
         )
         self._take_values()
         if exchange.fate:

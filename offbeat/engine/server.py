@@ -16,6 +16,7 @@ from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.fabric.server import LEAVING, Client, ParameterServer
+from offbeat.naming import short_name
 from offbeat.plan import Plan
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Plans:
         """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
-            self.told.append(text or f"The plan of this job has become {self.present!r}.")
+            self.told.append(text or f"The plan of this job has become {short_name(self.present)}.")
         self.border.settle(border)
 
     def let_go(self) -> None:
@@ -195,7 +196,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.swap(plan, whole=True)
-        waiter.wait(asked, Awaited("all workers to agree on another plan", outlives=True))
+        waiter.wait(asked, Awaited("a swap of the plan, on which all agree", outlives=True))
         if asked.refused:
             raise PlanError(asked.refused)
 

@@ -38,8 +38,21 @@ def explain(state: Tuning, *, known: Mapping[int, Machine], least: Mapping[int, 
         parts.append(f"not known yet: {', '.join(f'worker {w}' for w in sorted(state.machines.keys() - known.keys()))}")
     total = sum(machine.batch for machine in state.machines.values() if machine.every == 1)
     if total != state.total:
-        parts.append(f"a round has {total} samples instead of {state.total}, because of the bounds of batches")
+        parts.append(_other_sum(state, total, least))
     return "; ".join(parts) + "."
+
+
+def _other_sum(state: Tuning, total: int, least: Mapping[int, int]) -> str:
+    """Why the batches of a round make `total` samples instead of as many as were asked for."""
+    if state.changed:  # the others are made up for when the next round is planned
+        return f"a worker has come, gone or run out of memory since the last round: {total} samples of {state.total}"
+    regular = {worker: machine for worker, machine in state.machines.items() if machine.every == 1}
+    said = f"a round has {total} samples instead of {state.total}"
+    if total > state.total and all(machine.batch <= least[worker] for worker, machine in regular.items()):
+        return f"{said}, because no batch may be smaller"
+    if total < state.total and all(machine.batch >= machine.most for machine in regular.values()):
+        return f"{said}, because no batch may be larger"
+    return said
 
 
 def _made_of(machine: Machine) -> str:

@@ -82,9 +82,10 @@ class Dialler:
             if isinstance(reason, OSError) and (why := hopeless()):
                 raise NetworkError(why) from reason
             if left_s <= pause_s:
+                how_often = f"in {tries} attempts within {patience_s:g} s" if tries > 1 else "at the first attempt"
                 raise NetworkError(
-                    f"Cannot reach {self._address} within {patience_s:g} s: {_why(reason)} (tried {tries} times). "
-                    "Is the server running, and is this its address?"
+                    f"Cannot reach {self._address} {how_often}: {_why(reason)}. Is the server running, and is this its "
+                    "address?"
                 ) from reason
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -73,10 +73,10 @@ def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> N
     folder = tmp_path / "job"
     with trains_alone(tmp_path) as process:
         for policy, code, says in (
-            ("LocalSGD(3)", 0, "LocalSGD(every=3, after=0, outer=None) decides when workers may go on, not BSP() any"),
-            ("LocalSGD(3)", 0, "The plan stays as it is: LocalSGD(every=3"),
+            ("LocalSGD(3)", 0, "LocalSGD(every=3) decides when workers may go on, not BSP() any more"),
+            ("LocalSGD(3)", 0, "The plan stays as it is: LocalSGD(every=3)."),
             ("SSP(4)", 2, "Cannot use SSP(bound=4) on ProcessGroup()"),
-            ("BSP()", 0, "BSP() decides when workers may go on, not LocalSGD(every=3"),
+            ("BSP()", 0, "BSP() decides when workers may go on, not LocalSGD(every=3) any more"),
         ):
             ended, output = offbeat("swap", policy, "--job", folder, folder=tmp_path)
             assert (ended, says in " ".join(output.split())) == (code, True), output

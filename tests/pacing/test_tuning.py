@@ -192,7 +192,17 @@ def test_known_memory_is_a_bound_from_the_beginning() -> None:
             state = tuning.observe(state, worker, batch, 0.01 * batch, 0.0, 0.0)
         state, batches = tuning.plan(state, round)
     assert batches == {0: 40, 1: 10, 2: 40}
-    assert "a round has 90 samples instead of 100" in tuning.explain(state)
+    assert "a round has 90 samples instead of 100, because no batch may be larger." in tuning.explain(state)
+
+
+def test_who_has_gone_is_not_taken_for_a_bound() -> None:
+    cluster = Cluster({0: 1.0, 1: 1.0, 2: 1.0}, BatchTuning(), total=96)
+    cluster.play(20)
+    cluster.state = cluster.tuning.leave(cluster.tuning.leave(cluster.state, 0), 1)
+    left = cluster.state.machines[2].batch
+    told = cluster.explain()
+    assert f"a worker has come, gone or run out of memory since the last round: {left} samples of 96." in told
+    assert "bounds" not in told
 
 
 def test_one_worker_alone() -> None:
@@ -207,7 +217,7 @@ def test_more_workers_than_samples() -> None:
     cluster = Cluster(dict.fromkeys(range(6), 1.0), BatchTuning(), total=4)
     cluster.play(20)
     assert set(cluster.batches.values()) == {1}
-    assert "a round has 6 samples instead of 4" in cluster.explain()
+    assert "a round has 6 samples instead of 4, because no batch may be smaller." in cluster.explain()
 
 
 def test_what_happens_within_the_first_rounds_is_no_trouble() -> None:

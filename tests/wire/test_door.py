@@ -336,8 +336,16 @@ def test_a_port_that_is_taken() -> None:
 def test_nobody_there_says_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(NetworkError, match=r"within 0.5 s: .*Connect call failed.* \(tried \d+ times\)"):
+    with pytest.raises(NetworkError, match=r"in \d+ attempts within 0.5 s: .*Connect call failed.*\)\. Is"):
         asyncio.run(dial(address, patience=QUICK))
+
+
+def test_one_attempt_is_said_to_be_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    says = r"^Cannot reach \S+ at the first attempt: .*\)\. Is the server running, and is this its address\?$"
+    with pytest.raises(NetworkError, match=says):
+        asyncio.run(dial(address, patience=timedelta(seconds=0.01)))
 
 
 def test_a_server_may_start_later() -> None:

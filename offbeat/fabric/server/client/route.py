@@ -147,7 +147,7 @@ class Route:
                     self._is_closed = True
                     self._traveller.fail(
                         NetworkError(
-                            f"Cannot come back to the job ({error}): {str(reason).removesuffix('.')}. Either it has "
+                            f"Cannot come back to the job ({error}): {_sentence(reason)} Either it has "
                             "ended, or its parameter server was killed and nobody has started it again."
                         )
                     )
@@ -184,3 +184,8 @@ def _trouble_with(link: Link) -> str:
     if link.silent_s > _QUIET * link.limits.timeout.total_seconds():
         return f"{silent} (stopped, or machine or link down?)."
     return ""
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from offbeat.control import Swap
+from offbeat.naming import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,9 @@ class Controlling:
     def refused(self, sync: Policy, why: str) -> None:
         """A worker cannot go by that policy; it is not proposed again."""
         self._refused.add(sync)
-        _log.warning("%r cannot have %r decide, and does not try again. %s", self._controller, sync, why)
+        _log.warning(
+            "%s cannot have %s decide, and does not try again. %s", short_name(self._controller), short_name(sync), why
+        )
 
     def _ask_later(self) -> None:
         if self._timer is not None:

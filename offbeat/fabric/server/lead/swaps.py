@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PeerError, PlanError
 from offbeat.fabric.server.lead.proposal import Proposal
 from offbeat.fabric.server.messages import Adopt, Proposed
+from offbeat.naming import short_name
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Swaps:
         elif self._proposal is not None:
             tell("", "Cannot swap the plan twice at once: another swap is under way. Try again when it is over.")
         elif parts.digest == self.present.digest:
-            tell(f"The plan stays as it is: {self.present.sync!r}.", "")
+            tell(f"The plan stays as it is: {short_name(self.present.sync)}.", "")
         else:
             self._propose_to_all(parts, [tell], workers)
 
@@ -250,19 +251,19 @@ class Swaps:
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
-        text = f"{new.sync!r} decides when workers may go on"
+        text = f"{short_name(new.sync)} decides when workers may go on"
         if border is not None:
             text += ", once all have left the server, where none has come to yet"
-        text += "" if new.sync == old.sync else f", not {old.sync!r} any more"
+        text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
         text += f": {reason}" if reason else ""
         if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
         if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
             text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
         if old.controller is not None and new.controller != old.controller:
-            text += f"; {old.controller!r} has let go of it"
+            text += f"; {short_name(old.controller)} has let go of it"
         if new.controller is not None and new.controller != old.controller:
-            text += f"; {new.controller!r} swaps it from now on"
+            text += f"; {short_name(new.controller)} swaps it from now on"
         agreed = "" if took_ms is None else f"agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
         self._adopted(new, Adopt(plan, count, text, border))
