@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from offbeat.cli.worker import REFUSED, VICTIM
-from offbeat.exits import LEFT, how_it_ended
+from offbeat.exits import LEFT, UNPREPARED, how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,7 +219,7 @@ class Launch:
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
-            failed = [w for w in self._workers if w.code not in (None, 0)]
+            failed = [w for w in self._workers if w.code not in (None, 0, UNPREPARED)]
             all_ended = all(w.code is not None for w in self._workers)
             if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
@@ -228,7 +228,9 @@ class Launch:
                 return self._mourn(failed)
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
-                return self._mourn(refused) if refused else 0
+                if refused:
+                    return self._mourn(refused)
+                return UNPREPARED if any(w.code == UNPREPARED for w in self._workers) else 0
 
     def _look_for_end(self) -> None:
         """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
@@ -253,11 +255,12 @@ class Launch:
         culprits = [w for w in failed if w.code != VICTIM] or failed
         first = min(culprits, key=lambda w: (w.ended_s or 0.0, w.rank))
         host = socket.gethostname()
-        left = [w for w in self._workers if w.code == 0]
+        left = [w for w in self._workers if w.code in (0, UNPREPARED)]
         if first.code == VICTIM and left:
             ranks = ", ".join(str(w.rank) for w in left)
             self._console.print(
-                f"\nrank {ranks} on {host} ended with exit code 0 while the others still needed it.", style="bold red"
+                f"\nrank {ranks} on {host} ended with exit code {left[0].code} while the others still needed it.",
+                style="bold red",
             )
             return VICTIM
         self._console.print(f"\nrank {first.rank} on {host} {first.describe_end()}.", style="bold red")

@@ -80,6 +80,10 @@ class SwapsTogether(Swappable):
             own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
             load(self._optimizer, self._parameters, own)
 
+    def take_part(self) -> None:
+        """Exchange nothing, as a worker whose inputs have ended, while others have a gradient."""
+        self._reducer.take_part()
+
     def take_call(self) -> bool:
         """Whether a worker had called in the last exchange; the same on all. Once."""
         called, self._reducer.called = self._reducer.called, False
