@@ -112,8 +112,16 @@ class UnevenInputs:
 
     def _follow(self, together: Sequence[SwapsTogether]) -> None:
         """Take part with nothing until nobody has anything."""
+        holds = any(one.holds_gradient for one in together)
         while (model := self._ask(None)) is not None:
             one, parameters = together[model], self._prepared[model].parameters.values()
+            if holds:
+                holds = False
+                _log.warning(
+                    "Rank %d is done in the middle of an accumulation: what it has accumulated is in no step. End the "
+                    "block behind a step.",
+                    self._control.rank,
+                )
             for parameter in parameters:
                 parameter.grad = None
             one.take_part()

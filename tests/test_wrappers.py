@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 # Put around what `prepare` returned, or something in it; the result is trained.
-AFTER: dict[str, Callable[[nn.Module], nn.Module]] = {
+AFTER: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "DistributedDataParallel of its module": lambda replica: DistributedDataParallel(replica.module),
     "DistributedDataParallel of what holds it": lambda replica: DistributedDataParallel(nn.Sequential(replica)),
@@ -36,7 +36,7 @@ AFTER: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DistributedDataParallel by replicate": lambda replica: replicate(replica),
 }
 # Put around the model before it is prepared, which is prepared and trained.
-BEFORE: dict[str, Callable[[nn.Module], nn.Module]] = {
+BEFORE: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "FullyShardedDataParallel": lambda model: FullyShardedDataParallel(model, device_id=CPU),
     "Sequential": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),

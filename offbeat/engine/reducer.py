@@ -175,6 +175,11 @@ class Reducer:
             self._fence()
         self._exchanged = False
 
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether there is a gradient that was not exchanged, because it is being accumulated."""
+        return any(entry.used for entry in self._entries.values())
+
     def take_part(self) -> None:
         """Exchange nothing, as a worker whose inputs have ended, while others have a gradient."""
         self._forward_due, self._exchanged = True, False

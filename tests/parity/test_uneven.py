@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import offbeat
+from offbeat.audit import verify
 from tests.parity import jobs
 from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BATCHES = (7, 4, 5)  # of ranks 0, 1, 2
 
@@ -65,12 +69,12 @@ def test_weights_are_those_of_ddp_with_join() -> None:
             assert torch.equal(result["offbeat"]["state"][name], results[0]["offbeat"]["state"][name])
 
 
-def train_with_join() -> dict[str, Any]:
+def train_with_join(folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=3)
     try:
         return {
-            f"{system} {by_all}": join(system, by_all, rank)
+            f"{system} {by_all}": join(system, by_all, rank, f"{folder}/{by_all}")
             for system in ("ddp", "offbeat")
             for by_all in (False, True)
         }
@@ -78,7 +82,7 @@ def train_with_join() -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def join(system: str, by_all: bool, rank: int) -> dict[str, Any]:
+def join(system: str, by_all: bool, rank: int, history: str) -> dict[str, Any]:
     """Two epochs within `join`, without a prepared loader, clipped; then a step with what the optimizer has."""
     torch.manual_seed(1)
     model = jobs.MLP()
@@ -86,9 +90,9 @@ def join(system: str, by_all: bool, rank: int) -> dict[str, Any]:
     told = listen()
     with contextlib.ExitStack() as stack:
         if system == "ddp":
-            replica: nn.Module = nn.parallel.DistributedDataParallel(model)
+            replica: Any = nn.parallel.DistributedDataParallel(model)
         else:
-            run = stack.enter_context(offbeat.init())
+            run = stack.enter_context(offbeat.init(history=history))
             replica, optimizer = run.prepare(model, optimizer)
         steps, states = 0, []
         for _ in range(2):
@@ -105,8 +109,8 @@ def join(system: str, by_all: bool, rank: int) -> dict[str, Any]:
     return {"states": states, "momentum": momentum, "steps": steps, "exchanges": exchanges, "told": list(told)}
 
 
-def test_join_lets_workers_make_different_numbers_of_steps() -> None:
-    results = run_workers(3, train_with_join)
+def test_join_lets_workers_make_different_numbers_of_steps(tmp_path: Path) -> None:
+    results = run_workers(3, train_with_join, str(tmp_path))
     for rank, result in enumerate(results):
         for by_all in (False, True):
             ours, theirs = result[f"offbeat {by_all}"], results[0][f"ddp {by_all}"]
@@ -123,6 +127,33 @@ def test_join_lets_workers_make_different_numbers_of_steps() -> None:
         "Rank 1 is done before the others, which go on: sums of gradients are divided by the number of those that have "
         "one."
     ]
+    for by_all in (False, True):
+        verdict = verify(tmp_path / str(by_all))
+        assert not verdict.violations
+        assert verdict.hashes == 2 * sum(BATCHES), "who is done has no parameters that others have, and says so"
+
+
+def accumulates_with_join() -> tuple[list[str], torch.Tensor]:
+    """One worker is done in the middle of an accumulation."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(20, 5)
+    told = listen()
+    with offbeat.init() as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        with replica.join():
+            for number, (x, _) in enumerate(batches(rank)[: 3 + rank]):
+                with contextlib.nullcontext() if number % 2 else run.no_sync():
+                    replica(x).sum().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return list(told), model.weight.detach().clone()
+
+
+def test_a_gradient_that_join_leaves_out_is_told_of() -> None:
+    (first, weight), (_, other) = run_workers(2, accumulates_with_join)
+    assert "Rank 0 is done in the middle of an accumulation: what it has accumulated is in no step." in first[-1]
+    assert torch.equal(weight, other)
 
 
 def refused_joins() -> list[str]:
