@@ -16,6 +16,7 @@ from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, d
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases, what_changes
 from offbeat.rng import RngState
+from offbeat.unprepared import LoaderCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ class Data:
         reducers, models: that were prepared; more may come.
         begins: called when a loop over leased data begins.
         draws: called before each batch is drawn of leased data, in the outermost loop.
+        tell: called with what is wrong in how the data is used.
 
     Attributes:
         server: that deals out data, if there is one.
@@ -65,6 +67,7 @@ class Data:
         models: Sequence[torch.nn.Module],
         begins: Callable[[], None],
         draws: Callable[[], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
         self._world, self._seed, self._outlives = world, seed, outlives
@@ -75,6 +78,7 @@ class Data:
         self.loaders: list[Loader | LeasedLoader] = []
         self.has_data = True
         self._draws = 0  # batches that they gave out
+        self._check = LoaderCheck(tell)
 
     def prepare(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
         """Deal out a loader. Collective.
@@ -105,8 +109,14 @@ class Data:
                 together=self.server is None,
             )
         self.loaders.append(prepared)
+        self._check.prepared(loader, is_dealt=prepared.loader is not loader)
         self._meter.loader_counts = True
         return prepared
+
+    def stepped(self) -> None:
+        """A prepared optimizer is about to step."""
+        if self._control.world > 1 or self.server is not None:
+            self._check.stepped()
 
     @property
     def leased(self) -> list[LeasedLoader]:
@@ -436,6 +446,8 @@ class Data:
         self.has_data = real
         self._meter.samples += samples
         self._draws += 1
+        if self._draws == 1:
+            self._check.drawn()
         for reducer in self._reducers:
             reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
         return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))

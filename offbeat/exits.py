@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+# Of a worker that trained a model which was never prepared, beside others; it has done so to the end of its script.
+UNPREPARED = 78
 # Of a worker that was sent SIGTERM, and left the others in order; one whom that killed has the signal instead.
 LEFT = 128 + signal.SIGTERM
 
@@ -18,6 +20,8 @@ def how_it_ended(code: int) -> str:
     """
     if code == LEFT:
         return "was told to end by SIGTERM, and left in order"
+    if code == UNPREPARED:
+        return "trained a model of its own, which was not prepared"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

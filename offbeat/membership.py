@@ -151,7 +151,7 @@ class Membership:
             "newcomers": list(ranks),
             "exchanges": 0 if self._watched is None else self._watched.exchanges,
             "models": [
-                {"tensors": dict(_tensors(model)), "exchanger": one.hand_over()}
+                {"tensors": dict(tensors_of(model)), "exchanger": one.hand_over()}
                 for model, one in zip(self._models, self._exchangers(), strict=True)
             ],
             "loaders": self._data.hand_over(),
@@ -207,15 +207,15 @@ class Membership:
         return Came(ranks, self._data.join(ranks, state["loaders"]), plan)
 
     def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:
-        state = hand_over(self._control, self._circle, mine)
+        state = hand_over(self._control, lambda: self._circle.members[0], mine)
         if mine is None:
             with torch.no_grad():
                 for model, theirs in zip(self._models, state["models"], strict=True):
-                    for name, tensor in _tensors(model):
+                    for name, tensor in tensors_of(model):
                         tensor.copy_(theirs["tensors"][name])
         digest = xxhash.xxh3_64()
         for model in self._models:
-            for _, tensor in _tensors(model):
+            for _, tensor in tensors_of(model):
                 digest.update(bytes_of(tensor.contiguous().reshape(-1)))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
@@ -227,7 +227,7 @@ class Membership:
         return state
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What is the same on all workers, by name: parameters, frozen ones too, and buffers."""
     ignored = ignored_names(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,19 @@ from offbeat.errors import PlanError
 if TYPE_CHECKING:
     from offbeat.engine import Exchanger
 
+_log = logging.getLogger("offbeat")
+_shared: set[int] = set()  # open runs of several workers, by id
+
+
+def opened(run: object) -> None:
+    """A run of several workers is open: from now on a replica of no run trains apart from theirs."""
+    _shared.add(id(run))
+
+
+def closed(run: object) -> None:
+    """The run is over."""
+    _shared.discard(id(run))
+
 
 class Replica(torch.nn.Module):
     """Wraps the user's model; its gradients are averaged over all workers during backward.
@@ -21,15 +35,29 @@ class Replica(torch.nn.Module):
     As with DistributedDataParallel the user's model is `.module`, keys of `state_dict()` begin with ``module.``, and
     `no_sync()` accumulates. In addition attributes of the user's model can be read directly.
 
-    A copy (`copy.deepcopy`, such as for weight averaging) is a plain wrapper that does not communicate.
+    A copy (`copy.deepcopy`, such as for weight averaging, or one that was saved whole and loaded) is a plain wrapper
+    that does not communicate; it says so when it trains beside other workers.
+
+    Args:
+        module: the user's model.
+        reducer: keeps it equal with the other workers' replicas.
+        begins: called with this before each forward pass that trains.
+        join: what `join` does, with its arguments.
     """
 
+    _told_alone = False
+
     def __init__(
-        self, module: torch.nn.Module, reducer: Exchanger | None, begins: Callable[[], None] = lambda: None
+        self,
+        module: torch.nn.Module,
+        reducer: Exchanger,
+        begins: Callable[[Replica], None],
+        join: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.module = module
-        self._reducer, self._begins = reducer, begins
+        self._reducer: Exchanger | None = reducer
+        self._begins, self._join = begins, join
         self._trains_in = True  # the mode of the last forward pass that led to an exchange
         self.train(module.training)
 
@@ -45,14 +73,28 @@ class Replica(torch.nn.Module):
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reducer = self._reducer
         if reducer is None:
+            self._tell_alone()
             return False
         if not torch.is_grad_enabled():
             reducer.share.seen()
             return False
         if self.training == self._trains_in:  # else an evaluation that has gradients in vain
-            self._begins()
+            self._begins(self)
         reducer.on_forward((args, kwargs))
         return reducer.sync
+
+    def _tell_alone(self) -> None:
+        """Say once that this copy trains by itself, if it does and there are other workers."""
+        if self._told_alone or not _shared or not self.training or not torch.is_grad_enabled():
+            return
+        if any(p.requires_grad for p in self.parameters()):
+            self._told_alone = True
+            _log.warning(
+                "A copy of a replica of %s trains alone: it was copied, or saved whole and loaded, and belongs to no "
+                "run, so that nothing of it is averaged with other workers. Prepare its .module, and save and load "
+                "state_dict(); if it is to train alone, use its .module.",
+                type(self.module).__name__,
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
@@ -82,9 +124,37 @@ class Replica(torch.nn.Module):
             reducer.sync = before
 
     @contextmanager
-    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Does nothing: a prepared loader already lets workers with less data take part with weight 0."""
-        yield
+    def join(
+        self,
+        divide_by_initial_world_size: bool = False,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let workers make different numbers of steps in the block: who is done takes part with weight 0. Collective.
+
+        With a prepared loader there is nothing to do: it sees to that by itself. A worker that is done waits at the end
+        of the block, and goes on with the parameters, buffers and optimizer state of those that were there last.
+
+        Args:
+            divide_by_initial_world_size: whether sums of gradients go on to be divided by the number of all workers, as
+                DistributedDataParallel does by default; else by that of those that still have a gradient.
+            enable: False does nothing.
+            throw_on_early_termination: whether all end with an error as soon as one is done before the others.
+
+        Raises:
+            PlanError: if the plan does not allow it.
+            ModelError: on all, if one is done before the others and that is to be raised.
+        """
+        if self._reducer is None or not enable:
+            yield
+            return
+        with self._join(divides_by_all=divide_by_initial_world_size, raises=throw_on_early_termination):
+            yield
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it belongs to no run: a copy of the one that was prepared."""
+        return self._reducer is None
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what is sent is the plan's codec.
@@ -105,7 +175,7 @@ class Replica(torch.nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_begins": None}
+        return {**self.__dict__, "_reducer": None, "_begins": None, "_join": None, "_told_alone": False}
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

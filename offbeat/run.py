@@ -65,12 +65,15 @@ from offbeat.membership import Came, Membership
 from offbeat.naming import short_name
 from offbeat.plan import Plan
 from offbeat.rendezvous import ended, join, joins, leave_store, stay, store_of_job
-from offbeat.replica import Replica
+from offbeat.replica import Replica, closed, opened
 from offbeat.swapping import Swapping
 from offbeat.sync import BSP
-from offbeat.trainable import check_modules, check_optimizer, inventory, trainable
+from offbeat.trainable import Kinds, check_given, check_modules, check_optimizer, inventory, trainable
+from offbeat.uneven import UnevenInputs
+from offbeat.unprepared import StepCheck
 from offbeat.wire.culprit import END_OF_RUN, without_quoted
 from offbeat.wire.status import Status
+from offbeat.wrappers import WrapperCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,6 +90,7 @@ _MOST_SHOWN = 4096  # characters of a plan
 _MOST_EXPECTED = 1 << 53
 _runs: set[Run] = set()  # open ones
 _told: list[Run] = []  # to leave
+_apart: list[StepCheck] = []  # of this process's runs with several workers
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -100,6 +104,9 @@ def init(
 ) -> Run:
     """Join the other workers. Collective: every rank calls it.
 
+    One process takes part in one run at a time: that of a worker that is alone ends when another begins, as where a
+    notebook's cell is run again.
+
     It takes part in an already initialised process group; else it reads the environment that `offbeat run` and
     `torchrun` set; else this worker is alone.
 
@@ -112,7 +119,8 @@ def init(
             `offbeat run --history`, or none.
 
     Raises:
-        PlanError: if the plan cannot work here, or a folder cannot be written to.
+        PlanError: if the plan cannot work here, a folder cannot be written to, or this process is in a run with other
+            workers, which is open.
     """
     if plan is None:
         text = os.environ.get("OFFBEAT_PLAN")
@@ -132,6 +140,8 @@ def init(
         run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
     if history is None:
         history = os.environ.get("OFFBEAT_HISTORY") or None
+    for run in [one for one in _runs if one._pid == os.getpid()]:
+        run._make_way()
     return Run(
         plan,
         timeout=timeout,
@@ -206,8 +216,17 @@ class Run:
             models=self._models,
             begins=lambda: self._swapping.at_border(),
             draws=lambda: self._take_in(drawing=True),
+            tell=self._warn,
         )
         self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
+        self._uneven = UnevenInputs(
+            self._control,
+            self._diary,
+            prepared=self._prepared_models,
+            exchangers=self._reducers,
+            is_elastic=elastic,
+            tell=lambda text: self._tell_all("join", text),
+        )
         self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
         self._swapping = Swapping(
             plan,
@@ -272,6 +291,16 @@ class Run:
         except OffbeatError as error:
             self._close(error)
             raise
+        if self._has_others:
+            opened(self)
+            self._steps = StepCheck(self.world, self._warn)
+            self._resources.callback(self._steps.close)
+            _apart.append(self._steps)
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether other workers take part, or may."""
+        return self.world > 1 or self._joins is not None
 
     def _witness(self, watch: Watch, timeout: timedelta) -> Watched:
         circle = self._circle
@@ -325,7 +354,7 @@ class Run:
         self, model: torch.nn.Module, optimizer: OptimizerT, loader: Iterable[Any]
     ) -> tuple[Replica, OptimizerT, Any]: ...
     def prepare(
-        self, model: torch.nn.Module, optimizer: OptimizerT, loader: Iterable[Any] | None = None
+        self, model: torch.nn.Module, optimizer: OptimizerT, loader: Iterable[Any] | None = None, *others: object
     ) -> tuple[Replica, OptimizerT] | tuple[Replica, OptimizerT, Any]:
         """Make `model` one of `world` equal replicas. Collective: every rank calls it, with the same model.
 
@@ -341,6 +370,8 @@ class Run:
             ModelError: if the model, the optimizer or the loader cannot be prepared.
             DisagreementError: if the models differ between ranks; it names the first parameter that does.
         """
+        self._check_open("prepare a model")
+        check_given(loader, others)
         check_modules(model)
         parameters = trainable(model)
         check_optimizer(optimizer, model)
@@ -366,11 +397,24 @@ class Run:
         self._reducers.append(reducer)
         self._models.append(model)
         prepared_loader = None if loader is None else self._data.prepare(loader)
-        before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer, reducer))
+        kinds, wrappers = Kinds(parameters), WrapperCheck(model)
+        self._resources.callback(wrappers.close)
+
+        def step() -> None:
+            wrappers.step()
+            self._before_step(optimizer, reducer)
+
+        def begin(replica: Replica) -> None:
+            kinds.check()
+            wrappers.forward(replica)
+            if not self._uneven.is_open:
+                self._take_in(drawing=False)
+
+        before = optimizer.register_step_pre_hook(lambda *_: step())
         after = optimizer.register_step_post_hook(lambda *_: self._after_step(reducer, parameters))
         self._resources.callback(before.remove)
         self._resources.callback(after.remove)
-        replica = Replica(model, reducer, lambda: self._take_in(drawing=False))
+        replica = Replica(model, reducer, begin, self._join)
         if self._membership is not None and self._membership.is_due:
             if self._speaks_for_newcomers:
                 _log.warning("Rank %d is ready, and waits to be taken in behind one of their steps.", self.rank)
@@ -383,6 +427,8 @@ class Run:
             self._tell_all("membership", f"Rank {self.rank} has joined at version {self._server.version(one.number)}.")
         if not self._trains_since_s:
             self._trains_since_s, self._waited_before_s = self._clock.now_s(), self._waiter.waited_s
+        if self._has_others:
+            self._steps.prepared()
         self._write_start(model, reducer)
         self._diary.trains(len(self._reducers) - 1, self.plan, self.world, parameters.values())
         if prepared_loader is None:
@@ -404,6 +450,7 @@ class Run:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %s needs a prepared DataLoader.", short_name(self.plan.tuning))
+        self._data.stepped()
         self._swapping.take_plan()
         reducer.on_step()
         for group in optimizer.param_groups if self.world > 1 else ():
@@ -422,7 +469,9 @@ class Run:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
             weights = reducer.now.take_weights() if isinstance(reducer.now, SwapsTogether) else ()
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples, weights=weights)
-        if isinstance(reducer.now, SwapsTogether):
+        if self._uneven.is_open:
+            pass  # those that are done make no step, behind which all could confer
+        elif isinstance(reducer.now, SwapsTogether):
             called = reducer.now.take_call()
             looks = self.is_first
             wanted = self._swapping.calls(looks=looks)
@@ -441,6 +490,26 @@ class Run:
             self._drains = False
             for prepared in self._models:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
+
+    @contextmanager
+    def _join(self, *, divides_by_all: bool, raises: bool) -> Iterator[None]:
+        """What a replica's `join` does."""
+        self._check_open("join the other workers")
+        if self.world == 1 or self._data.loaders:
+            yield
+        elif self._server is None:
+            self._take_in(drawing=False)
+            with self._uneven.join(divides_by_all=divides_by_all, raises=raises):
+                yield
+        elif divides_by_all or raises:
+            option = "divide_by_initial_world_size" if divides_by_all else "throw_on_early_termination"
+            raise PlanError(
+                f"Cannot join with {option} at a server: it goes by what those bring that are there. Leave it out, or "
+                "use ProcessGroup() - at `plan.fabric`."
+            )
+        else:
+            yield
+            self.settle()
 
     def _confer(self) -> None:
         """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
@@ -484,6 +553,31 @@ class Run:
     def _speaks_for_newcomers(self) -> bool:
         """Whether this worker is the first of some that have joined together, whose log has nothing of the others'."""
         return self._joins is not None and os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def _warn(self, text: str) -> None:
+        """What this worker has to say about itself, once."""
+        _log.warning("%s", text)
+        self._meter.event("warning", text, self.step)
+
+    def _make_way(self) -> None:
+        """Another run is to begin in this process."""
+        if self._has_others:
+            raise PlanError(
+                f"Cannot begin a second run: this process is rank {self.rank} of {self.world} in one that is open. "
+                "Call run.close() first, or write with offbeat.init() as run: around what belongs together."
+            )
+        _log.warning(
+            "offbeat.init() is called a second time: the run that this process had open, at step %d, is closed. Train "
+            "with what the new run's prepare returns.",
+            self.step,
+        )
+        self.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ModelError(
+                f"Cannot {what}: this run is closed. Call run.close() behind all that the workers do together."
+            )
 
     def out_of_memory(self) -> None:
         """Give up the batch at hand, because it does not fit into memory; later ones of this worker are smaller.
@@ -637,6 +731,7 @@ class Run:
         Raises:
             ValueError: if all weights are 0, or `value` is no single number.
         """
+        self._check_open("take a mean over all workers")
         question, numbers = "the mean over all workers", (_number(value, "value") * weight, weight)
         if self._server is None:
             total, weights = self._control.sum(question, numbers)
@@ -654,6 +749,7 @@ class Run:
         With `LocalSGD` the workers average; with a parameter server each takes the newest parameters, once all are
         there. Otherwise they are equal already, and nothing happens.
         """
+        self._check_open("make replicas equal")
         for reducer in self._reducers:
             reducer.settle()
         if self._server is not None:
@@ -678,6 +774,7 @@ class Run:
             PlanError: if it cannot be; then nothing has changed.
             NetworkError: if the server is gone.
         """
+        self._check_open("swap the plan")
         self._swapping.swap(plan, **parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -704,6 +801,7 @@ class Run:
                 a job with a server, or has changed what others without one have handed it.
             DisagreementError: without a server, if the workers load different ones.
         """
+        self._check_open("load a checkpoint")
         if self._came_with:
             if self._held() != self._came_with:  # its replica would not be theirs, and nothing would say so
                 raise ModelError(
@@ -870,6 +968,7 @@ class Run:
         atexit.unregister(self._close_at_exit)
         self._swapping.close()
         _runs.discard(self)
+        closed(self)
         error = error or self._waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         if error is not None:
             self._say_last_words(error)
@@ -891,6 +990,9 @@ class Run:
         if self._watch is not None:
             self._watch.close(well=error is None)
         self._resources.close()
+        if self._has_others:
+            for one in self._prepared_models:
+                self._watch_late_steps(one.optimizer)
         self._release(orderly=error is None)
         return error
 
@@ -898,6 +1000,19 @@ class Run:
     def _told_at(self) -> int | None:
         """Behind which of its steps this worker leaves because it was told to; None if it was not."""
         return self.step if self in _told else None
+
+    def _watch_late_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say so if it steps behind the end."""
+
+        def tell(*_: object) -> None:
+            hook.remove()
+            _log.warning(
+                "Rank %d makes a step, and its run is closed: from here on its model is no longer that of the other "
+                "workers. Call run.close() behind the last step.",
+                self.rank,
+            )
+
+        hook = optimizer.register_step_pre_hook(tell)
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # what the interpreter dies of
@@ -1000,6 +1115,11 @@ def drain() -> bool:
             run._drains = asked = True
             _told.append(run)
     return asked
+
+
+def trained_unprepared() -> bool:
+    """Whether this process has trained beside other workers, and never prepared a model."""
+    return any(one.is_apart for one in _apart)
 
 
 def has_left() -> bool:

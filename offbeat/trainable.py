@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
 from offbeat.replica import Replica
+from offbeat.wrappers import is_sharded, wrapper_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
 _ORDER = "the order is prepare(model, optimizer, loader), with a torch.nn.Module and a torch.optim.Optimizer."
 
@@ -64,10 +66,23 @@ def check_modules(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"Cannot prepare {type(model).__name__} as a model: {_ORDER}")
     if isinstance(model, Replica):
+        if model.is_copy:
+            raise ModelError(
+                "Cannot prepare a copy of a replica, or one that was saved whole: it is a wrapper without a run. "
+                "Prepare its .module."
+            )
         raise ModelError("Cannot prepare a model twice: this one was returned by prepare. Prepare the original.")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if (found := wrapper_in(model)) is not None:
+        where, kind = found[0], type(found[1]).__name__
         raise ModelError(
-            "Cannot prepare a DistributedDataParallel model: it averages gradients by itself. Prepare its .module."
+            f"Cannot prepare {f'a model with a {kind} in it, {where}' if where else f'a {kind} model'}: it keeps "
+            "workers equal by itself. Prepare the model that was wrapped (of DistributedDataParallel its .module), or "
+            "leave out offbeat."
+        )
+    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise ModelError(
+            f"Cannot prepare a model whose {sharded[0]} is sharded: each worker holds a part of it, and offbeat keeps "
+            "whole replicas equal. Prepare the model as it was before it was sharded."
         )
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     for name, child in model.named_modules():
@@ -76,6 +91,55 @@ def check_modules(model: torch.nn.Module) -> None:
                 f"Cannot train {name or 'the model'} (SyncBatchNorm) on the CPU: torch has it for GPUs only. "
                 "Use BatchNorm, GroupNorm or LayerNorm."
             )
+
+
+def check_given(loader: object, others: Collection[object]) -> None:
+    """Refuse what is no loader, and what `prepare` does not take."""
+    if others:
+        kinds = ", ".join(type(one).__name__ for one in others)
+        raise ModelError(
+            f"Cannot prepare {kinds} behind a model, its optimizer and its loader: prepare takes no more. A scheduler "
+            "or a scaler stays as it is, a loader for evaluation is not prepared, a second model has its own prepare."
+        )
+    name = type(loader).__name__
+    if isinstance(loader, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ModelError(
+            f"Cannot prepare {name} as a loader: it is a scheduler, which stays as it is, and works on the optimizer "
+            f"as before; {_ORDER}"
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ModelError(
+            f"Cannot prepare {name} as a loader: it is a dataset, which has no batches. Give DataLoader({name}(...), "
+            "batch_size=...)."
+        )
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if loader is not None and (not is_iterable or isinstance(loader, torch.nn.Module | str | bytes)):
+        raise ModelError(f"Cannot prepare {name} as a loader: it is no iterable of batches; {_ORDER}")
+
+
+class Kinds:
+    """What a model's parameters were when it was prepared; gradients have their place in memory of that kind.
+
+    Args:
+        parameters: by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._were = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
+
+    def check(self) -> None:
+        """See that they still are.
+
+        Raises:
+            ModelError: if one has another dtype, or is on another device.
+        """
+        for name, parameter, dtype, device in self._were:
+            if parameter.dtype is not dtype or parameter.device != device:
+                raise ModelError(
+                    f"Cannot train {name}: it was {dtype} on {device} when the model was prepared, and is "
+                    f"{parameter.dtype} on {parameter.device} now. Convert and move the model before prepare; to "
+                    "compute in another dtype, use torch.autocast."
+                )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

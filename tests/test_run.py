@@ -22,7 +22,7 @@ import offbeat
 from offbeat.errors import DisagreementError, ModelError, NumericsError, PlanError
 from offbeat.fabric import Fabric, Offers, ProcessGroup
 from tests.parity import jobs
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 # -- what a DDP user's evaluation and checkpoint code expects ------------------------------------------------------
 
@@ -136,6 +136,40 @@ def test_lazy_parameters(run: offbeat.Run) -> None:
 def test_no_batches(run: offbeat.Run) -> None:
     with pytest.raises(ModelError, match="loader without batches"):
         run.prepare(*small(), [])
+
+
+def test_what_is_no_loader(run: offbeat.Run) -> None:
+    model, optimizer = small()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    data = TensorDataset(torch.ones(8, 20))
+    loader = DataLoader(data)
+    with pytest.raises(ModelError, match="Cannot prepare StepLR behind a model, its optimizer and its loader"):
+        run.prepare(model, optimizer, loader, scheduler)  # type: ignore[call-overload]
+    with pytest.raises(ModelError, match="Cannot prepare StepLR as a loader: it is a scheduler, which stays as it is"):
+        run.prepare(model, optimizer, scheduler)  # type: ignore[call-overload]
+    with pytest.raises(ModelError, match=r"it is a dataset, which has no batches. Give DataLoader\(TensorDataset"):
+        run.prepare(model, optimizer, data)  # type: ignore[call-overload]
+    with pytest.raises(ModelError, match="Cannot prepare int as a loader: it is no iterable of batches"):
+        run.prepare(model, optimizer, 5)  # type: ignore[call-overload]
+    assert len(run.prepare(model, optimizer, loader)) == 3, "nothing was claimed by what was refused"
+
+
+@pytest.mark.parametrize("plan", [offbeat.Plan(), offbeat.Plan(sync=offbeat.LocalSGD(4))], ids=["BSP", "LocalSGD"])
+def test_another_dtype_after_prepare(plan: offbeat.Plan) -> None:
+    model, optimizer = small()
+    with offbeat.init(plan) as run:
+        replica, optimizer = run.prepare(model, optimizer)
+        replica(torch.randn(2, 20)).sum().backward()
+        optimizer.step()
+        model.double()
+        with pytest.raises(
+            ModelError, match=r"0.weight: it was torch.float32 on cpu when .* is torch.float64 on cpu now"
+        ):
+            replica(torch.randn(2, 20).double())
+        with torch.no_grad():
+            replica(torch.randn(2, 20).double())
+        model.float()
+        replica(torch.randn(2, 20)).sum().backward()
 
 
 def test_a_timeout_of_nothing() -> None:
@@ -550,6 +584,61 @@ def trains_after_close() -> str:
 
 def test_replicas_do_not_drift_apart_in_silence_after_close() -> None:
     assert all("its run is closed" in text for text in run_workers(2, trains_after_close))
+
+
+def after_close() -> list[str]:
+    said, told = [], listen()
+    run = offbeat.init()
+    replica, optimizer = run.prepare(*small())
+    replica(torch.randn(4, 20)).sum().backward()
+    try:
+        offbeat.init()
+    except PlanError as error:
+        said.append(str(error))
+    run.close()
+    for late in (
+        lambda: run.mean(1.0),
+        run.settle,
+        lambda: run.swap(sync=offbeat.BSP()),
+        lambda: run.prepare(*small()),
+    ):
+        try:
+            late()
+        except ModelError as error:
+            said.append(str(error))
+    for _ in range(2):
+        optimizer.step()
+    assert run.state_dict()["models"][0]["step"] == 1
+    return said + told
+
+
+def test_what_comes_too_late_is_said() -> None:
+    closed = "this run is closed. Call run.close() behind all that the workers do together."
+    for rank, said in enumerate(run_workers(2, after_close)):
+        assert said == [
+            f"Cannot begin a second run: this process is rank {rank} of 2 in one that is open. Call run.close() first, "
+            "or write with offbeat.init() as run: around what belongs together.",
+            f"Cannot take a mean over all workers: {closed}",
+            f"Cannot make replicas equal: {closed}",
+            f"Cannot swap the plan: {closed}",
+            f"Cannot prepare a model: {closed}",
+            f"Rank {rank} makes a step, and its run is closed: from here on its model is no longer that of the other "
+            "workers. Call run.close() behind the last step.",
+        ]
+
+
+def test_a_second_run_of_a_worker_that_is_alone_ends_the_first() -> None:
+    told = listen()
+    first = offbeat.init()
+    first.prepare(*small())
+    with offbeat.init() as second:
+        assert len(told) == 1
+        assert "the run that this process had open, at step 0, is closed" in told[0]
+        with pytest.raises(ModelError, match="Cannot take a mean over all workers: this run is closed"):
+            first.mean(1.0)
+        assert second.mean(1.0) == 1.0
+    with offbeat.init():
+        assert len(told) == 1
 
 
 def compiled(backend: str) -> bool:

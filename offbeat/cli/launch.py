@@ -30,7 +30,7 @@ from rich.console import Console
 from offbeat.cli.shards import LocalShards
 from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker import REFUSED, VICTIM
-from offbeat.exits import LEFT, how_it_ended
+from offbeat.exits import LEFT, UNPREPARED, how_it_ended
 from offbeat.report.records import OF_JOB, Event, append
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Launch:
                     worker.ended_s = now_s
                     if worker.code < 0:  # else it could say so itself
                         self._record("killed", f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
-            failed = [w for w in self._workers if w.code not in (None, 0)]
+            failed = [w for w in self._workers if w.code not in (None, 0, UNPREPARED)]
             all_ended = self._is_over()
             if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
@@ -251,7 +251,9 @@ class Launch:
                 return self._mourn(failed)
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
-                return self._mourn(refused) if refused else 0
+                if refused:
+                    return self._mourn(refused)
+                return UNPREPARED if any(w.code == UNPREPARED for w in self._workers) else 0
 
     def _record(self, what: str, text: str, rank: int = OF_JOB) -> None:
         """Keep what the workers cannot say for the report."""
@@ -284,11 +286,12 @@ class Launch:
         culprits = [w for w in failed if w.code != VICTIM] or failed
         first = min(culprits, key=lambda w: (w.ended_s or 0.0, w.rank))
         host = socket.gethostname()
-        left = [w for w in self._workers if w.code == 0]
+        left = [w for w in self._workers if w.code in (0, UNPREPARED)]
         if first.code == VICTIM and left:
             ranks = ", ".join(str(w.rank) for w in left)
             self._console.print(
-                f"\nrank {ranks} on {host} ended with exit code 0 while the others still needed it.", style="bold red"
+                f"\nrank {ranks} on {host} ended with exit code {left[0].code} while the others still needed it.",
+                style="bold red",
             )
             return VICTIM
         self._console.print(f"\nrank {first.rank} on {host} {first.describe_end()}.", style="bold red")

@@ -3,7 +3,8 @@
     python -m offbeat.cli.worker script.py its arguments
 
 Exit codes: `REFUSED` if offbeat refused something, `VICTIM` if this worker only stopped because another was lost,
-`LEFT` (of `offbeat.exits`) if it was sent SIGTERM and left the others in order, else the script's own. However it ends,
+`LEFT` (of `offbeat.exits`) if it was sent SIGTERM and left the others in order, `UNPREPARED` if the script came to its
+end, but had trained without `run.prepare` beside other workers; else the script's own. However it ends,
 short of SIGKILL, its last records are written.
 """
 
@@ -19,7 +20,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, WorkerLostError
-from offbeat.exits import LEFT
+from offbeat.exits import LEFT, UNPREPARED
 from offbeat.wire.culprit import QUOTED
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def main() -> None:
         _trim(stop, script)
         traceback.print_exception(stop)
         _leave(128 + signal.SIGINT, stop)
+    if getattr(sys.modules.get("offbeat.run"), "trained_unprepared", bool)():
+        sys.exit(UNPREPARED)  # in order: the others are waited for
 
 
 def _trim(error: BaseException, script: str) -> None:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from offbeat.layout import Layout
     from offbeat.plan import Plan
 
+RUN_IS_CLOSED = (
+    "Cannot train this replica any further: its run is closed, and the other workers no longer take part. Close the "
+    "run after the last step, or go on alone with the replica's .module."
+)
+
 
 class Exchanger(Protocol):
     """Keeps one model together with the other workers' replicas.

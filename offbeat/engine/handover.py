@@ -14,21 +14,20 @@ import torch
 from offbeat.errors import NetworkError, PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from offbeat.engine.control import Control
-    from offbeat.fabric import Circle
 
 _MOST_BYTES = 32 << 20  # of one broadcast, but for a tensor that is larger
 _TENSOR = "tensor of this number"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def hand_over(control: Control, circle: Circle, state: Mapping[str, Any] | None) -> dict[str, Any]:
+def hand_over(control: Control, first: Callable[[], int], state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state of those that train, on all workers. Collective.
 
     Args:
-        circle: who takes part.
+        first: the first of those that have it and are still there.
         state: what this worker has: dicts with names, lists, numbers, text, tensors; None on a newcomer.
 
     Returns:
@@ -41,7 +40,7 @@ def hand_over(control: Control, circle: Circle, state: Mapping[str, Any] | None)
     tensors: list[torch.Tensor] = []
     mine = "" if state is None else json.dumps(_plain_of(state, tensors))
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    source, head, told = _tell(control, circle, "" if state is None else f"{json.dumps(shapes)}\n{mine}")
+    source, head, told = _tell(control, first, "" if state is None else f"{json.dumps(shapes)}\n{mine}")
     try:
         kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in json.loads(head)]
         plain = json.loads(told)
@@ -59,10 +58,10 @@ def hand_over(control: Control, circle: Circle, state: Mapping[str, Any] | None)
     return dict(state) if state is not None else _filled(plain, tensors)
 
 
-def _tell(control: Control, circle: Circle, mine: str) -> tuple[int, str, str]:
+def _tell(control: Control, first: Callable[[], int], mine: str) -> tuple[int, str, str]:
     """Who hands over; which tensors; what there is beside them."""
     while True:
-        is_first = control.rank == circle.members[0]
+        is_first = control.rank == first()
         told = control.texts("what newcomers are told", mine if is_first else mine[:1])
         if not any(told.values()):
             raise NetworkError("Cannot come in: all that trained are lost. Start the job again.")

@@ -26,6 +26,7 @@ import torch
 from offbeat.engine import inquiry, saved, sparse
 from offbeat.engine.arrivals import Arrivals
 from offbeat.engine.channel import Channel
+from offbeat.engine.exchanger import RUN_IS_CLOSED
 from offbeat.engine.flat import Entry, Flat
 from offbeat.engine.flight import Flight
 from offbeat.engine.share import Share
@@ -161,20 +162,28 @@ class Reducer:
             ModelError: if the run is closed and there were other workers: the replicas would silently drift apart.
         """
         if self._closed and self._channel.world > 1:
-            raise ModelError(
-                "Cannot train this replica any further: its run is closed, and the other workers no longer take part. "
-                "Close the run after the last step, or go on alone with the replica's .module."
-            )
+            raise ModelError(RUN_IS_CLOSED)
         if self.sync and not self._open:
             self._begin()
 
     def on_step(self) -> None:
         """The optimizer is about to step: take part now if this rank's backward reached no parameter."""
         if self.sync and self._forward_due and not self._exchanged:
-            self._open = self._any_fired = True
+            self._open = True
             self._reset_counts()
+            self._fire()
             self._fence()
         self._exchanged = False
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether there is a gradient that was not exchanged, because it is being accumulated."""
+        return any(entry.used for entry in self._entries.values())
+
+    def take_part(self) -> None:
+        """Exchange nothing, as a worker whose inputs have ended, while others have a gradient."""
+        self._forward_due, self._exchanged = True, False
+        self.on_step()
 
     def after_step(self) -> None:
         """Nothing to do: the gradient was exchanged before."""
@@ -264,7 +273,8 @@ class Reducer:
             return
         if not self._open:
             self._begin()
-        self._any_fired = True
+        if not self._any_fired:
+            self._fire()
         entry.fired += 1
         if not self._told_graph and parameter.grad is not None and parameter.grad.requires_grad:
             self._told_graph = True
@@ -300,6 +310,12 @@ class Reducer:
         # Runs when the outermost backward ends, after every gradient is complete.
         torch.autograd.Variable._execution_engine.queue_callback(self._fence)
 
+    def _fire(self) -> None:
+        """It is certain that something will be exchanged."""
+        self._any_fired = True
+        if self.share.asks is not None:
+            self.share.asks()
+
     def _reset_counts(self) -> None:
         for flat in self._flats:
             flat.missing = len(flat.entries)
@@ -316,7 +332,9 @@ class Reducer:
         for flight in self._flights:
             flight.look()
         weight, stamp = self.share.weight, self.share.stamp
-        flat.pack(scale=self.share.scale if weight else 0.0, check_finite=self._check_finite)
+        flat.pack(
+            scale=self.share.scale if weight and self.share.absent is None else 0.0, check_finite=self._check_finite
+        )
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
         self._flights.append(
             Flight(
@@ -391,7 +409,7 @@ class Reducer:
         self._open = self._any_fired = self._forward_due = False
         self._exchanged = True
         self._landmark = next((entry for entry in self._entries.values() if entry.parameter.grad is not None), None)
-        if unused and not self._told_unused and weight:
+        if unused and not self._told_unused and weight and self.share.absent is None:
             self._told_unused = True
             self._tell(step, "unused", f"step {step}: no gradient for {inquiry.some(unused)}; they contribute zeros.")
 

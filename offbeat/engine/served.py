@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from offbeat.engine import saved
+from offbeat.engine.exchanger import RUN_IS_CLOSED
 from offbeat.engine.finite import leave_out
 from offbeat.engine.flat import view_in
 from offbeat.engine.share import Share
@@ -88,6 +89,7 @@ class Served:
         self.staleness = 0  # of the last contribution: updates between its parameters and its own
         self._brought = 0.0  # weight of the last contribution
         self._computed = False  # a backward has run since the last step
+        self._closed = False
         self._optimizer, self._server, self._client = optimizer, server, server.client
         self._waiter, self._model = waiter, model
         self._parameters, self._in_place = dict(parameters), in_place
@@ -125,7 +127,13 @@ class Served:
         self._look_for_cleared()
 
     def on_output_grad(self) -> None:
-        """The outermost backward has begun; nothing is sent before the optimizer steps."""
+        """The outermost backward has begun; nothing is sent before the optimizer steps.
+
+        Raises:
+            ModelError: if the run is closed: the replicas would silently drift apart.
+        """
+        if self._closed:
+            raise ModelError(RUN_IS_CLOSED)
         self._look_for_cleared()
         self._computed = True
         self.share.backward()
@@ -300,6 +308,7 @@ class Served:
 
     def close(self) -> None:
         """Take the hooks off; the parameters stay as they are."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

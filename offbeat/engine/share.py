@@ -8,7 +8,7 @@ from offbeat.engine import saved
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Drawn(NamedTuple):
@@ -57,6 +57,9 @@ class Share:
         self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
         self.uncomputed = 0  # drawn since there was a gradient last
+        # Within `join`: called when this worker is about to exchange a gradient; its weight when it has no more inputs.
+        self.asks: Callable[[], object] | None = None
+        self.absent: float | None = None
 
     def draw(self, *, real: bool, source: int, weight: float = 1.0, samples: int = 0) -> None:
         """The prepared loader gave out a batch.
@@ -98,6 +101,8 @@ class Share:
 
         A second exchange with the same batch counts as the first did.
         """
+        if self.absent is not None:
+            return self.absent
         if self._drawn.batches:
             return self._drawn.weight / self._drawn.batches
         return 0.0 if self.padding else self._scale

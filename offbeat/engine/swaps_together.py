@@ -80,6 +80,15 @@ class SwapsTogether(Swappable):
             own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
             load(self._optimizer, self._parameters, own)
 
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether there is a gradient that was not exchanged, because it is being accumulated."""
+        return self._reducer.holds_gradient
+
+    def take_part(self) -> None:
+        """Exchange nothing, as a worker whose inputs have ended, while others have a gradient."""
+        self._reducer.take_part()
+
     def take_call(self) -> bool:
         """Whether a worker had called in the last exchange; the same on all. Once."""
         called, self._reducer.called = self._reducer.called, False

@@ -18,9 +18,9 @@ _HEAD = """# The command line
 Written by `make docs` from the commands' own help. `offbeat COMMAND --help` shows the same.
 
 Exit codes: 0 all is well; 2 offbeat refused something, or the workers disagreed, with one sentence that says why and
-the way out; 76 a worker left while the others still needed it; else that of the worker that was lost first (128 plus
-the signal's number if one killed it). With `offbeat --debug COMMAND` refusals show their traceback; `offbeat --version`
-prints the version.
+the way out; 76 a worker left while the others still needed it; 78 several workers trained to the end, and no model was
+prepared; else that of the worker that was lost first (128 plus the signal's number if one killed it). With
+`offbeat --debug COMMAND` refusals show their traceback; `offbeat --version` prints the version.
 """
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat
-from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError, PeerError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError, PeerError, PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.parity import jobs
@@ -73,6 +73,33 @@ def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]
             time.sleep(0.002 * rank)
         run.settle()
         return model.weight.detach().clone().flatten(), worst
+
+
+def push_within_join() -> torch.Tensor:
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(3000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with offbeat.init(offbeat.Plan(fabric=SERVER)) as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        with (
+            pytest.raises(PlanError, match="Cannot join with divide_by_initial_world_size at a server"),
+            replica.join(divide_by_initial_world_size=True),
+        ):
+            pass
+        with replica.join():
+            for step in range(3 + 2 * rank):
+                (model.weight * emitted(rank, step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().clone().flatten()
+
+
+def test_join_waits_for_all_at_a_server() -> None:
+    first, second = run_workers(2, push_within_join)
+    assert torch.equal(first, second)
+    both = torch.stack([emitted(rank, step) for rank in range(2) for step in range(3)]).sum(0) / 2
+    alone = torch.stack([emitted(1, step) for step in (3, 4)]).sum(0)
+    torch.testing.assert_close(first, -LR * (both + alone), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
