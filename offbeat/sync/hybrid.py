@@ -35,7 +35,7 @@ class Hierarchy:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """`inner` within each group, `outer` between the groups.
+    """Two policies in one: `inner` within each group of workers, `outer` between the groups.
 
     The inner policy sees the workers of its group alone. What it would apply is one contribution of the group, and the
     outer policy sees each group as one worker that has computed it. When the outer policy applies contributions of
@@ -120,11 +120,11 @@ class Hybrid:
         return self.inner.gated or self.outer.gated
 
     def contributes(self, step: int) -> Contributes:
-        """What the inner policy says."""
+        """Ask the inner policy."""
         return self.inner.contributes(step)
 
     def group_of(self, rank: int) -> int:
-        """Which group a worker is in."""
+        """The group that a worker is in."""
         if isinstance(self.groups, int):
             return rank // self.groups
         return next((i for i, group in enumerate(self.groups) if rank in group), len(self.groups) + rank)
