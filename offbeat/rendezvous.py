@@ -60,14 +60,18 @@ def join(waiter: Waiter) -> Store | None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
     if cuda:
         torch.cuda.set_device(local_rank)
-    store = _open_store(rank, world)
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    store = waiter.call(lambda: _open_store(rank, world), Awaited(f"the meeting of all workers at {where}"))
     roll = Roll(store, rank, world)
     waiter.witness = roll  # until there is a watch
     waiter.wait(roll, Awaited("the others to call offbeat.init()"))
     _choose_interface(world)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
+        waiter.call(
+            lambda: dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
+            ),
+            Awaited("the connection to the others"),
         )
     except RuntimeError as error:
         if "Gloo connect" not in str(error):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from offbeat import rendezvous
+from tests.cli.commands import clean_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,3 +60,21 @@ def test_the_first_machine_may_not_know_itself_by_that_name(chooses: Callable[..
     assert chooses(towards="127.0.0.1", outward=(("eth0", "10.0.0.1"),)) == "eth0"
     assert chooses(towards="127.0.0.1") is None, "one of two: Gloo's error names GLOO_SOCKET_IFNAME"
     assert chooses(towards="127.0.0.1", outward=(("eth0", "10.0.0.1"),), LOCAL_WORLD_SIZE="0") is None
+
+
+def test_the_first_one_there_says_where_it_waits() -> None:
+    """Nobody else may ever come: another address, another port, a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with subprocess.Popen(
+        [sys.executable, "-c", "import offbeat; offbeat.init(timeout=0.5)"],
+        env=clean_environment() | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        process.kill()
+    assert said.startswith("waiting 0.")
+    assert f" s in the meeting of all workers at 127.0.0.1:{port}; " in said

@@ -231,7 +231,8 @@ class Waiter:
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
             known = f". {server}" if server else "; no other worker can be asked why."
-            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s in {awaited}{known}")
+            step = f"step {awaited.step}: " if awaited.step >= 0 else ""
+            self._tell(f"{step}waiting {waited_s:.1f} s in {awaited}{known}")
             return True
         if findings.is_on_its_way and is_soon:
             return False
