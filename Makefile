@@ -36,6 +36,7 @@ results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.first_screen
 
 predictions: $(STAMP)  ## simulate again what was measured
 	for name in $(SCENARIOS); do \
@@ -48,8 +49,9 @@ growth: $(STAMP)  ## how long simulated steps take, with up to 1,000 workers (a 
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.page
 
-results-page: $(STAMP)
+results-page: $(STAMP)  ## write the page of results, and the picture of README.md's first screen
 	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.first_screen
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
