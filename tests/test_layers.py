@@ -12,6 +12,7 @@ import offbeat
 ROOT = Path(offbeat.__file__).parent
 TIERS = {
     "errors": -1,
+    "addition": 0,
     "clock": 0,
     "exits": 0,
     "topology": 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
@@ -298,6 +299,6 @@ def _blame(
 
 def _mean_rate(sent: Iterable[tuple[float, tuple[Apply, ...]]]) -> float:
     """The rate of several groups' contributions: each the sum of its inner updates' rates, weighted by samples."""
-    rates = [(weight, sum(apply.rate for apply in applies)) for weight, applies in sent if applies]
-    total = sum(weight for weight, _ in rates)
-    return sum(weight * rate for weight, rate in rates) / total if total else 1.0
+    rates = [(weight, add_up(apply.rate for apply in applies)) for weight, applies in sent if applies]
+    total = add_up(weight for weight, _ in rates)
+    return add_up(weight * rate for weight, rate in rates) / total if total else 1.0

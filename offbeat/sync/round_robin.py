@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Apply, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.state import changed
@@ -370,7 +371,7 @@ class RoundRobin:
             return state.share(push) if push in state.pending else 1.0
         own = state.pending[push]
         others = [rotation.weights.get(other, own) for other in rotation.order if other not in {worker, *_off(state)}]
-        return own / (own + sum(others)) if own else 0.0
+        return own / (own + add_up(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:
         cycles_s = _cycles_s(state)
