@@ -34,7 +34,7 @@ print(len(paths))
 LOAD = """
 import importlib, warnings
 warnings.simplefilter("error")
-for name in ("errors", "clock", "addition", "exits", "sync", "lab.enter", "wire.interfaces"):
+for name in ("errors", "clock", "addition", "exits", "sync", "lab.enter"):
     importlib.import_module(f"offbeat.{name}")
 from offbeat.sync import BSP, SSP, Hybrid
 print(Hybrid(BSP(), SSP(bound=2), groups=4), dir(importlib.import_module("offbeat"))[0])
