@@ -1,4 +1,4 @@
-PYTHON ?= python3.11
+PYTHON ?= $(shell for one in python3.11 python3.12 python3.13; do $$one -c '' 2>/dev/null && echo $$one && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -8,8 +8,8 @@ SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))
 .PHONY: demo test test-slow lint docs faults growth threads results results-page predictions clean
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "offbeat needs Python 3.11: install it, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3.11-venv)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,lab,plot,dev]"
 	touch $@
@@ -36,6 +36,7 @@ results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.first_screen
 
 predictions: $(STAMP)  ## simulate again what was measured
 	for name in $(SCENARIOS); do \
@@ -52,8 +53,9 @@ threads: $(STAMP)  ## what it brings that workers share the cores (a quiet machi
 	$(BIN)/python -m benchmarks.threads
 	$(BIN)/python -m benchmarks.page
 
-results-page: $(STAMP)
+results-page: $(STAMP)  ## write the page of results, and the picture of README.md's first screen
 	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.first_screen
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

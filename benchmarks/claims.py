@@ -75,15 +75,15 @@ THROUGHPUT = "throughput"
 TIME = "time per step"
 TO_TARGET = "time to target"
 BYTES = "bytes sent"
-POINTS = "final metric"
+POINTS = "difference of the final metric"
 STALEST = "largest staleness"
-UNEVEN = "variation of the server's link within a round"
+UNEVEN = "variation of the load on the server's link within a round"
 IDEAL = "throughput against ideal workers"
-JUMP = "rise of the training loss over the worst swap, beyond the largest rise without one,"
+JUMP = "largest rise of the training loss at a swap, less the largest where there is none,"
 DIFFERENCES = (POINTS, JUMP)
-NEVER = "rows that miss the target"
-COST = "seconds by which the worst fault made the others' longest step longer"
-BESIDE_BEST = "most time per step behind any one fault, as a multiple of the best row's that keeps its policy,"
+NEVER = "rows that do not reach the target"
+COST = "seconds that the others waited because of the worst fault"
+BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
 
 
 def ratio(report: Report, row: str, against: str, of: Callable[[Repeat], float | None]) -> float | None:

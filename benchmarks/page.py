@@ -33,10 +33,25 @@ Written by `make results-page` from the files in this folder; each was written b
 the scenario, the versions, the hardware and every step of every worker. Rows of one file ran interleaved on the same
 links. Compare ratios within a file, never seconds between files.
 
-The column "x ddp" (or another row's name) is the median over the repeats of the ratio to that row's run next to it, of
-times to target where there is one, else of seconds per sample, so it is not the quotient of the medians beside it. What
-[the other columns](../../docs/lab.md#what-is-measured) mean, and the limit of each row, stands with the lab.
+A row's time as a multiple of ddp's (or another row's) is below 1 if the row is faster. It is the median over the
+repeats of the ratio to that row's run next to it, of times to target where there is one, else of seconds per sample, so
+it is not the quotient of the medians beside it. More on [the other columns](../../docs/lab.md#what-is-measured), and on
+the physical limit of each row, stands with the lab.
 """
+_PLAIN = {
+    "row": "what was run",
+    "min": "least",
+    "max": "most",
+    "limit": "physical limit, ms per step",
+    "simulated": "simulated, ms per step",
+    "stale, mean/max": "staleness in steps, mean/most",
+    "MB sent": "MB sent per worker",
+    "link used": "server's link used",
+    "idle": "link idle",
+    "uneven": "variation of the link's load",
+    "s to target": "seconds to target",
+    "final": "metric at the end",
+}
 
 
 def measured() -> list[str]:
@@ -90,7 +105,10 @@ def _recoveries(report: Report) -> str:
                 " ".join(one.said),
             ]
         )
-    headings = ["row", "fault", "others, s", "simulated, s", "back, s", "steps redone", "what the job said"]
+    headings = [
+        "row", "what went wrong", "the others waited, s", "simulated, s", "all were back after, s", "steps made again",
+        "what the job said",
+    ]  # fmt: skip
     told = f"\nWhat [each fault cost](../../docs/lab.md#what-a-fault-cost):\n\n{_lines(headings, rows)}\n"
     return told + _behind_faults(report)
 
@@ -110,7 +128,15 @@ def _handovers(report: Report) -> str:
         ]
         for one in report.handovers
     ]
-    headings = ["row", "policy", "after, s", "agreed, ms", "longest step, ms more", "loss before", "loss after"]
+    headings = [
+        "row",
+        "new policy",
+        "swapped after, s",
+        "agreed upon within, ms",
+        "longest step then, ms more",
+        "loss before",
+        "loss after",
+    ]
     return f"\nWhat [each swap cost](../../docs/lab.md#what-a-swap-cost):\n\n{_lines(headings, rows)}\n"
 
 
@@ -245,8 +271,15 @@ def _table(report: Report) -> str:
     return _lines(*table(report))
 
 
+def _plain(heading: str) -> str:
+    """The heading of a column in words that need no legend; the terminal, which is narrower, has short ones."""
+    if heading.startswith("x "):
+        return f"time, as a multiple of {heading.removeprefix('x ')}'s"
+    return _PLAIN.get(heading, heading)
+
+
 def _lines(headings: list[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    lines = [[_plain(heading) for heading in headings], ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

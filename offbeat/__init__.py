@@ -6,7 +6,14 @@ Names are loaded when they are first used, so that the parts that need no torch 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Cannot use offbeat on {sys.platform}: it watches its processes by Linux's own means. Use a Linux "
+        "machine, a Linux container, or WSL 2."
+    )
 
 if TYPE_CHECKING:
     from offbeat.checkpoints import Checkpoints
@@ -80,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])

@@ -61,7 +61,7 @@ _seal = msgspec.json.Decoder(_Seal).decode
 
 
 class Checkpoints:
-    """The checkpoints of a job, in a folder that all its workers see.
+    """A folder of checkpoints, each written whole and checked when it is loaded; all workers of a job see it.
 
     Args:
         run: what trains.
@@ -99,7 +99,7 @@ class Checkpoints:
         self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
 
     def save(self) -> Path | None:
-        """Write one; the file, or None if another worker writes it, or it cannot be written, which is said.
+        """Write a checkpoint; the file, or None if another worker writes it, or it cannot be written, which is said.
 
         Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
         replicas differ (see `Run.settle`) settle before.
@@ -122,7 +122,7 @@ class Checkpoints:
         return path if is_written else None
 
     def load(self) -> bool:
-        """Go on from the newest that is whole; whether there is one. On every worker, after `prepare`.
+        """Load the newest checkpoint that is whole; whether there is one. On every worker, after `prepare`.
 
         One that is damaged is passed over, and named. A worker that has joined a job has what the others have, and
         loads nothing. A rank whose random generators were not saved, or not whole, leaves them as they are, which is

@@ -9,7 +9,10 @@ interleavings can be tested in milliseconds and the simulator can run a day in a
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Protocol
+
+from offbeat.errors import PlanError
 
 
 class Clock(Protocol):
@@ -71,3 +74,34 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"Cannot sleep {seconds} s: time does not run backwards.")
         self._now_s += seconds
+
+
+def to_timedelta(timeout: float | timedelta, cannot: str) -> timedelta:
+    """Convert a timeout, a number of seconds or a timedelta, into a timedelta above 0.
+
+    >>> to_timedelta(2.5, "Cannot wait")
+    datetime.timedelta(seconds=2, microseconds=500000)
+
+    Args:
+        timeout: as the user gave it.
+        cannot: how an error begins, such as "Cannot explain waits".
+
+    Raises:
+        PlanError: if it is neither, not finite, or not above 0.
+    """
+    if isinstance(timeout, timedelta):
+        span = timeout
+    else:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise PlanError(
+                f"{cannot} after {timeout!r}: give a number of seconds, or a datetime.timedelta, such as 5 or "
+                "timedelta(seconds=5)."
+            )
+        try:
+            span = timedelta(seconds=timeout)
+        except (OverflowError, ValueError) as error:  # infinite or huge; nan
+            shown = f"{timeout:g}" if isinstance(timeout, float) else "so many"
+            raise PlanError(f"{cannot} after {shown} s: give a finite number of seconds, such as 3600.") from error
+    if span <= timedelta(0):
+        raise PlanError(f"{cannot} after {span.total_seconds():g} s: the timeout must be above 0.")
+    return span

@@ -55,7 +55,9 @@ _CROSSED = ({ProcessGroup, ParameterServer}, {Elastic, ParameterServer})  # from
 
 @dataclass(frozen=True)
 class Plan:
-    """What is composed. The default is DistributedDataParallel's behaviour, bit for bit with two workers.
+    """A frozen description of how a job trains: policy, codec, fabric, batches, controller.
+
+    The default is DistributedDataParallel's behaviour, bit for bit with two workers.
 
     Args:
         sync: when a worker may go on.
@@ -88,7 +90,7 @@ class Plan:
         self.check()
 
     def check(self) -> None:
-        """Refuse what cannot work.
+        """Check that the parts can work together.
 
         Raises:
             PlanError: with what cannot be, why, and a way out.
@@ -176,7 +178,7 @@ class Plan:
                 ) from error
 
     def check_world(self, world: int) -> None:
-        """Refuse what cannot be with so many workers. One that is alone may try any plan.
+        """Check that the plan works with so many workers; one that is alone may try any plan.
 
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
@@ -187,7 +189,7 @@ class Plan:
                 _check_crowds(policy, "workers", [list(range(world))], "plan.controller")
 
     def swapped(self, part: str, *, whole: bool = False) -> Plan:
-        """This plan with another part, such as ``[sync]``, as it may come to hold while a job trains.
+        """Make this plan with another part, such as ``[sync]``, as it may come to hold while a job trains.
 
         A controller that is not named in the part lets go when a person swaps the policy: it would swap back.
 
@@ -209,7 +211,7 @@ class Plan:
         return new
 
     def controlled(self, sync: Policy) -> Plan:
-        """This plan with another of its controller's policies."""
+        """Make this plan with another of its controller's policies."""
         new = dataclasses.replace(self, sync=sync)
         self._check_swap(new)
         return new

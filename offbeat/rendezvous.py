@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from offbeat.engine import Awaited, Roll
 from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric import Elastic
+from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
     from offbeat.engine import Waiter
@@ -58,14 +60,45 @@ def join(waiter: Waiter) -> Store | None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
     if cuda:
         torch.cuda.set_device(local_rank)
-    store = _open_store(rank, world)
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    store = waiter.call(lambda: _open_store(rank, world), Awaited(f"the meeting of all workers at {where}"))
     roll = Roll(store, rank, world)
     waiter.witness = roll  # until there is a watch
     waiter.wait(roll, Awaited("the others to call offbeat.init()"))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
-    )
+    _choose_interface(world)
+    try:
+        waiter.call(
+            lambda: dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
+            ),
+            Awaited("the connection to the others"),
+        )
+    except RuntimeError as error:
+        if "Gloo connect" not in str(error):
+            raise
+        raise NetworkError(
+            f"Cannot connect rank {rank} on {socket.gethostname()} with the others: {str(error).splitlines()[0]}. Set "
+            "GLOO_SOCKET_IFNAME, on each machine, to the interface by which the others reach it; `offbeat doctor` "
+            "lists them."
+        ) from error
     return store
+
+
+def _choose_interface(world: int) -> None:
+    """Have Gloo listen where other machines reach this one, if its own name resolves to loopback, as on Debian."""
+    here = _number("LOCAL_WORLD_SIZE", 0)
+    if "GLOO_SOCKET_IFNAME" in os.environ or _is_file() or here == world:
+        return
+    own = resolve_hostname()
+    if own and not is_loopback(own):
+        return
+    outward = {name: one for name, one in interface_addresses().items() if one and not is_loopback(one)}
+    towards_first = address_towards(os.environ.get("MASTER_ADDR", ""))
+    names = [name for name, one in outward.items() if one == towards_first]
+    if not names and here and len(outward) == 1:  # the first machine was named, and its name resolves to loopback there
+        names = list(outward)
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def joins() -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ def closed(run: object) -> None:
 
 
 class Replica(torch.nn.Module):
-    """Wraps the user's model; its gradients are averaged over all workers during backward.
+    """The model as `run.prepare` returns it: backward averages its gradients over all workers.
 
     As with DistributedDataParallel the user's model is `.module`, keys of `state_dict()` begin with ``module.``, and
     `no_sync()` accumulates. In addition attributes of the user's model can be read directly.
@@ -62,7 +62,7 @@ class Replica(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's model returns, unchanged."""
+        """Call the user's model, and return what it returns, unchanged."""
         watched = self._before_forward(args, kwargs)
         output = self.module(*args, **kwargs)
         if watched:
@@ -157,7 +157,7 @@ class Replica(torch.nn.Module):
         return self._reducer is None
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Refused: what is sent is the plan's codec.
+        """Refuse the hook, since the plan's codec decides what is sent.
 
         Raises:
             PlanError: always.

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from offbeat.clock import WallClock
+from offbeat.clock import WallClock, to_timedelta
 from offbeat.data import Data
 from offbeat.engine import (
     Awaited,
@@ -97,12 +97,12 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def init(
     plan: Plan | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
     history: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Join the other workers. Collective: every rank calls it.
+    """Join the other workers of a job and return this worker's `Run`. Collective: every rank calls it.
 
     One process takes part in one run at a time: that of a worker that is alone ends when another begins, as where a
     notebook's cell is run again.
@@ -112,7 +112,8 @@ def init(
 
     Args:
         plan: what is composed; that of `offbeat run --plan`, or `Plan()`, if None.
-        timeout: a wait longer than this is explained (who has not arrived, and why); 5 s, or that of `offbeat run`.
+        timeout: a wait longer than this is explained (who has not arrived, and why): seconds, or a timedelta; 5 s, or
+            that of `offbeat run`.
         run_dir: where metrics are written; that of `offbeat run`, or nowhere.
         seed: of the order in which a prepared loader deals out samples.
         history: folder in which this worker records what it has after each step, for `offbeat verify-run`; that of
@@ -130,12 +131,7 @@ def init(
     if timeout is None:
         text = os.environ.get("OFFBEAT_TIMEOUT_S")
         timeout = _timeout(text) if text else _TIMEOUT
-    if not isinstance(timeout, timedelta):
-        raise PlanError(
-            f"Cannot explain waits after {timeout!r}: give a datetime.timedelta, such as timedelta(seconds=5)."
-        )
-    if timeout <= timedelta(0):
-        raise PlanError(f"Cannot explain waits after {timeout.total_seconds()} s: the timeout must be above 0.")
+    timeout = to_timedelta(timeout, "Cannot explain waits")
     if run_dir is None:
         run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
     if history is None:
@@ -152,7 +148,7 @@ def init(
 
 
 class Run:
-    """One worker's part in a job. Made by `init`."""
+    """A worker's handle on its job: it prepares the model, and knows rank, step and plan. Made by `init`."""
 
     def __init__(
         self, plan: Plan, *, timeout: timedelta, run_dir: Path | None, seed: int, history: Path | None = None
@@ -338,7 +334,7 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """The one that holds."""
+        """The plan that holds; a swap changes it."""
         return self._swapping.plan
 
     @property
@@ -670,7 +666,7 @@ class Run:
 
     @property
     def has_data(self) -> bool:
-        """False while a prepared loader repeats the last batch, which then does not count."""
+        """Whether the batch at hand counts; False while a prepared loader repeats its last one."""
         return self._data.has_data
 
     @property
@@ -758,7 +754,7 @@ class Run:
                 reducer.refreshed()
 
     def swap(self, plan: Plan | None = None, **parts: Any) -> None:
-        """Have another synchronization policy decide from now on, such as ``run.swap(sync=SSP(4))``, for all workers.
+        """Swap the policy while training, for all workers, such as ``run.swap(sync=SSP(4))``.
 
         Any worker may call it, at any time, or all. All are asked, and then it holds for all at once, between two
         updates: nothing that was computed or is on its way is lost. If one cannot go by it, the present one goes on.

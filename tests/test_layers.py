@@ -14,6 +14,7 @@ TIERS = {
     "errors": -1,
     "sealed": -1,
     "toml_text": 0,
+    "addition": 0,
     "clock": 0,
     "exits": 0,
     "topology": 0,

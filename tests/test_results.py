@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claims import CLAIMS, IDEAL
+from benchmarks.first_screen import PICTURE, ROWS, course, draw
 from benchmarks.page import PAGE, RESULTS, measured, page
 from offbeat.lab import results
 from offbeat.scenario import Scenario
@@ -68,3 +70,39 @@ def test_the_readme_quotes_the_files() -> None:
         row = next(row for row in report.rows if row.row == "offbeat")
         (quoted,) = re.findall(rf"\| \[{name}\]\([^)]*\) \|.*\| ([\d.]+) x \|", text)
         assert quoted == f"{row.ratio_to_baseline:.3f}"
+
+
+def test_the_readme_shows_before_it_tabulates() -> None:
+    """What it is, the change to a script, the commands, one picture, and why; only then tables."""
+    text = (ROOT / "README.md").read_text()
+    first, table = text.split("\n|", 1)
+    order = ["# offbeat", "```diff", "offbeat run --workers", f"]({PICTURE.relative_to(ROOT)})", "Why you may want it"]
+    assert sorted(order, key=first.index) == order
+    assert len(first.splitlines()) <= 45, "a screen"
+    for words in ("of times less is better", "the room"):
+        assert words not in text
+    assert "| --- |" in table
+
+
+def test_the_picture_of_the_readme_is_made_from_a_result(tmp_path: Path) -> None:
+    report = results.read(RESULTS / "kill.json")
+    draw(report, tmp_path / "drawn.png")
+    width, height = (int.from_bytes((tmp_path / "drawn.png").read_bytes()[at : at + 4]) for at in (16, 20))
+    assert (width, height) == (1200, 435)
+    assert PICTURE.stat().st_size > 10_000
+    longest = {}
+    for row in ROWS:
+        times_s, steps = course(report, row)
+        assert steps == list(range(steps[0], steps[0] + len(steps))), "each step once"
+        longest[row] = max(later - earlier for earlier, later in itertools.pairwise(times_s))
+    usual_s = report.rows[0].seconds_per_step.median
+    assert longest["elastic"] < 2 * usual_s
+    assert longest["asp"] < 2 * usual_s
+    assert longest["ddp+restarts"] > 11, "what README.md says"
+
+
+def test_columns_have_plain_headings() -> None:
+    headings = {cell for line in re.findall(r"(\|.*)\n\| --- \|", page()) for cell in line.strip("| ").split(" | ")}
+    assert "physical limit, ms per step" in headings
+    assert not headings & {"row", "limit", "uneven", "idle", "final", "stale, mean/max", "others, s", "back, s", "min"}
+    assert not [heading for heading in headings if re.match(r"x \w", heading)]

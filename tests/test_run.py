@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +174,6 @@ def test_another_dtype_after_prepare(plan: offbeat.Plan) -> None:
         replica(torch.randn(2, 20)).sum().backward()
 
 
-def test_a_timeout_of_nothing() -> None:
-    from datetime import timedelta
-
-    with pytest.raises(PlanError, match="above 0"):
-        offbeat.init(timeout=timedelta(0))
-
-
 def test_no_plan() -> None:
     with pytest.raises(PlanError, match=r"Cannot use \{\} as a plan: make one with offbeat.Plan"):
         offbeat.init({})  # type: ignore[arg-type]
@@ -324,9 +319,29 @@ def test_a_plan_for_more_workers_is_refused() -> None:
         assert refused.startswith("Cannot make updates of 3 contributions with 2 workers")
 
 
-def test_a_timeout_is_a_span_of_time() -> None:
-    with pytest.raises(PlanError, match=r"Cannot explain waits after 60: give a datetime.timedelta"):
-        offbeat.init(timeout=60)  # type: ignore[arg-type]
+@pytest.mark.parametrize("timeout", [5, 0.5, timedelta(seconds=5)], ids=repr)
+def test_a_timeout_is_a_number_of_seconds_or_a_timedelta(timeout: float | timedelta) -> None:
+    with offbeat.init(timeout=timeout) as run:
+        assert run.world == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout", "says"),
+    [
+        (timedelta(0), "after 0 s: the timeout must be above 0"),
+        (-1, "after -1 s: the timeout must be above 0"),
+        (0.0, "after 0 s: the timeout must be above 0"),
+        (math.inf, "after inf s: give a finite number of seconds"),
+        (math.nan, "after nan s: give a finite number of seconds"),
+        (10**5000, "after so many s: give a finite number of seconds"),
+        (True, "after True: give a number of seconds, or a datetime.timedelta"),
+        ("5", "after '5': give a number of seconds, or a datetime.timedelta"),
+    ],
+    ids=["timedelta(0)", "-1", "0", "inf", "nan", "huge", "True", "text"],
+)
+def test_other_timeouts_are_refused(timeout: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=f"^Cannot explain waits {says}"):
+        offbeat.init(timeout=timeout)
 
 
 def overflow(policy: str) -> dict[str, Any]:

@@ -88,6 +88,61 @@ def test_public_names_have_docstrings(name: str) -> None:
                 assert inspect.getdoc(getattr(thing, method)), f"{name}.{method} has no docstring"
 
 
+def first_lines() -> dict[str, str]:
+    """The first line of the docstring of each public name, and of each public method of a class: an IDE's tooltip."""
+    things = {name: getattr(offbeat, name) for name in NAMES}
+    things |= {f"testing.{name}": getattr(offbeat.testing, name) for name in TESTING}
+    for name, thing in list(things.items()):
+        if inspect.isclass(thing):
+            members = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
+            things |= {
+                f"{name}.{key}": value
+                for key, value in members.items()
+                if inspect.isroutine(value) or (isinstance(value, property) and value.__doc__)
+            }
+    return {name: (inspect.getdoc(thing) or "").partition("\n")[0] for name, thing in things.items()}
+
+
+# A line that begins so makes sense only to who has read what stands around it.
+NO_SUBJECT = re.compile(
+    r"(What|Who|Whoever|Whose|Of|One|Those|These|This|That|It|Its|They|Each|All(?!-)|Some|Nobody|Nothing|Somebody|Everyone|"
+    r"Everybody|No|As|At|By|For|From|In|On|With|Under|Once|Does|Has|Had|Is|Are|Was|Were|Begins|Describes|Wraps|Refused|"
+    r"False|True|`\w+`)\b"
+)
+
+
+def test_first_lines_say_what_it_is() -> None:
+    """Each is a noun phrase or an imperative that stands by itself, and is not cut off."""
+    for name, line in first_lines().items():
+        assert not NO_SUBJECT.match(line), f"{name}: {line}"
+        assert len(line.split()) > 2, f"{name}: {line}"
+        assert re.search(r"[.:]$", line), f"{name} goes on in the next line: {line}"
+        assert not re.search(r"\brooms?\b", line), f"{name} is in this house's words: {line}"
+    again = [line for name, line in first_lines().items() if "." not in name]
+    assert len(set(again)) == len(again)
+
+
+def test_dir_shows_public_names_alone() -> None:
+    """Also once its modules are loaded, which then are attributes; names are loaded when they are used, as before."""
+    code = (
+        "import offbeat, sys; assert 'offbeat.plan' not in sys.modules; offbeat.Plan();"
+        "assert 'plan' in vars(offbeat); print(*dir(offbeat)); offbeat.plan; from offbeat import *; SSP(4)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, timeout=20, capture_output=True, text=True).stdout
+    assert set(shown.split()) == {*NAMES, "__version__"}
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_than_linux_are_refused_in_a_sentence(platform: str) -> None:
+    code = f"import sys; sys.platform = {platform!r}; import offbeat"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=20, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: Cannot use offbeat on {platform}: it watches its processes by Linux's own means. Use a "
+        "Linux machine, a Linux container, or WSL 2."
+    )
+
+
 def modules() -> list[str]:
     return [m.name for m in pkgutil.walk_packages(offbeat.__path__, "offbeat.") if not m.name.endswith("__main__")]
 

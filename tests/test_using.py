@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.plan import Plan
@@ -43,6 +46,23 @@ def test_checkpoints_go_out_and_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_plan_is_one() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert Plan.from_toml(block) == Plan(codec=offbeat.Cast("bf16"))
+
+
+def test_every_option_of_ddp_is_there() -> None:
+    """Those of the torch that is installed; and what its model has beside them."""
+    (table,) = re.findall(r"\| DDP's option .*?\n\n", PAGE, re.DOTALL)
+    options = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
+    missing = {name for name in options | {"register_comm_hook", "join", "no_sync"} if f"`{name}`" not in table}
+    assert not missing
+
+
+def test_arguments_stand_there_with_their_defaults() -> None:
+    (shown,) = re.findall(r"\| `offbeat\.init\((.*?)\)` \|", PAGE)
+    assert [one.partition("=")[0] for one in shown.split(", ")] == list(inspect.signature(offbeat.init).parameters)
+    assert "seed=0" in shown
+    assert "timeout=5" in shown
+    weight = inspect.signature(offbeat.Run.mean).parameters["weight"]
+    assert f"`run.mean(value, weight={weight.default})`" in PAGE
 
 
 def test_every_public_name_of_a_run_is_there() -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import ipaddress
 import os
 import platform
 import resource
 import secrets
 import shutil
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,6 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.wire.interfaces import interface_addresses, is_loopback, resolve_hostname
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -38,7 +38,6 @@ _CHUNK = 1 << 20
 _FEW_FILES = 1024
 _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SLOW_GBPS = 1.0
-_SIOCGIFADDR = 0x8915
 _OLDEST_TORCH = (2, 9)
 
 
@@ -123,44 +122,12 @@ def check_torch() -> Iterator[Finding]:
         yield Finding("nccl", "missing", "note", "gradients of GPUs need NCCL", "install a CUDA build of torch")
 
 
-def interface_addresses() -> dict[str, str]:
-    """IPv4 address of each interface; "" for one without."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            found[name] = _address_of(probe, name)
-    return found
-
-
-def _address_of(probe: socket.socket, interface: str) -> str:
-    import fcntl
-
-    try:
-        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    except OSError:
-        return ""
-    return socket.inet_ntoa(packed[20:24])
-
-
 def check_interfaces(addresses: Mapping[str, str]) -> Finding:
     """What networks there are."""
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
     if not shown:
         return Finding("interfaces", "none", "bad", "no interface has an address", "ip link set lo up")
     return Finding("interfaces", shown)
-
-
-def resolve_hostname() -> str:
-    """The address Gloo takes for this machine's name: the first, IPv4 or IPv6, that can be bound; "" if none can."""
-    try:
-        entries = socket.getaddrinfo(socket.gethostname(), None, 0, socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, address in entries:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return str(address[0])
-    return ""
 
 
 def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], resolve: Callable[[], str]) -> Finding:
@@ -180,7 +147,7 @@ def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], res
         reason = f"the hostname {socket.gethostname()} does not resolve to its own address; Gloo takes loopback"
         return Finding("gloo would use", "lo", "note", reason, remedy or "add the hostname to /etc/hosts")
     name = next((name for name, other in addresses.items() if other == address), "")
-    loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    loopback = is_loopback(address)
     if ":" in address and not loopback:
         return Finding("gloo would use", f"{address} (the hostname's)")
     if not name and not loopback:

@@ -23,7 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast:
-    """Send every element as bf16 or fp16.
+    """A codec that sends every element in 16 bits, as bf16 or fp16.
 
     Raises:
         PlanError: if `dtype` is neither.
@@ -43,11 +43,11 @@ class Cast:
         return frozenset({Sum})
 
     def init(self, bucket: Bucket) -> State:
-        """No state."""
+        """Make the state of a bucket, which is empty."""
         return {}
 
     def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
-        """One round: the gradient in 16 bits."""
+        """Exchange the gradient in 16 bits, in one round."""
         wire = grad.to(_DTYPES[self.dtype])
         sent = wire.to(grad.dtype) if keep_sent else None
         reply = yield Sum(wire)

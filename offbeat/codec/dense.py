@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense:
-    """Send every element in the gradient's own dtype.
+    """The codec that sends every element in the gradient's own dtype; the default.
 
     >>> Dense()
     Dense()
@@ -27,11 +27,11 @@ class Dense:
         return frozenset({Sum})
 
     def init(self, bucket: Bucket) -> State:
-        """No state."""
+        """Make the state of a bucket, which is empty."""
         return {}
 
     def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
-        """One round: the gradient as it is."""
+        """Exchange the gradient as it is, in one round."""
         sent = grad.clone() if keep_sent else None
         reply = yield Sum(grad)
         assert isinstance(reply, Total)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ByProgress:
-    """Begins with the first of `policies`, and goes on with the next at each part of `steps`.
+    """A controller that goes from one policy to the next as training goes on (Sync-Switch), at parts of `steps`.
 
     Early gradients tolerate little staleness, later ones more: begin with `BSP`, and go on with `ASP` after a quarter
     or a half. It never goes back to an earlier policy.

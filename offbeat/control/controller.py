@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from offbeat.addition import add_up
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -92,7 +94,7 @@ class Metrics:
     def steps(self) -> float:
         """Contributions of each worker, on average."""
         steps = self.readings[-1].steps.values()
-        return sum(steps) / len(steps) if steps else 0.0
+        return add_up(steps) / len(steps) if steps else 0.0
 
     def pace(self, policy: Policy, last_s: float) -> float | None:
         """Samples per second of each worker under a policy, going by `paces` of the last seconds; None if unknown."""
@@ -105,7 +107,7 @@ class Metrics:
         here = [] if then is None else sorted(now.waited_s.keys() & then.waited_s.keys())
         if then is None or not here:
             return None
-        waited_s = sum(now.waited_s[worker] - then.waited_s[worker] for worker in here)
+        waited_s = add_up(now.waited_s[worker] - then.waited_s[worker] for worker in here)
         return waited_s / (len(here) * (now.at_s - then.at_s))
 
     def imbalance(self, last_s: float) -> float | None:
@@ -120,8 +122,8 @@ class Metrics:
         if then is None:
             return None
         if here := now.would_s.keys() & then.would_s.keys():
-            would_s = sum(now.would_s[worker] - then.would_s[worker] for worker in sorted(here))
-            waited_s = sum(now.waited_s[worker] - then.waited_s[worker] for worker in sorted(here))
+            would_s = add_up(now.would_s[worker] - then.would_s[worker] for worker in sorted(here))
+            waited_s = add_up(now.waited_s[worker] - then.waited_s[worker] for worker in sorted(here))
             whole_s = len(here) * (now.at_s - then.at_s) - waited_s + would_s
             return would_s / whole_s if len(here) > 1 and whole_s > 0 else None
         each_s = []
@@ -132,7 +134,7 @@ class Metrics:
                 return None
             each_s.append(busy_s / max(1, steps))
         longest_s = max(each_s, default=0.0)
-        return 1 - sum(each_s) / len(each_s) / longest_s if len(each_s) > 1 and longest_s > 0 else None
+        return 1 - add_up(each_s) / len(each_s) / longest_s if len(each_s) > 1 and longest_s > 0 else None
 
     def _at(self, last_s: float) -> Reading | None:
         """The last reading that is at least so old; None if there is none."""

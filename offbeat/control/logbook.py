@@ -11,6 +11,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.control.controller import Reading
 from offbeat.control.past import Past
 from offbeat.sync import Adopted, Apply, Drop, Evict, Grant, Joined, Left, Pushed, Ready, Release
@@ -119,8 +120,8 @@ class Logbook:
         each = [tuple(self._pages[worker].brought) for worker in workers]
         if not each or any(len(brought) <= _PACED or brought[-1][0] <= brought[0][0] for brought in each):
             return
-        per_s = sum(
-            sum(weight for _, weight in later) / (later[-1][0] - first_s) for (first_s, _), *later in each
+        per_s = add_up(
+            add_up(weight for _, weight in later) / (later[-1][0] - first_s) for (first_s, _), *later in each
         ) / len(each)
         self._past.brought(per_s)
 

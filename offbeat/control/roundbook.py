@@ -13,6 +13,7 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.control.controller import Reading
 from offbeat.control.past import Past
 
@@ -63,7 +64,7 @@ class Roundbook:
             books.clear()
             books.update(mine)
         for rank, steps_s in known.items():
-            each_s = sum(steps_s) / max(1, len(steps_s))
+            each_s = add_up(steps_s) / max(1, len(steps_s))
             before_s = self._computing_s.get(rank, each_s)
             self._computing_s[rank] = before_s + _LATEST * (each_s - before_s)
         self._look_at_pace(at_s, samples)
@@ -90,17 +91,17 @@ class Roundbook:
         self._brought.append((at_s, samples))
         (first_s, _), *later = self._brought
         if len(later) == _PACED and at_s > first_s:
-            self._past.brought(sum(count for _, count in later) / (at_s - first_s))
+            self._past.brought(add_up(count for _, count in later) / (at_s - first_s))
 
 
 def _at_the_end(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """How long each waited for the last one, if all met behind these steps."""
-    whole_s = {rank: sum(steps_s) for rank, steps_s in times.items()}
+    whole_s = {rank: add_up(steps_s) for rank, steps_s in times.items()}
     longest_s = max(whole_s.values(), default=0.0)
     return {rank: longest_s - own_s for rank, own_s in whole_s.items()}
 
 
 def _in_every_step(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """How long each would have waited if all had met behind each of these steps."""
-    longest_s = sum(map(max, zip(*times.values(), strict=True)))
-    return {rank: longest_s - sum(steps_s) for rank, steps_s in times.items()}
+    longest_s = add_up(map(max, zip(*times.values(), strict=True)))
+    return {rank: longest_s - add_up(steps_s) for rank, steps_s in times.items()}

@@ -17,7 +17,7 @@ _MOST_DOUBLINGS = 3
 
 @dataclass(frozen=True)
 class WaitThreshold:
-    """Has `loose` decide while workers would wait too much under `tight`.
+    """A controller that has `loose` decide while workers would wait too much for each other under `tight`.
 
     Under `tight` it looks at the share of their time that workers have spent waiting for others, with what they wait
     now: a worker that is stopped is noticed while it is. Under `loose` hardly anybody waits, so there it looks at how

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.addition import add_up
 from offbeat.payload import Contribution, Gather
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def combine(entry: Entry, reply: list[Contribution]) -> torch.Tensor | None:
     Returns:
         [n, ...] the values of the mean, or None.
     """
-    weight = sum(float(c.tensors[2][0]) for c in reply) / len(reply)
+    weight = add_up(float(c.tensors[2][0]) for c in reply) / len(reply)
     if not any(float(c.tensors[2][1]) for c in reply) or weight == 0:
         return None
     indices = torch.cat([c.tensors[0] for c in reply], dim=1)

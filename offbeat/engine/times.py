@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.addition import add_up
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -77,4 +79,4 @@ def folded(own: Sequence[float], steps: int) -> list[float]:
     [3.0, 3.0]
     """
     more = max(0, len(own) - steps)
-    return [sum(own[: more + 1]), *own[more + 1 :]] if more else list(own)
+    return [add_up(own[: more + 1]), *own[more + 1 :]] if more else list(own)

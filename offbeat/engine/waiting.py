@@ -237,7 +237,8 @@ class Waiter:
         if findings is None:
             known = f". {server}" if server else "; no other worker can be asked why."
             where = f"{'in' if awaited.is_exchange else 'for'} {awaited}"
-            self._tell(f"step {awaited.step}: waiting {waited_s:.1f} s {where}{known}")
+            step = f"step {awaited.step}: " if awaited.step >= 0 else ""
+            self._tell(f"{step}waiting {waited_s:.1f} s {where}{known}")
             return True
         if findings.is_on_its_way and is_soon:
             return False

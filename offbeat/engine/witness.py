@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
 import socket
-import struct
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +18,7 @@ from offbeat.engine.roll import look_at
 from offbeat.errors import NetworkError
 from offbeat.wire import Diagnosis, Watch, explain
 from offbeat.wire.culprit import END_OF_RUN, Culprit, gone
+from offbeat.wire.interfaces import address_towards, interface_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +35,6 @@ _ASK_LEAST = timedelta(seconds=0.2)
 _MOST_STACKS = 4
 # A stack tells more about these than the reason does.
 _HAVE_A_STACK = frozenset({"computing", "sleeping", "gil", "starting"})
-_SIOCGIFADDR = 0x8915
 
 
 class Watched:
@@ -222,12 +220,12 @@ def _machine() -> str:
 
 def _address() -> str:
     """This machine's address on the network that Gloo uses."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-        # Connecting a datagram socket sends nothing; it chooses the address by which that host would be reached.
-        probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
-        address: str = probe.getsockname()[0]
-        return address
+    interface, first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("MASTER_ADDR", "")
+    address = interface_address(interface) if interface else address_towards(first or socket.gethostname())
+    if not address:
+        raise NetworkError(
+            f"Cannot tell at which address the other machines reach this one, {socket.gethostname()}: "
+            f"GLOO_SOCKET_IFNAME is {interface!r} and MASTER_ADDR {first!r}. Set GLOO_SOCKET_IFNAME to the interface "
+            "by which they do; `offbeat doctor` lists them."
+        )
+    return address

@@ -48,7 +48,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 @dataclass(frozen=True)
 class Elastic:
-    """All-reduce between CPUs that goes on without the workers it loses; where Gloo is.
+    """All-reduce that goes on without the workers it loses; over Gloo, so on CPUs.
 
     >>> Elastic()
     Elastic()
@@ -59,7 +59,7 @@ class Elastic:
         return Offers()
 
     def bind(self, circle: Circle) -> BoundElastic:
-        """One worker's end. Collective: every rank calls it."""
+        """Make one worker's end of it. Collective: every rank calls it."""
         return BoundElastic(circle)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InMemory:
-    """All workers in one process.
+    """A fabric whose workers are all in one process, such as threads of a test.
 
     >>> InMemory()
     InMemory()
@@ -40,7 +40,7 @@ class InMemory:
         return Offers()
 
     def bind(self, meeting: Meeting | None = None, rank: int = 0) -> BoundInMemory:
-        """One worker's end; the workers of a world share one `Meeting`."""
+        """Make one worker's end of it; the workers of a world share one `Meeting`."""
         return BoundInMemory(meeting or Meeting(1), rank)
 
 

@@ -31,7 +31,7 @@ _NEVER = timedelta(days=365)
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The collectives of torch's process group.
+    """All-reduce over torch's process group (Gloo, NCCL); the default.
 
     >>> ProcessGroup()
     ProcessGroup()

@@ -17,6 +17,8 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,7 +59,7 @@ def shares(costs: Sequence[Cost], total: int) -> list[float]:
     while True:
         free = [i for i in range(len(costs)) if i not in fixed]
         rest = total - sum(fixed.values())
-        even_s = (rest + sum(costs[i].fixed_s / costs[i].per_sample_s for i in free)) / sum(
+        even_s = (rest + add_up(costs[i].fixed_s / costs[i].per_sample_s for i in free)) / add_up(
             1 / costs[i].per_sample_s for i in free
         )
         wanted = {i: (even_s - costs[i].fixed_s) / costs[i].per_sample_s for i in free}

@@ -40,7 +40,9 @@ _MOST_COUNTED = 1 << 61  # of what is saved
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTuning:
-    """Describes how batches follow the machines. All methods are pure; those that change the state return the new one.
+    """Batch sizes that follow the machines' speed, so that a batch takes all workers equally long.
+
+    All methods are pure; those that change the state return the new one.
 
     1) `init` with the global batch, and `join` for each worker.
     2) `plan` at each border between rounds.
@@ -101,7 +103,7 @@ class BatchTuning:
                 )
 
     def init(self, total: int, *, together: bool = False, floor: int = 1) -> Tuning:
-        """Nobody takes part yet.
+        """Make the state in which nobody takes part yet.
 
         Args:
             total: the global batch, in samples.
@@ -124,7 +126,7 @@ class BatchTuning:
         return Tuning(total, together=together, floor=floor)
 
     def join(self, state: Tuning, worker: int, *, most: int | None = None) -> Tuning:
-        """`worker` takes part, and nothing is known of it.
+        """Let `worker` take part, of which nothing is known yet.
 
         Args:
             most: samples that fit into its memory, if that is known.
@@ -134,14 +136,14 @@ class BatchTuning:
         return _with(state, worker, machine, changed=True)
 
     def leave(self, state: Tuning, worker: int) -> Tuning:
-        """`worker` is gone; the others take its part from the next round on."""
+        """Forget `worker`, which is gone; the others take its part from the next round on."""
         machines = {other: machine for other, machine in state.machines.items() if other != worker}
         return dataclasses.replace(state, machines=machines, changed=True)
 
     def observe(
         self, state: Tuning, worker: int, batch: int, compute_s: float, transfer_s: float, blocked_s: float
     ) -> Tuning:
-        """A step of `worker`: what it computed, pushed and pulled, and how long it waited for others.
+        """Take in a step of `worker`: what it computed, pushed and pulled, and how long it waited for others.
 
         What is said about a worker that does not take part changes nothing.
         """
@@ -158,7 +160,7 @@ class BatchTuning:
         return _with(state, worker, machine)
 
     def out_of_memory(self, state: Tuning, worker: int, batch: int) -> Tuning:
-        """`worker` had no memory for `batch`: half of that is the most it is given from the next round on."""
+        """Give `worker` at most half of `batch`, for which it had no memory, from the next round on."""
         machine = state.machines.get(worker)
         if machine is None:
             return state
@@ -166,7 +168,7 @@ class BatchTuning:
         return _with(state, worker, dataclasses.replace(machine, most=most), changed=True)
 
     def plan(self, state: Tuning, round: int) -> tuple[Tuning, dict[int, int]]:
-        """At the border before `round`: each worker that takes part in it, and its batch.
+        """Plan `round`, at the border before it: each worker that takes part in it, and its batch.
 
         The batches add up to the global batch, unless the bounds of all workers forbid it. A round that was planned
         before is not planned again.
@@ -179,11 +181,11 @@ class BatchTuning:
         return state, in_round(state, round, known=self._known(state), least=self._least(state))
 
     def explain(self, state: Tuning) -> str:
-        """Who paces the rounds and why, and how sure that is: one sentence, for people."""
+        """Explain who paces the rounds, why, and how sure that is, in one sentence for people."""
         return explain(state, known=self._known(state), least=self._least(state), most_change=self.most_change)
 
     def with_floor(self, state: Tuning, floor: int) -> Tuning:
-        """From the next round on no batch is smaller."""
+        """Make no batch smaller than `floor` from the next round on."""
         machines = {w: dataclasses.replace(m, most=max(m.most, floor)) for w, m in state.machines.items()}
         return dataclasses.replace(state, machines=machines, floor=floor, changed=state.changed or state.floor != floor)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat import profiles
+from offbeat.addition import add_up
 from offbeat.errors import ScenarioError
 from offbeat.fabric import Elastic
 from offbeat.scenario import Replay
@@ -87,7 +88,7 @@ class Known:
                 "(workload.path)."
             )
         layers = profiles.timed(workload)
-        compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+        compute_s = add_up(layer.forward_s + layer.backward_s for layer in layers)
         factors = [host.compute_factor for host in scenario.workers.hosts]
         return cls([compute_s * factor for factor in factors], profiles.size_bytes(layers), workload.batch)
 
@@ -141,11 +142,11 @@ def predict(
     return Prediction(
         row=row.name,
         seconds_per_step=statistics.fmean(itertools.chain(*step_s)),
-        samples_per_s=sum(sum(counts) / sum(times) for counts, times in zip(samples, step_s, strict=True)),
-        wait_share=sum(map(sum, waited_s)) / sum(map(sum, step_s)),
+        samples_per_s=add_up(add_up(counts) / add_up(times) for counts, times in zip(samples, step_s, strict=True)),
+        wait_share=add_up(map(add_up, waited_s)) / add_up(map(add_up, step_s)),
         staleness=statistics.fmean(stale),
         most_stale=max(stale),
-        simulated_s=max(sum(played.step_s[rank]) for rank in ranks),
+        simulated_s=max(add_up(played.step_s[rank]) for rank in ranks),
         others_s=others_s(played, dropped),
         faults=[fault.words for _, fault in played.struck],
     )

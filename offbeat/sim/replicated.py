@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.sim.faults import Faults
 from offbeat.sim.notice import MEND_S, retried_s
 from offbeat.sim.played import Played
@@ -91,7 +92,7 @@ def play(
                 untold.clear()
             tuning, counts = tune.plan(tuning, step)
         took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
-        begun_s, own_s = list(clock_s), {rank: sum(times) for rank, times in took.items()}
+        begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
         what = steered.contributes(step)
         for rank in circle.here:
             clock_s[rank] = circle.computed_s(rank, begun_s[rank], own_s[rank])

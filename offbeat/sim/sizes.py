@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat import profiles
+from offbeat.addition import add_up
 from offbeat.codec import Cast
 from offbeat.layout import arrange
 from offbeat.scenario import Replay
@@ -49,8 +50,8 @@ def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow
     if not isinstance(workload, Replay):
         return [Bucket(narrow * gradient_bytes, 1.0)]
     layers = profiles.timed(workload)
-    whole_s = sum(layer.forward_s + layer.backward_s for layer in layers) or 1.0
-    passed_s = sum(layer.forward_s for layer in layers)
+    whole_s = add_up(layer.forward_s + layer.backward_s for layer in layers) or 1.0
+    passed_s = add_up(layer.forward_s for layer in layers)
     ready_s: dict[str, float] = {}
     for layer in reversed(layers):
         passed_s += layer.backward_s

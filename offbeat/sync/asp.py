@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ASP:
-    """Each contribution is applied as it comes; with N equal workers it is N-1 updates old on average.
+    """Asynchronous training: nobody waits, and each contribution is applied as it comes.
+
+    With N equal workers a contribution is N-1 updates old on average.
 
     What to know:
 
@@ -57,7 +59,7 @@ class ASP:
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Whoever has a contribution pushes it, and goes on."""
+        """Let every worker push its contribution, and go on."""
         return [*apply_each(state), *map(Release, state.held)]
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BSP:
-    """All workers in step: exact mini-batch training; a step takes as long as its slowest worker.
+    """Bulk-synchronous training: all workers wait for all in every step, so a step takes as long as its slowest worker.
+
+    It is exact mini-batch training.
 
     Workers that another policy let go ahead wait until the others are there; until then an update counts for the part
     of a round that it is made from.
@@ -50,7 +52,7 @@ class BSP:
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Everyone may push at once; the update waits for all, and all wait for it."""
+        """Let all push at once; the update waits for all, and all wait for it."""
         if grants := grant_all(state):
             return grants
         low, members = state.low, state.members

@@ -33,7 +33,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class DSSP:
-    """SSP with a bound of `low`, and up to `high` where that shortens the wait.
+    """Stale-synchronous training with a bound that changes: `low`, and up to `high` where that shortens the wait.
 
     When the fastest worker would have to wait at `low`, its next contributions and those of the slowest worker are
     foreseen from their last two. It is given the number of steps, at most `high - low`, after which the slowest will
@@ -89,7 +89,7 @@ class DSSP:
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Contributions are applied as they come; a worker goes on within `low`, or as far as it was allowed."""
+        """Apply contributions as they come; let workers go on within `low`, or as far as they were allowed."""
         before = state.memory if isinstance(state.memory, Allowance) else Allowance()
         until = {worker: step for worker, step in before.until if worker in state.members}
         actions = apply_each(state)

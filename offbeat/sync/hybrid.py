@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
@@ -35,7 +36,7 @@ class Hierarchy:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """`inner` within each group, `outer` between the groups.
+    """Two policies in one: `inner` within each group of workers, `outer` between the groups.
 
     The inner policy sees the workers of its group alone. What it would apply is one contribution of the group, and the
     outer policy sees each group as one worker that has computed it. When the outer policy applies contributions of
@@ -120,11 +121,11 @@ class Hybrid:
         return self.inner.gated or self.outer.gated
 
     def contributes(self, step: int) -> Contributes:
-        """What the inner policy says."""
+        """Ask the inner policy."""
         return self.inner.contributes(step)
 
     def group_of(self, rank: int) -> int:
-        """Which group a worker is in."""
+        """The group that a worker is in."""
         if isinstance(self.groups, int):
             return rank // self.groups
         return next((i for i, group in enumerate(self.groups) if rank in group), len(self.groups) + rank)
@@ -298,6 +299,6 @@ def _blame(
 
 def _mean_rate(sent: Iterable[tuple[float, tuple[Apply, ...]]]) -> float:
     """The rate of several groups' contributions: each the sum of its inner updates' rates, weighted by samples."""
-    rates = [(weight, sum(apply.rate for apply in applies)) for weight, applies in sent if applies]
-    total = sum(weight for weight, _ in rates)
-    return sum(weight * rate for weight, rate in rates) / total if total else 1.0
+    rates = [(weight, add_up(apply.rate for apply in applies)) for weight, applies in sent if applies]
+    total = add_up(weight for weight, _ in rates)
+    return add_up(weight * rate for weight, rate in rates) / total if total else 1.0

@@ -25,7 +25,9 @@ Late = Literal["drop", "carry"]
 
 @dataclass(frozen=True)
 class KSync:
-    """The first k contributions make an update, their mean; with b backup workers among N, k = N - b.
+    """Synchronous training with backup workers: the first `k` contributions make an update, their mean.
+
+    With b backup workers among N, k = N - b.
 
     A step takes about as long as its k-th fastest worker instead of its slowest. If fewer than k workers are left, all
     of them make the update; a job that begins with fewer is refused.
@@ -89,7 +91,7 @@ class KSync:
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Drop what is late; make the update once enough have contributed, and let them go on."""
+        """Drop late contributions; make the update once enough have contributed, and let them go on."""
         members = state.members
         there = {worker: (worker, members[worker].step) for worker in state.held}
         late = [worker for worker, push in there.items() if self._is_late(state, push)]

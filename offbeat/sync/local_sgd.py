@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """The mean change of the parameters is treated as a gradient (its negative) and applied by SGD.
+    """The outer optimizer of `LocalSGD`: SGD, with the mean change of the parameters for a (negative) gradient.
 
     Args:
         lr: learning rate; 1 with no momentum is the plain average.
@@ -88,7 +88,7 @@ def apply_change_(
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Each worker steps by itself; after each `every` steps all average how far they came.
+    """Local SGD: each worker steps by itself, and after each `every` steps all average how far they came.
 
     Communication falls to 1/every. Who steps by itself drifts: short runs, few samples per worker and unlike data ask
     for small `every`; begin with ordinary steps (`after`), while the learning rate is high. Momentum stays with each
@@ -159,5 +159,5 @@ class LocalSGD:
         return number if number <= self.after else self.after + (number - self.after) * self.every
 
     def decide(self, state: State) -> Sequence[Action]:
-        """As `BSP`: the update waits for all, and all wait for it."""
+        """Let all push at once; the update waits for all, and all wait for it, as with `BSP`."""
         return BSP().decide(state)

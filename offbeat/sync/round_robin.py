@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Apply, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.state import changed
@@ -63,7 +64,10 @@ class Rotation:
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """Workers take turns on the server's link; each gradient is N-1 updates old, hardly more or less.
+    """Turns on the server's link: workers push one after the other, evenly spaced, and nobody waits for all.
+
+    Each gradient is N-1 updates old, hardly more or less.
+
 
     The right choice where the server's link is the bottleneck and the workers are about equally fast: up to twice the
     throughput of BSP and a flat load. It is at most a tenth faster than `ASP`; what it has over that is the constant
@@ -201,7 +205,7 @@ class RoundRobin:
         return actions
 
     def explain(self, state: State) -> str:
-        """Who paces the round, and why, in one sentence; "" as long as no worker has been measured.
+        """Explain who paces the round, and why, in one sentence; "" as long as no worker has been measured.
 
         >>> from offbeat.sync import Member, State
         >>> quick, slow = Member(computing_s=0.8, turn_s=0.1), Member(computing_s=1.9, turn_s=0.1)
@@ -367,7 +371,7 @@ class RoundRobin:
             return state.share(push) if push in state.pending else 1.0
         own = state.pending[push]
         others = [rotation.weights.get(other, own) for other in rotation.order if other not in {worker, *_off(state)}]
-        return own / (own + sum(others)) if own else 0.0
+        return own / (own + add_up(others)) if own else 0.0
 
     def _wanted_gap_s(self, state: State) -> float | None:
         cycles_s = _cycles_s(state)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SSP:
-    """A worker that has brought c contributions goes on while every other one has brought c - `bound`.
+    """Stale-synchronous training: a worker waits only where it is more than `bound` steps ahead of the slowest.
+
+    A worker that has brought c contributions goes on while every other one has brought c - `bound`.
 
     Each contribution is applied by itself at once, at its share of a round's learning rate. The parameters for step s
     hold all contributions of the steps before s - bound, the worker's own, and perhaps newer ones. `SSP(0)` waits as
@@ -71,7 +73,7 @@ class SSP:
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Contributions are applied as they come; a worker goes on if the others' have arrived up to the bound."""
+        """Apply contributions as they come; let a worker go on if the others' have arrived up to the bound."""
         return [*apply_each(state), *(Release(worker) for worker in state.held if self._may_go_on(state, worker))]
 
     def _may_go_on(self, state: State, worker: int) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from offbeat.addition import add_up
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
 from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 
@@ -174,7 +175,7 @@ class State:
         low = self.low
         here = [m for m in self.members.values() if not m.is_off(low)]
         known = [m.weight for m in here if m.weight is not None]
-        return sum(self.away.values()) + (sum(known) / len(known) * len(here) if known else 0.0)
+        return add_up(self.away.values()) + (add_up(known) / len(known) * len(here) if known else 0.0)
 
     @property
     def orphans(self) -> tuple[Push, ...]:
@@ -185,7 +186,7 @@ class State:
         """Which part of a round's samples these pending contributions are made from; what is left from larger rounds
         than this one is no more than a whole round."""
         weight = self.weight
-        return min(1.0, sum([self.pending[push] for push in pushes]) / weight) if weight else 0.0
+        return min(1.0, add_up([self.pending[push] for push in pushes]) / weight) if weight else 0.0
 
     def slowest_but(self, worker: int) -> int:
         """How many contributions the others have brought at least; if it is alone, as many as it has."""

@@ -16,7 +16,7 @@ _MOST_ROUNDS = 100
 
 
 def check_codec(codec: Codec, *, world: int = 3, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Check that `codec` keeps the rules of its room.
+    """Check that `codec` keeps what every codec promises.
 
     Args:
         codec: a frozen description.

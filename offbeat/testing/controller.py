@@ -26,7 +26,7 @@ _WITHIN = 5
 
 
 def check_controller(controller: Controller, *, world: int = 4, plays: int = 20, seed: int = 0) -> Mapping[str, int]:
-    """Check that `controller` keeps the rules of its room.
+    """Check that `controller` keeps what every controller promises.
 
     1. It decides from the metrics alone: the same metrics, the same answer, and again after it was asked other things.
     2. What it wants is one of its `policies`, another than decides already, and it gives a reason.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.clock import to_timedelta
 from offbeat.payload import Gather, Reply, Sum, Total
 
 if TYPE_CHECKING:
@@ -17,17 +18,17 @@ _SHORT = timedelta(milliseconds=20)
 _LATE_S = 0.3
 
 
-def check_fabric(fabric: Fabric, *, timeout: timedelta = timedelta(seconds=10)) -> None:
-    """Check that a bound fabric keeps the rules of its room. Collective: every rank calls it on its own end.
+def check_fabric(fabric: Fabric, *, timeout: timedelta | float = 10) -> None:
+    """Check that a bound fabric keeps what every fabric promises. Collective: every rank calls it on its own end.
 
     Args:
         fabric: this worker's end; closed afterwards.
-        timeout: how long an exchange may take before the check gives up.
+        timeout: how long an exchange may take before the check gives up: seconds, or a timedelta.
 
     Raises:
         AssertionError: naming the rule that is broken.
     """
-    checker = _Checker(fabric, timeout)
+    checker = _Checker(fabric, to_timedelta(timeout, "Cannot give up"))
     if Sum in fabric.offers.carries:
         checker.sums()
         checker.tails()

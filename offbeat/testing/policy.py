@@ -34,7 +34,7 @@ def check_policy(
     evicts: bool = False,
     others: Sequence[Policy] = _OTHERS,
 ) -> Mapping[str, int]:
-    """Check that `policy` keeps the rules of its room.
+    """Check that `policy` keeps what every policy promises.
 
     1. It decides from the state alone: the same state, the same answer, whatever the order of what it maps, and the
        state is left as it is. It reads no clock and keeps nothing to itself. Its memory may be lost at any moment.

@@ -168,6 +168,9 @@ async def open_stream(
                 await readable(tls)
             except ssl.SSLWantWriteError:
                 await writable(tls)
+    except ssl.SSLCertVerificationError as error:
+        tls.close()
+        raise PeerError(f"its certificate is not accepted: {error.verify_message.rstrip('.')}") from error
     except ssl.SSLError as error:
         tls.close()
         raise PeerError(f"its certificate is not accepted, or it speaks no TLS: {error.reason or error}") from error

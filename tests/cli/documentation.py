@@ -21,6 +21,8 @@ Exit codes: 0 all is well; 2 offbeat refused something, or the workers disagreed
 the way out; 76 a worker left while the others still needed it; 78 several workers trained to the end, and no model was
 prepared; else that of the worker that was lost first (128 plus the signal's number if one killed it). With
 `offbeat --debug COMMAND` refusals show their traceback; `offbeat --version` prints the version.
+
+What is marked **required** has no default, and the command refuses to begin without it.
 """
 
 
@@ -63,7 +65,8 @@ def _row(parameter: Any) -> str:
     default = parameter.default
     shown = isinstance(default, (int, float, str)) and not isinstance(default, bool) and default != ""
     note = f" Default: {default}." if shown else ""
-    return f"| {names} | {(parameter.help or '').strip()}{note} |\n"
+    required = " **Required.**" if parameter.required else ""
+    return f"| {names} | {(parameter.help or '').strip()}{note}{required} |\n"
 
 
 if __name__ == "__main__":

@@ -81,5 +81,22 @@ def test_everything_has_help(name: str) -> None:
         assert parameter.help, f"{name} {parameter.name}"
 
 
+def test_what_is_required_is_marked() -> None:
+    """On the page, and in --help, which typer writes."""
+    required = {
+        f"{name} {longest}"
+        for name, command in commands().items()
+        for parameter, longest in zip(command.params, options(command), strict=True)
+        if parameter.required
+    }
+    assert {"run SCRIPT", "top --job", "swap --job", "swap POLICY", "lab run --json"} <= required
+    marked, name = set(), ""
+    for line in page().splitlines():
+        name = line.removeprefix("## offbeat ") if line.startswith("## ") else name
+        if line.endswith("**Required.** |"):
+            marked.add(f"{name} {max(line.split('|')[1].strip(' `').split('`, `'), key=len)}")
+    assert marked == required
+
+
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run `make docs`"

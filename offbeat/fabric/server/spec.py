@@ -19,7 +19,7 @@ _PORT = re.compile("[0-9]{1,5}")
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """Parameters and optimizer live at a server; with it every synchronization policy runs.
+    """A parameter server, where parameters and optimizer live; with it every synchronization policy runs.
 
     Args:
         addresses: "host:port" of each shard, started with `offbeat serve` or `offbeat run --servers`; empty for those

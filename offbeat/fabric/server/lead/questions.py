@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.addition import add_up
 from offbeat.errors import PeerError
 from offbeat.fabric.server.messages import Answer, Answered
 
@@ -87,7 +88,7 @@ class Questions:
         questions = {ask.question for ask in asked.values()}
         width = max(len(ask.numbers) for ask in asked.values())
         sums = tuple(
-            sum(ask.numbers[i] if i < len(ask.numbers) else 0.0 for _, ask in sorted(asked.items()))
+            add_up(ask.numbers[i] if i < len(ask.numbers) else 0.0 for _, ask in sorted(asked.items()))
             for i in range(width)
         )
         refused = next((f"Rank {worker}: {ask.refusal}" for worker, ask in sorted(asked.items()) if ask.refusal), "")

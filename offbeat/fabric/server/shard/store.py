@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.addition import add_up
 from offbeat.errors import PeerError
 from offbeat.fabric.server.optimizers import OUTER, Held, hold
 from offbeat.sync.local_sgd import apply_change_
@@ -186,7 +187,7 @@ def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> to
     parts = [(part, weight) for part, weight in parts if weight > 0]
     if not parts:
         return None
-    total = sum(weight for _, weight in parts)
+    total = add_up(weight for _, weight in parts)
     (first, weight), *others = parts
     mean = first.to(dtype)
     if not others:

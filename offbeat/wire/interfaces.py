@@ -1,0 +1,61 @@
+"""Network interfaces of this machine: their addresses, the one Gloo takes, and the one by which a host is reached.
+
+Gloo listens at the address to which the hostname resolves, unless GLOO_SOCKET_IFNAME names an interface. Many Linux
+distributions resolve a machine's own name to 127.0.1.1, at which no other machine reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address of each interface; "" for one without."""
+    return {name: interface_address(name) for _, name in socket.if_nameindex()}
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of an interface; "" if it has none, or there is no such interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(packed[20:24])
+
+
+def resolve_hostname() -> str:
+    """The address Gloo takes for this machine's name: the first, IPv4 or IPv6, that can be bound; "" if none can."""
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, 0, socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, address in entries:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches `address`, as IPv4 or IPv6."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def address_towards(host: str) -> str:
+    """The IPv4 address by which this machine reaches `host`, also if that is this machine; "" if it does not.
+
+    Connecting a datagram socket sends nothing; it only chooses the address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
