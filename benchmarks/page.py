@@ -63,12 +63,25 @@ def section(report: Report) -> str:
     notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:10]))
     parts += [f"\nData: {note}.\n" for note in notes]
     parts.append(f"\n![{report.name}]({report.name}.png)\n\n{_table(report)}\n")
-    parts += [_recoveries(report), _handovers(report)]
+    parts += [_hardly_seen(report), _recoveries(report), _handovers(report)]
     parts.append(
         f"`{report.command}`, {report.date}, {hardware}, torch {report.versions['torch']}. "
         f"[Raw records]({report.name}.json), [scenario](../scenarios/{report.name}.toml).\n"
     )
     return "".join(parts)
+
+
+def _hardly_seen(report: Report) -> str:
+    """Which links were looked at for less than half of the time that a worker's measured steps took."""
+    took_s = {raw.row: sum(raw.step_s) for raw in reversed(report.raw)}
+    short = [link for link in report.links if link.seen_s < took_s[link.row] / 2]
+    told = ", ".join(f"{link.row} ({link.seen_s:.1f} of {took_s[link.row]:.0f} s)" for link in short)
+    return (
+        f"\nOf the link little is known in {told}: measured when the lab only looked while all workers were in their "
+        "measured steps. It looks at the whole time now, and the next measurement will show it.\n\n"
+        if short
+        else ""
+    )
 
 
 def _recoveries(report: Report) -> str:

@@ -297,6 +297,11 @@ class Scenario(_Table, frozen=True, kw_only=True):
         links = tuple(link for link in whole.links if link.a not in servers)
         return Topology(tuple(host for host in whole.hosts if host.name not in servers), links)
 
+    @property
+    def measured_steps(self) -> range:
+        """Numbers of the steps that count; those before are to warm up."""
+        return range(self.run.warmup_steps, self.run.warmup_steps + self.run.steps)
+
     def _check(self) -> None:
         if (self.hosts is None) == (not self.host):
             both = "both `hosts` and `host` are given" if self.hosts else "neither `hosts` nor `host` is given"

@@ -106,7 +106,7 @@ def show(scenario: ScenarioFile) -> None:
         layers = profiles.timed(workload)
         size_bytes = profiles.size_bytes(layers)
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-        bound_s = parsed.topology.allreduce_bound_s(size_bytes)
+        bound_s = parsed.workers.allreduce_bound_s(size_bytes)
         name = workload.profile or "a table of layers"
         console.print(
             f"replay of {name}: {size_bytes / 1e6:.2f} MB of gradients in {len(layers)} layers; "

@@ -132,7 +132,7 @@ def _draw_links(axes: Any, report: Report) -> None:
 def _link_words(link: LinkUse) -> str:
     return (
         f"{link.row}, link of {link.host}: {100 * link.share:.0f} % used, variation within a round "
-        f"{link.variation:.2f}, idle {100 * link.idle_share:.0f} % of the time"
+        f"{link.variation:.2f}, idle {100 * link.idle_share:.0f} % of {link.seen_s:.1f} s"
     )
 
 

@@ -5,8 +5,8 @@ types when it is written, so what is on disk can be read back.
 
 * `seconds_per_step` - a repeat's value is the mean over its measured steps and workers (throughput, so that no pause
   hides); of the repeats: median, least and most.
-* `bound_s` - the physical limit for the uncompressed exchange; which one is said in `Report.bounds`, by row.
-  `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
+* `bound_s` - the physical limit for what the row sends; which one is said in `Report.bounds`, by row.
+  `percent_of_bound` is 100 bound/median.
 * `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
   target if the workload has one, else of seconds per sample.
 * `bytes_sent_per_worker`, `wait_s_per_worker` - per rank, over the measured steps of one repeat; medians. Waiting is
@@ -162,9 +162,10 @@ def _once(lines: Sequence[Line]) -> list[Step]:
 class LinkUse(_Strict, frozen=True, kw_only=True):
     """What one row made of one link: the server's, or that of rank 0's host where the row has no server.
 
-    `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of the measured steps of one `repeat`.
-    `share` of the link's rate is that of the busier direction; `variation` and `idle_share` (see `offbeat.lab.sampler`)
-    are means of both directions. These three are medians over all repeats.
+    `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of one `repeat`, from the first measured
+    step of any worker to the end of the last one. `share` of the link's rate is that of the busier direction;
+    `variation` and `idle_share` (see `offbeat.lab.sampler`) are means of both directions. These three are medians over
+    all repeats.
     """
 
     row: str
@@ -177,6 +178,11 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
     share: Amount
     variation: Amount
     idle_share: Amount
+
+    @property
+    def seen_s(self) -> float:
+        """For how long anybody looked."""
+        return self.interval_s * len(self.sent_bytes)
 
 
 class Recovery(_Strict, frozen=True, kw_only=True):

@@ -161,13 +161,13 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
-    begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
+    begin_s = max(begin for begin, _ in spans)
     told_swaps = [record for record in told if record.kind == "event" and record.what == "swap"]
     ranks = range(len(places))
     swapped = swaps([[(one.time_s, one.text) for one in told_swaps if one.rank == rank] for rank in ranks])
     named = [] if index else [_named(one, begin_s) for one in swapped]
     events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
-    link = None if watch is None else watch.between(begin_s, end_s)
+    link = None if watch is None else watch.between(*sampler.whole_time(spans))
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
@@ -231,7 +231,7 @@ def _report(
         overhead_us_per_bucket=overhead,
         rows=[_record(job, repeats[job.row.name], baseline, everything) for job in rows],
         raw=everything,
-        bounds={job.row.name: _limit(job, everything)[1] for job in rows},
+        bounds={job.row.name: limits.limit(job, everything)[1] for job in rows},
         recoveries=[cost for job in rows for one in repeats[job.row.name] for cost in one.recoveries],
         handovers=handed_over,
         courses=[
@@ -247,7 +247,7 @@ def _report(
 def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everything: Sequence[Raw]) -> Record:
     scenario = job.scenario
     step = Spread.of([one.seconds_per_step for one in runs])
-    bound_s, _ = _limit(job, everything)
+    bound_s, _ = limits.limit(job, everything)
     times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
     metrics = [metric for one in runs if (metric := one.final_metric) is not None]
@@ -272,20 +272,6 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         baseline=scenario.run.baseline,
         events=list(dict.fromkeys(event for one in runs for event in one.events))[:_MAX_EVENTS],
     )
-
-
-def _limit(job: Job, everything: Sequence[Raw]) -> tuple[float, str]:
-    """Least seconds per step of a row, and the formula."""
-    # The same for every row: what the work costs without any communication, and what its links must carry.
-    computing_s = [
-        statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
-        for rank in sorted({worker.rank for worker in everything})
-    ]
-    compute_s = limits.computation_s(computing_s, together=job.together, tuned=job.tuned)
-    size_bytes = max(worker.gradient_bytes for worker in everything)
-    if job.served and job.scenario.servers:
-        return limits.served(job.scenario, compute_s=compute_s, size_bytes=size_bytes, together=job.together)
-    return limits.allreduce(job.scenario, compute_s=compute_s, size_bytes=size_bytes)
 
 
 def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
