@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import msgspec
 import tomli_w
 
 from offbeat.errors import PlanError, ScenarioError
-from offbeat.lab import programs
+from offbeat.lab import programs, text_file
 from offbeat.lab.limits import Demand
 from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
@@ -54,6 +55,7 @@ class Job:
     elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
     demand: Demand = field(default_factory=Demand)  # what a step demands of machines and links
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
+    is_settled: bool = True  # whether replicas are equal after every step, and not only when somebody settles them
 
     @property
     def command(self) -> list[str]:
@@ -159,8 +161,9 @@ def jobs(scenario: Scenario, folder: Path) -> list[Job]:
 def find(name: str, folder: Path) -> Path | None:
     """The file or folder of that name, from the scenario's folder or else from ours."""
     for candidate in (folder / name, Path(name)):
-        if candidate.exists():
-            return candidate.resolve()
+        with suppress(OSError):  # no file has such a name, as of 300 characters
+            if candidate.exists():
+                return candidate.resolve()
     return None
 
 
@@ -199,6 +202,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         elastic=isinstance(made.fabric, Elastic),
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,
+        is_settled=each and not served and made.controller is None,
     )
 
 
@@ -214,11 +218,12 @@ def _adds_up(policy: Policy) -> bool:
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
     if isinstance(row.plan, str):
         path = find(row.plan, folder)
-        if path is None or not path.is_file():
+        if path is None:
             raise ScenarioError(
                 f"Cannot use the plan of row {row.name!r}: there is no file {row.plan!r} in {folder} or {Path.cwd()}. "
                 f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."
             )
-        return path.read_text()
+        way_out = f"Name a TOML file, or write the plan as a table (row[{index}].plan)."
+        return text_file.read_text(path, f"plan of row {row.name!r},", way_out)
     size = scenario.workload.bucket_bytes
     return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

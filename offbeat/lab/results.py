@@ -263,7 +263,8 @@ class Report(_Strict, frozen=True, kw_only=True):
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
     where the scenario has a server. `recoveries` say what each fault cost, `handovers` what each swap, `courses` how
-    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models.
+    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models. `failed`
+    says why a row has no more repeats, or none.
     """
 
     format: int = FORMAT
@@ -285,10 +286,13 @@ class Report(_Strict, frozen=True, kw_only=True):
     recoveries: list[Recovery] = []
     handovers: list[Handover] = []
     courses: list[Course] = []
+    failed: dict[str, str] = {}
 
 
 def write(report: Report, path: Path) -> None:
     """Write a report, if it is one: one line per row and per worker, so that two files can be compared by eye.
+
+    The file is written whole or not at all: whoever ends this process leaves the one before.
 
     Raises:
         msgspec.ValidationError: if a value does not have its type.
@@ -303,7 +307,9 @@ def write(report: Report, path: Path) -> None:
             fields.append(f' "{name}": [\n  {items}\n ]')
         else:
             fields.append(f' "{name}": {msgspec.json.encode(value).decode()}')
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    draft.replace(path)
 
 
 def read(path: Path) -> Report:
@@ -312,4 +318,13 @@ def read(path: Path) -> Report:
     Raises:
         msgspec.ValidationError: if it is none.
     """
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+    return decode(path.read_bytes())
+
+
+def decode(text: bytes) -> Report:
+    """The report that was written so.
+
+    Raises:
+        msgspec.ValidationError: if it is none.
+    """
+    return msgspec.json.decode(text, type=Report)
