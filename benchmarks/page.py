@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks import growth
-from benchmarks.claims import CLAIMS, DIFFERENCES, Claim, ratio
+from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.courses import brief
 from offbeat.lab.predicted import errors
@@ -163,16 +163,19 @@ def wire(path: Path) -> str:
 
 def simulator() -> str:
     """How far the simulator's predictions are from what was measured."""
-    rows, off = [], []
+    rows, off, why = [], [], dict[str, list[str]]()
     for name in measured():
         found = errors(results.read(RESULTS / f"{name}.json"))
         off += [abs(error) for error in found.values()]
         rows.append([f"[{name}](#{name})", ", ".join(f"{row} {error:+.1%}" for row, error in found.items())])
+        for row, sentence in EXPLAINED.get(name, {}).items():
+            why.setdefault(sentence, []).append(f"{name}, {row} ({found[row]:+.1%})")
     lines = "".join(f"| {scenario} | {told} |\n" for scenario, told in [["scenario", "error"], ["---", "---"], *rows])
+    reasons = "".join(f"* {'; '.join(named)}: {sentence}\n" for sentence, named in why.items())
     return (
         "\n## simulator\n\nBy how much the [simulator](../../docs/simulator.md) is off in the time per step; below 0 "
         f"it is too fast. The median of all {len(off)} rows is {statistics.median(off):.1%}, the largest "
-        f"{max(off):.1%}.\n\n{lines}"
+        f"{max(off):.1%}.\n\n{lines}\nWhy these are off by more than {FAR_OFF:.0%}:\n\n{reasons}"
     )
 
 
