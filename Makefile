@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow lint docs faults growth threads results results-page predictions clean
+.PHONY: demo test test-slow lint docs faults growth threads results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -43,6 +43,10 @@ predictions: $(STAMP)  ## simulate again what was measured
 	  test ! -e benchmarks/results/$$name.json || $(BIN)/offbeat simulate benchmarks/scenarios/$$name.toml \
 	    --like benchmarks/results/$$name.json --write || exit 1; \
 	done
+	$(BIN)/python -m benchmarks.page
+
+limits: $(STAMP)  ## what each row could take at least, anew from what was measured, and the pictures
+	$(BIN)/python -m benchmarks.limits
 	$(BIN)/python -m benchmarks.page
 
 growth: $(STAMP)  ## how long simulated steps take, with up to 1,000 workers (a quiet machine, minutes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks import growth, threads
-from benchmarks.claims import CLAIMS, DIFFERENCES, Claim, ratio
+from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.courses import brief
 from offbeat.lab.predicted import errors
@@ -78,12 +78,25 @@ def section(report: Report) -> str:
     notes = list(dict.fromkeys(event for row in report.rows for event in row.events if ": " not in event[:10]))
     parts += [f"\nData: {note}.\n" for note in notes]
     parts.append(f"\n![{report.name}]({report.name}.png)\n\n{_table(report)}\n")
-    parts += [_recoveries(report), _handovers(report)]
+    parts += [_hardly_seen(report), _recoveries(report), _handovers(report)]
     parts.append(
         f"`{report.command}`, {report.date}, {hardware}, torch {report.versions['torch']}. "
         f"[Raw records]({report.name}.json), [scenario](../scenarios/{report.name}.toml).\n"
     )
     return "".join(parts)
+
+
+def _hardly_seen(report: Report) -> str:
+    """Which links were looked at for less than half of the time that a worker's measured steps took."""
+    took_s = {raw.row: sum(raw.step_s) for raw in reversed(report.raw)}
+    short = [link for link in report.links if link.seen_s < took_s[link.row] / 2]
+    told = ", ".join(f"{link.row} ({link.seen_s:.1f} of {took_s[link.row]:.0f} s)" for link in short)
+    return (
+        f"\nOf the link little is known in {told}: measured when the lab only looked while all workers were in their "
+        "measured steps. It looks at the whole time now, and the next measurement will show it.\n\n"
+        if short
+        else ""
+    )
 
 
 def _recoveries(report: Report) -> str:
@@ -196,16 +209,19 @@ def shared_cores() -> str:
 
 def simulator() -> str:
     """How far the simulator's predictions are from what was measured."""
-    rows, off = [], []
+    rows, off, why = [], [], dict[str, list[str]]()
     for name in measured():
         found = errors(results.read(RESULTS / f"{name}.json"))
         off += [abs(error) for error in found.values()]
         rows.append([f"[{name}](#{name})", ", ".join(f"{row} {error:+.1%}" for row, error in found.items())])
+        for row, sentence in EXPLAINED.get(name, {}).items():
+            why.setdefault(sentence, []).append(f"{name}, {row} ({found[row]:+.1%})")
     lines = "".join(f"| {scenario} | {told} |\n" for scenario, told in [["scenario", "error"], ["---", "---"], *rows])
+    reasons = "".join(f"* {'; '.join(named)}: {sentence}\n" for sentence, named in why.items())
     return (
         "\n## simulator\n\nBy how much the [simulator](../../docs/simulator.md) is off in the time per step; below 0 "
         f"it is too fast. The median of all {len(off)} rows is {statistics.median(off):.1%}, the largest "
-        f"{max(off):.1%}.\n\n{lines}"
+        f"{max(off):.1%}.\n\n{lines}\nWhy these are off by more than {FAR_OFF:.0%}:\n\n{reasons}"
     )
 
 

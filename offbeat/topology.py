@@ -10,6 +10,7 @@ on switched Ethernet. Ends of links are hosts or switches; a switch is a node th
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -111,8 +112,15 @@ class Topology:
     def allreduce_bound_s(self, size_bytes: float) -> float:
         """Least time, in seconds, in which `size_bytes` per host can be all-reduced among all hosts of one switch.
 
-        Every host must send and receive at least 2 (N-1)/N of its gradient, so the slowest link B bounds the time to
-        2 (N-1)/N * S/B. Links that are not shaped cost nothing.
+        S bytes on each of N hosts, whose links carry b in each direction: max(S / min b, 2 (N-1) S / sum b).
+
+        * Each host has to send at least S, or nobody else would know what it holds, and to receive at least S.
+        * To tell N hosts what each of them holds takes 2 (N-1) messages, where messages go one way (Harary and Schwenk,
+          "The communication problem on graphs and digraphs", 1974). That holds for each byte of the sum, so all hosts
+          together send at least 2 (N-1) S.
+
+        Where all links are equal, that is the 2 (N-1)/N S/b of a ring (Patarasuk and Yuan 2009); a ring over unequal
+        links takes longer than this. Links that are not shaped cost nothing.
 
         Raises:
             ScenarioError: if the hosts do not hang on one switch by one link each.
@@ -122,12 +130,11 @@ class Topology:
                 f"Cannot bound an all-reduce over {len(self.switches)} switches: the bound holds for exactly 1. "
                 "Use one switch (switches)."
             )
-        rates_mbps = [self.uplink(host.name).rate_mbps for host in self.hosts]
-        shaped_mbps = [rate for rate in rates_mbps if rate is not None]
+        rates_mbps = [math.inf if (rate := self.uplink(host.name).rate_mbps) is None else rate for host in self.hosts]
         count = len(self.hosts)
-        if count == 1 or not shaped_mbps:
+        if count == 1:
             return 0.0
-        return 2 * (count - 1) / count * size_bytes * 8 / (min(shaped_mbps) * 1e6)
+        return size_bytes * 8e-6 * max(1 / min(rates_mbps), 2 * (count - 1) / sum(rates_mbps))
 
     def server_bound_s(self, size_bytes: float, servers: Sequence[str], workers: int) -> float:
         """Least time, in seconds, in which each of `workers` can push `size_bytes` to servers and pull as much.

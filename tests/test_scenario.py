@@ -297,3 +297,43 @@ def test_what_goes_wrong_can_be_told() -> None:
     assert scenario.emulated == ["h1"], "its link has to be one that can be made bad"
     assert scenario.impaired == []
     assert scenario.digest != Scenario.from_toml(GOOD).digest
+
+
+DEEP = 100_000
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"a = {'[' * DEEP}{']' * DEEP}", "something in it is nested 100,000 deep, and 32 is the most"),
+        (f"a{'.a' * DEEP} = 1", "nested 100,001 deep"),
+        (f'"a"{".a" * DEEP} = 1', "nested 100,001 deep"),
+        (f"[{'a.' * DEEP}a]", "nested 100,001 deep"),
+        (f"a = {'{a=' * DEEP}1{'}' * DEEP}", "nested 100,000 deep"),
+        (f"a = {'9' * 5000}", "it is not valid TOML (Exceeds the limit"),
+        (GOOD.replace("count = 2", f"count = {'9' * 4000}"), "a whole number of about 4,000 digits"),
+        (GOOD.replace('"two hosts"', f'"{"x" * 3000}"'), "a text of 3,000 characters: the longest has 2,000"),
+        (GOOD.replace("repeats", "r" * 300), "a key of 300 characters: the longest has 200"),
+        (GOOD.replace('"two"', f'"{"n" * 300}"'), "Cannot set name to 'nnn"),
+        (GOOD.replace('"ours"', f'"{"n" * 300}"'), "Cannot set name to 'nnn"),
+        (GOOD.replace("[run]", f'[run]\nbaseline = "{"b" * 300}"'), "Cannot compare with 'bbb"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_has_no_end_is_refused_in_a_sentence(text: str, says: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        Scenario.from_toml(text)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+def test_dots_and_brackets_of_an_ordinary_scenario_are_no_depth() -> None:
+    """Comments with dots to lead the eye, paths, lists of numbers, and many tables one behind the other."""
+    layers = "".join(
+        f'[[workload.layer]]\nname = "l{index}"\nshapes = [[64, 3, 7, 7], [64]]\nbackward_s = 0.001\n'
+        for index in range(200)
+    )
+    text = GOOD.replace('profile = "resnet50"\n', "").replace("[run]", f"# {'.' * 100}\n{layers}[run]")
+    assert len(Scenario.from_toml(text).workload.layer) == 200  # type: ignore[union-attr]

@@ -51,16 +51,23 @@ def test_the_limits_themselves_are_allowed() -> None:
     check_compute_factor(100, "here")
 
 
-def test_the_bound_is_the_formula() -> None:
+def test_equal_links_have_the_bound_of_a_ring() -> None:
     """2 (N-1)/N S/B: 4 hosts, 25 MB, 200 Mbit/s = 25 MB/s."""
     assert STAR.allreduce_bound_s(25_000_000) == pytest.approx(1.5)
     assert Topology.star(["a", "b"], rate_mbps=8).allreduce_bound_s(1_000_000) == pytest.approx(1.0)
 
 
-def test_the_slowest_link_bounds() -> None:
+def test_a_slow_link_has_to_carry_a_gradient_once_in_each_direction() -> None:
+    """8 MB, one link of 4 at 50 Mbit/s: S / min b, where a ring would send 2 (N-1)/N S over it, in 1.92 s."""
+    hosts = tuple(Host(name) for name in "abcd")
+    links = tuple(Link(name, "switch", 50 if name == "a" else 200) for name in "abcd")
+    assert Topology(hosts, links).allreduce_bound_s(8_000_000) == pytest.approx(1.28)
+
+
+def test_a_link_that_is_not_shaped_costs_nothing() -> None:
     links = (Link("a", "switch", 100), Link("switch", "b", 20), Link("c", "switch", None))
     topology = Topology((Host("a"), Host("b"), Host("c")), links)
-    assert topology.allreduce_bound_s(3_000_000) == pytest.approx(2 * 2 / 3 * 3e6 / 2.5e6)
+    assert topology.allreduce_bound_s(3_000_000) == pytest.approx(3e6 / 2.5e6)
 
 
 @pytest.mark.parametrize("topology", [Topology.star(["a"], rate_mbps=1), Topology.star(["a", "b"])])
@@ -69,7 +76,7 @@ def test_nothing_to_send_or_nothing_that_limits_costs_nothing(topology: Topology
 
 
 def test_no_transfer_beats_the_bound() -> None:
-    """A direct count of the bytes that a ring, which is optimal, puts on the slowest link, for random stars."""
+    """Two direct counts of bytes on random stars: a ring, and all to one host and back."""
     dice = random.Random(0)
     for _ in range(100):
         rates = [dice.uniform(1, 1000) for _ in range(dice.randint(2, 8))]
@@ -78,7 +85,19 @@ def test_no_transfer_beats_the_bound() -> None:
         size_bytes = dice.randint(1, 10**8)
         chunk_bytes = size_bytes / len(rates)
         ring_s = sum(max(chunk_bytes * 8 / (rate * 1e6) for rate in rates) for _ in range(2 * (len(rates) - 1)))
-        assert topology.allreduce_bound_s(size_bytes) == pytest.approx(ring_s)
+        hub, *others = sorted(rates, reverse=True)
+        # All at once, each at the rate of its own link: what comes in is summed, and goes out again, block by block.
+        hub_s = max(len(others) * size_bytes * 8e-6 / hub, size_bytes * 8e-6 / others[-1])
+        assert topology.allreduce_bound_s(size_bytes) <= min(ring_s, hub_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_bound_is_reached(count: int) -> None:
+    """By one host that sums for all others, if its link carries as much as all of theirs."""
+    names = [f"h{index}" for index in range(count)]
+    links = tuple(Link(name, "switch", 10.0 if index else 10.0 * (count - 1)) for index, name in enumerate(names))
+    bound_s = Topology(tuple(map(Host, names)), links).allreduce_bound_s(1_250_000)
+    assert bound_s == pytest.approx(1.0)  # as long as it takes to send, or to receive, one gradient
 
 
 def test_a_bound_needs_one_switch_and_one_link_each() -> None:

@@ -94,8 +94,8 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
         if rank == 0 and (index + 1) % asked.every == 0:
             snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
+    bound.settle()
     if bound.run is not None:
-        bound.run.settle()
         recorder.waited()
     snapshots.append((recorder.moment, model.state_dict()))
     for moment, state in snapshots if rank == 0 else ():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offbeat.errors import ScenarioError
+from offbeat.errors import OffbeatError, ScenarioError
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -42,7 +42,10 @@ def run(
     repeats: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.repeats.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.steps.")] = None,
 ) -> None:
-    """Run every row of a scenario, interleaved and repeated, and write what was measured. Needs root."""
+    """Run every row of a scenario, interleaved and repeated, and write what was measured. Needs root.
+
+    The result is written anew after each run. A row that fails is left out from then on, and the others go on.
+    """
     import msgspec
 
     from offbeat.lab import machine, plots, results, rounds
@@ -52,7 +55,11 @@ def run(
     if changes:
         parsed = msgspec.structs.replace(parsed, run=msgspec.structs.replace(parsed.run, **changes))
     check_writable(json, png)
+    if png is not None:
+        plots.check_can_draw()
     console = Console(stderr=True)
+    total = parsed.run.repeats * len(parsed.row)
+    kept, failed = 0, 0
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -62,7 +69,7 @@ def run(
         console=console,
         disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task("building", total=parsed.run.repeats * len(parsed.row))
+        task = progress.add_task("building", total=total)
         begun = 0
 
         def tell(row: str, repeat: int) -> None:
@@ -70,16 +77,40 @@ def run(
             progress.update(task, description=f"repeat {repeat + 1}: {row}", completed=begun)
             begun += 1
             if progress.disable:  # into a file: a line per run, as minutes pass between two
-                total = parsed.run.repeats * len(parsed.row)
                 console.print(f"{begun} of {total}: repeat {repeat + 1}, {row}", markup=False, highlight=False)
 
+        def keep(report: Report) -> None:
+            nonlocal kept
+            results.write(report, json)
+            kept += 1
+
+        def fail(row: str, error: OffbeatError) -> None:
+            nonlocal failed
+            failed += 1
+            console.print(f"Row {row!r} has failed and is not run again. {error}", markup=False, highlight=False)
+
         signal.signal(signal.SIGTERM, _stop)
-        report = rounds.run(parsed, text, scenario.parent, command=machine.command_line(), tell=tell)
+        try:
+            report = rounds.run(
+                parsed, text, scenario.parent, command=machine.command_line(), tell=tell, keep=keep, fail=fail
+            )
+        except OffbeatError:
+            if failed == len(parsed.row):
+                raise typer.Exit(1) from None  # each has been told
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            if kept:
+                console.print(f"{json} has {kept} of {total} runs.", markup=False, highlight=False)
+            raise
         progress.update(task, description="done", completed=begun)
     results.write(report, json)
     if png is not None:
         plots.draw(report, png)
     _show_table(report)
+    if report.failed:
+        names = ", ".join(map(repr, report.failed))
+        typer.echo(f"Failed: {names}. {json} has {kept} of {total} runs.", err=True)
+        raise typer.Exit(1)
 
 
 def _stop(number: int, frame: object) -> None:
@@ -88,12 +119,13 @@ def _stop(number: int, frame: object) -> None:
 
 @app.command()
 def show(scenario: ScenarioFile) -> None:
-    """Draw a scenario's hosts and links, and say what it measures."""
+    """Draw a scenario's hosts and links, and say what it measures, and what `offbeat lab run` needs or would refuse."""
     from offbeat.lab.jobs import jobs
+    from offbeat.lab.refusals import needs, refusals
     from offbeat.scenario import Replay
 
     parsed, _ = read_scenario(scenario)
-    jobs(parsed, scenario.parent)  # whose plans and scripts are looked at
+    made = jobs(parsed, scenario.parent)  # whose plans and scripts are looked at
     workload = parsed.workload
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{parsed.scenario.name}: {parsed.scenario.description}", markup=False)
@@ -106,7 +138,7 @@ def show(scenario: ScenarioFile) -> None:
         layers = profiles.timed(workload)
         size_bytes = profiles.size_bytes(layers)
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-        bound_s = parsed.topology.allreduce_bound_s(size_bytes)
+        bound_s = parsed.workers.allreduce_bound_s(size_bytes)
         name = workload.profile or "a table of layers"
         console.print(
             f"replay of {name}: {size_bytes / 1e6:.2f} MB of gradients in {len(layers)} layers; "
@@ -117,6 +149,13 @@ def show(scenario: ScenarioFile) -> None:
         console.print(f"script {workload.path} {' '.join(workload.args)}", markup=False)
     rows = ", ".join(row.name for row in parsed.row)
     console.print(f"{parsed.run.repeats} x {parsed.run.steps} steps of: {rows}", markup=False)
+    for job in made:
+        for fault in parsed.fault:
+            if (lacking := job.lacks(fault)) is not None:
+                console.print(f"left out of {job.row.name}: {fault.words}, which takes {lacking}", markup=False)
+    console.print(f"offbeat lab run {needs(parsed, made)}", markup=False)
+    for error in refusals(parsed):
+        console.print(f"offbeat lab run would refuse this here: {error}", markup=False)
 
 
 @app.command()
@@ -143,15 +182,10 @@ def read_scenario(path: Path) -> tuple[Scenario, str]:
     Raises:
         ScenarioError: if the file cannot be read, or holds no scenario.
     """
+    from offbeat.lab.text_file import read_text
     from offbeat.scenario import Scenario
 
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(
-            f"Cannot read the scenario {path}: {error}. Give the path of a TOML file, such as those in "
-            "benchmarks/scenarios."
-        ) from error
+    text = read_text(path, "scenario", "Give the path of a TOML file, such as those in benchmarks/scenarios.")
     try:
         return Scenario.from_toml(text), text
     except ScenarioError as error:

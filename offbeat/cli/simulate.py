@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offbeat.scenario import Scenario
     from offbeat.sim import Prediction
 
+_MOST_BYTES = 1 << 30
 ResultFile = Annotated[
     Path | None,
     typer.Option(
@@ -87,14 +88,14 @@ def _why_not(measured: Report | None, digest: str) -> str:
 def _read_result(path: Path) -> Report:
     import msgspec
 
-    from offbeat.lab import results
+    from offbeat.lab import results, text_file
 
+    way_out = "Name a file that `offbeat lab run` wrote (--like)."
+    text = text_file.read_bytes(path, "result", way_out, most=_MOST_BYTES)
     try:
-        return results.read(path)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ScenarioError(
-            f"Cannot read the result {path}: {error}. Name a file that `offbeat lab run` wrote (--like)."
-        ) from error
+        return results.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ScenarioError(f"Cannot read the result {path}: {error}. {way_out}") from error
 
 
 def _costs(parsed: Scenario, predicted: list[Prediction]) -> list[str]:

@@ -14,6 +14,8 @@ and measures. Nothing is built in the machine's own network, so two labs never m
 `state.py`         who built what, so that `offbeat lab clean` removes what a dead lab left and nothing else
 `reaper.py`        the watcher that cleans up when the lab itself is killed (a program by itself)
 `probe.py`         what the links really carry (a program by itself)
+`refusals.py`      what this machine cannot measure, and what measuring takes
+`text_file.py`     a file that somebody named, if it is one
 `launch.py`        one worker per host with the environment of torchrun
 `peers.py`         offbeat and the systems it is compared with, behind one function
 `replay.py`        the worker program that replays a profile

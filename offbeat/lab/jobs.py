@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import msgspec
 import tomli_w
 
 from offbeat.errors import PlanError, ScenarioError
-from offbeat.lab import programs
+from offbeat.lab import programs, text_file
+from offbeat.lab.limits import Demand
 from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
 
@@ -25,14 +27,18 @@ _ROUNDING = 1e-5
 """Largest error of a mean of standard-normal float32 numbers."""
 _ROUNDING_16_BIT = 0.1
 """The same with 8 bits of precision, summed in that type by up to a few dozen workers."""
+SILENCING = frozenset({"sigstop", "gil", "partition", "deaf", "mute", "lossy"})
+"""Kinds of faults after which nobody may hear of a worker for a while."""
 SAVE_EVERY = 10
 """Steps between two snapshots, where a row does not say."""
-_PEERS: dict[str, tuple[str, float | None]] = {
-    "ddp": ("DistributedDataParallel", _ROUNDING),
-    "ddp+restarts": ("DistributedDataParallel under torchrun, which starts all again from a snapshot", _ROUNDING),
-    "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT),
-    "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None),
-}
+_PEERS: dict[str, tuple[str, float | None, Demand]] = {
+    "ddp": ("DistributedDataParallel", _ROUNDING, Demand()),
+    "ddp+restarts": (
+        "DistributedDataParallel under torchrun, which starts all again from a snapshot", _ROUNDING, Demand(),
+    ),
+    "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT, Demand(part=0.5)),
+    "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None, Demand(part=0.0)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,9 @@ class Job:
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
     elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
-    together: bool = True  # whether one update takes the contributions of all workers
-    tuned: bool = False  # whether its batches follow the machines
+    demand: Demand = field(default_factory=Demand)  # what a step demands of machines and links
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
+    is_settled: bool = True  # whether replicas are equal after every step, and not only when somebody settles them
 
     @property
     def command(self) -> list[str]:
@@ -93,6 +99,14 @@ class Job:
         # Whoever is started again counts its steps anew, so a second fault would strike at another step than elsewhere.
         kills = [one for one in self.scenario.fault if one.kind == "sigkill" and one.target == "worker"]
         return None if fault in kills[:1] else "workers that are not started again"
+
+    @property
+    def may_lose(self) -> set[int]:
+        """Ranks that a fault takes away for so long that the others may go on without them."""
+        if "others that go on" not in self.parts or self.restarts:
+            return set()
+        mine = [one for one in self.faults if one.target == "worker"]
+        return {one.worker for one in mine if one.ends or (one.kind in SILENCING and one.changes_sum)}
 
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""
@@ -147,17 +161,18 @@ def jobs(scenario: Scenario, folder: Path) -> list[Job]:
 def find(name: str, folder: Path) -> Path | None:
     """The file or folder of that name, from the scenario's folder or else from ours."""
     for candidate in (folder / name, Path(name)):
-        if candidate.exists():
-            return candidate.resolve()
+        with suppress(OSError):  # no file has such a name, as of 300 characters
+            if candidate.exists():
+                return candidate.resolve()
     return None
 
 
 def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
     if row.system != "offbeat":
-        plan, tolerance = _PEERS[row.system]
+        plan, tolerance, demand = _PEERS[row.system]
         if row.system == "ddp+restarts":
             plan += f" of every {row.save_every or SAVE_EVERY} steps"
-        return Job(row, scenario, folder, plan, "", tolerance)
+        return Job(row, scenario, folder, plan, "", tolerance, demand=demand)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense
     from offbeat.fabric import Elastic
@@ -175,9 +190,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
     tolerance = tolerances.get(type(made.codec)) if _adds_up(made.sync) else None
-    each = all(
-        made.sync.contributes(step) == "gradient" for step in range(scenario.run.warmup_steps + scenario.run.steps)
-    )
+    each = all(made.sync.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
     return Job(
         row,
         scenario,
@@ -187,9 +200,9 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
         tolerance,
         served,
         elastic=isinstance(made.fabric, Elastic),
-        together=made.sync.replicated,
-        tuned=made.tuning is not None,
+        demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,
+        is_settled=each and not served and made.controller is None,
     )
 
 
@@ -205,11 +218,12 @@ def _adds_up(policy: Policy) -> bool:
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
     if isinstance(row.plan, str):
         path = find(row.plan, folder)
-        if path is None or not path.is_file():
+        if path is None:
             raise ScenarioError(
                 f"Cannot use the plan of row {row.name!r}: there is no file {row.plan!r} in {folder} or {Path.cwd()}. "
                 f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."
             )
-        return path.read_text()
+        way_out = f"Name a TOML file, or write the plan as a table (row[{index}].plan)."
+        return text_file.read_text(path, f"plan of row {row.name!r},", way_out)
     size = scenario.workload.bucket_bytes
     return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

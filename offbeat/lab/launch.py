@@ -172,7 +172,6 @@ class Workers:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self.places[0].address,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **({state.MARK: lab} if lab is not None else {}),
             **(programs.TORCHRUN if are_restarted else {}),

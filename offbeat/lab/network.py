@@ -63,15 +63,7 @@ class Network:
         self, topology: Topology, *, emulated: Collection[str] = (), directory: Path = state.RUN_DIRECTORY
     ) -> None:
         require_rights()
-        if len(topology.switches) != 1:
-            raise ScenarioError(
-                f"Cannot build {len(topology.switches)} switches: the lab builds exactly 1. Use one switch (switches)."
-            )
-        if len(topology.hosts) > MAX_HOSTS:
-            raise ScenarioError(
-                f"Cannot build {len(topology.hosts)} hosts: a lab has at most {MAX_HOSTS}, one per address. Use fewer, "
-                "or `offbeat simulate` (hosts)."
-            )
+        check_topology(topology)
         self.topology = topology
         self.lab = secrets.token_hex(4)
         self._directory = directory
@@ -221,6 +213,23 @@ def require_rights() -> None:
         raise NetworkError(
             "Cannot build a lab: the package pyroute2 is not installed. Install it with pip install 'offbeat[lab]'."
         ) from error
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse what no lab can be built of.
+
+    Raises:
+        ScenarioError: if it is not one switch with one link per host, or there are too many hosts.
+    """
+    if len(topology.switches) != 1:
+        raise ScenarioError(
+            f"Cannot build {len(topology.switches)} switches: the lab builds exactly 1. Use one switch (switches)."
+        )
+    if len(topology.hosts) > MAX_HOSTS:
+        raise ScenarioError(
+            f"Cannot build {len(topology.hosts)} hosts: a lab has at most {MAX_HOSTS}, one per address. Use fewer, "
+            "or `offbeat simulate` (hosts)."
+        )
 
 
 def bucket_bytes(rate_mbps: float) -> tuple[int, int]:

@@ -42,6 +42,11 @@ class Bound:
     _resources: ExitStack
     loader: Any = None  # only where offbeat tunes batches
 
+    def settle(self) -> None:
+        """Make all replicas equal now, before a digest of them is made; ddp's are after every step. Collective."""
+        if self.run is not None:
+            self.run.settle()
+
     def close(self) -> None:
         """Leave the other workers. Collective."""
         self._resources.close()

@@ -5,6 +5,7 @@ went, too. Where something went wrong (`[[fault]]`): throughput, waiting and sta
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
@@ -23,20 +24,29 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
+def check_can_draw() -> None:
+    """Refuse a picture that could not be drawn, before anything is measured for it.
+
+    Raises:
+        ScenarioError: if matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ScenarioError(
+            "Cannot draw: the package matplotlib is not installed. Install it with pip install 'offbeat[plot]', "
+            "or leave out --png."
+        )
+
+
 def draw(report: Report, path: Path) -> None:
     """Draw a report as PNG.
 
     Raises:
         ScenarioError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ScenarioError(
-            "Cannot draw: the package matplotlib is not installed. Install it with pip install 'offbeat[plot]', "
-            "or leave out --png."
-        ) from error
+    check_can_draw()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     curves = any(raw.metrics for raw in report.raw)
     struck = {row.row: found for row in report.rows if (found := _happened(row, "fault"))}
     if struck:
@@ -132,7 +142,7 @@ def _draw_links(axes: Any, report: Report) -> None:
 def _link_words(link: LinkUse) -> str:
     return (
         f"{link.row}, link of {link.host}: {100 * link.share:.0f} % used, variation within a round "
-        f"{link.variation:.2f}, idle {100 * link.idle_share:.0f} % of the time"
+        f"{link.variation:.2f}, idle {100 * link.idle_share:.0f} % of {link.seen_s:.1f} s"
     )
 
 

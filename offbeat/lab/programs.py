@@ -15,6 +15,8 @@ RESTARTS = 3
 """How often torchrun starts all workers again."""
 TORCHRUN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Else workers that are started again find the addresses of those before them in the store, and fail to connect."""
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""How many threads libraries compute with; MKL's own counts for more than OpenMP's."""
 _ENTER = Path(__file__).resolve().with_name("enter.py")
 
 
@@ -51,6 +53,10 @@ def under_torchrun(command: Sequence[str], *, nodes: int, address: str, store: s
 
 
 def environment() -> dict[str, str]:
-    """Our environment, with this very package first where Python looks for modules."""
+    """Our environment, with this very package first where Python looks for modules, and one thread for each process.
+
+    All processes of all systems start with the same threads: what torch would make of the cores of this machine, which
+    stands for many, differs between those that a launcher starts and others.
+    """
     paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict.fromkeys(_THREADS, "1")}

@@ -43,6 +43,11 @@ class Repeat:
     losses: list[float] = field(default_factory=list)
 
     @property
+    def index(self) -> int:
+        """Which of the repeats it is, from 0."""
+        return self.workers[0].repeat
+
+    @property
     def seconds_per_step(self) -> float:
         """Mean over the measured steps and workers."""
         return statistics.fmean(step for worker in self.workers for step in worker.step_s)

@@ -156,8 +156,7 @@ def main() -> None:
         bound.optimizer.zero_grad()
         recorder.step(count)
     if not averages:
-        assert bound.run is not None
-        bound.run.settle()
+        bound.settle()
         error, digest = proof.check_sum(
             emitting(model), data.sums(world), lr=_LR, steps=steps, tolerance=data.tolerance(work.tolerance)
         )

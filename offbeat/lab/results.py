@@ -5,8 +5,8 @@ types when it is written, so what is on disk can be read back.
 
 * `seconds_per_step` - a repeat's value is the mean over its measured steps and workers (throughput, so that no pause
   hides); of the repeats: median, least and most.
-* `bound_s` - the physical limit for the uncompressed exchange; which one is said in `Report.bounds`, by row.
-  `percent_of_bound` is 100 bound/median; what sends less may exceed 100.
+* `bound_s` - the physical limit for what the row sends; which one is said in `Report.bounds`, by row.
+  `percent_of_bound` is 100 bound/median.
 * `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
   target if the workload has one, else of seconds per sample.
 * `bytes_sent_per_worker`, `wait_s_per_worker` - per rank, over the measured steps of one repeat; medians. Waiting is
@@ -162,9 +162,10 @@ def _once(lines: Sequence[Line]) -> list[Step]:
 class LinkUse(_Strict, frozen=True, kw_only=True):
     """What one row made of one link: the server's, or that of rank 0's host where the row has no server.
 
-    `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of the measured steps of one `repeat`.
-    `share` of the link's rate is that of the busier direction; `variation` and `idle_share` (see `offbeat.lab.sampler`)
-    are means of both directions. These three are medians over all repeats.
+    `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of one `repeat`, from the first measured
+    step of any worker to the end of the last one. `share` of the link's rate is that of the busier direction;
+    `variation` and `idle_share` (see `offbeat.lab.sampler`) are means of both directions. These three are medians over
+    all repeats.
     """
 
     row: str
@@ -177,6 +178,11 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
     share: Amount
     variation: Amount
     idle_share: Amount
+
+    @property
+    def seen_s(self) -> float:
+        """For how long anybody looked."""
+        return self.interval_s * len(self.sent_bytes)
 
 
 class Recovery(_Strict, frozen=True, kw_only=True):
@@ -257,7 +263,8 @@ class Report(_Strict, frozen=True, kw_only=True):
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
     where the scenario has a server. `recoveries` say what each fault cost, `handovers` what each swap, `courses` how
-    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models.
+    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models. `failed`
+    says why a row has no more repeats, or none.
     """
 
     format: int = FORMAT
@@ -279,10 +286,13 @@ class Report(_Strict, frozen=True, kw_only=True):
     recoveries: list[Recovery] = []
     handovers: list[Handover] = []
     courses: list[Course] = []
+    failed: dict[str, str] = {}
 
 
 def write(report: Report, path: Path) -> None:
     """Write a report, if it is one: one line per row and per worker, so that two files can be compared by eye.
+
+    The file is written whole or not at all: whoever ends this process leaves the one before.
 
     Raises:
         msgspec.ValidationError: if a value does not have its type.
@@ -297,7 +307,9 @@ def write(report: Report, path: Path) -> None:
             fields.append(f' "{name}": [\n  {items}\n ]')
         else:
             fields.append(f' "{name}": {msgspec.json.encode(value).decode()}')
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    draft.replace(path)
 
 
 def read(path: Path) -> Report:
@@ -306,4 +318,13 @@ def read(path: Path) -> Report:
     Raises:
         msgspec.ValidationError: if it is none.
     """
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+    return decode(path.read_bytes())
+
+
+def decode(text: bytes) -> Report:
+    """The report that was written so.
+
+    Raises:
+        msgspec.ValidationError: if it is none.
+    """
+    return msgspec.json.decode(text, type=Report)

@@ -1,7 +1,8 @@
 """Run every row of a scenario, interleaved and repeated, and sum up what was measured.
 
 A B C C B A ... rather than A A B B C C: the machine drifts (temperature, neighbours), and what drifts must hit all rows
-alike. All rows drop the same warm-up and run on the very same links.
+alike. All rows drop the same warm-up and run on the very same links. What was measured is handed on after each run, so
+that whoever interrupts a long one, or a row that fails, loses nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
+from offbeat.errors import DisagreementError, OffbeatError, ScenarioError, WorkerLostError
 from offbeat.lab import goodput, launch, limits, machine, recorder, sampler
 from offbeat.lab.emulated import law_of
 from offbeat.lab.handover import course, handovers, swaps
@@ -24,13 +25,14 @@ from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predicted import known_of, predictions
 from offbeat.lab.recovery import recoveries
+from offbeat.lab.refusals import refuse
 from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import Course, LinkUse, Raw, Record, Report, Spread, Staleness
 from offbeat.lab.strikes import Strikes
 from offbeat.wire.culprit import without_quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.lab.handover import Swapped
     from offbeat.lab.jobs import Job
@@ -56,19 +58,31 @@ class _Told(msgspec.Struct):
     time_s: float = 0.0
 
 
-def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Callable[[str, int], None]) -> Report:
-    """Measure every row of a scenario.
+def run(
+    scenario: Scenario,
+    text: str,
+    folder: Path,
+    *,
+    command: str,
+    tell: Callable[[str, int], None],
+    keep: Callable[[Report], None] | None = None,
+    fail: Callable[[str, OffbeatError], None] | None = None,
+) -> Report:
+    """Measure every row of a scenario. A row that fails is not run again; the others go on.
 
     Args:
         text: the scenario as it was written.
         folder: where its file lies; paths in it start there.
         command: the command line, for the record.
         tell: called with the row's name and the repeat before each run.
+        keep: called after each run that ended well, with all that was measured so far.
+        fail: called with the row's name, and why, when one fails.
 
     Raises:
-        OffbeatError: if the network cannot be built, a worker fails, or a system sums wrongly.
+        OffbeatError: if the network cannot be built, or every row failed: a worker did, or a system sums wrongly.
     """
     rows = jobs(scenario, folder)
+    refuse(scenario)
     with ExitStack() as resources:
         network, measured = None, {}
         if scenario.loopback:
@@ -86,13 +100,27 @@ def run(scenario: Scenario, text: str, folder: Path, *, command: str, tell: Call
                 for host in scenario.impaired:
                     network.worsen(host, up=law, down=law)
         repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
+        failed: dict[str, OffbeatError] = {}
         for index in range(scenario.run.repeats):
             for number, job in list(enumerate(rows))[:: -1 if index % 2 else 1]:
-                tell(job.row.name, index)
+                name = job.row.name
+                if name in failed:
+                    continue
+                tell(name, index)
                 run_folder = scratch / f"{index}-{number}"
                 run_folder.mkdir()
-                repeats[job.row.name].append(run_once(job, places, run_folder, index, network))
-    report = _report(scenario, text, command, rows, repeats, measured)
+                try:
+                    repeats[name].append(run_once(job, places, run_folder, index, network))
+                except OffbeatError as error:
+                    failed[name] = error
+                    if fail is not None:
+                        fail(name, error)
+                else:
+                    if keep is not None:
+                        keep(_report(scenario, text, command, rows, repeats, measured, failed))
+    if not any(repeats.values()):
+        raise next(iter(failed.values()))
+    report = _report(scenario, text, command, rows, repeats, measured, failed)
     try:
         predicted = predictions(scenario, folder, known_of(scenario, report))
     except ScenarioError as error:  # a fault that cannot be played; what was measured is not to be lost by that
@@ -147,9 +175,15 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         ]
     digests = {worker.digest: worker.rank for worker in measured}
     if len(digests) > 1:
+        way_out = "The system under test broke the replicas apart."
+        if not job.is_settled:
+            way_out = (
+                "With this plan replicas are equal only once they are settled: call bound.settle() in the script, on "
+                "every worker, before the digest is made (workload.path). If it does, the system broke them apart."
+            )
         raise DisagreementError(
             f"Cannot trust row {job.row.name!r}: at the end of repeat {index} ranks {sorted(digests.values())} hold "
-            "different values where all replicas should be equal. The system under test broke the replicas apart."
+            f"different values where all replicas should be equal. {way_out}"
         )
     told = _told(folder / "run" / "metrics.jsonl")
     events = [note for worker in measured for note in worker.notes if worker.rank == 0]
@@ -161,13 +195,13 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
-    begin_s, end_s = max(begin for begin, _ in spans), min(end for _, end in spans)
+    begin_s = max(begin for begin, _ in spans)
     told_swaps = [record for record in told if record.kind == "event" and record.what == "swap"]
     ranks = range(len(places))
     swapped = swaps([[(one.time_s, one.text) for one in told_swaps if one.rank == rank] for rank in ranks])
     named = [] if index else [_named(one, begin_s) for one in swapped]
     events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
-    link = None if watch is None else watch.between(begin_s, end_s)
+    link = None if watch is None else watch.between(*sampler.whole_time(spans))
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
@@ -205,18 +239,21 @@ def _report(
     rows: Sequence[Job],
     repeats: dict[str, list[Repeat]],
     measured: dict[str, float],
+    failed: dict[str, OffbeatError],
 ) -> Report:
-    everything = [worker for runs in repeats.values() for one in runs for worker in one.workers]
-    baseline = repeats[scenario.run.baseline]
-    tolerance = next(job.tolerance for job in rows if job.row.name == scenario.run.baseline)
+    """What was measured so far: of the rows that have been run at least once."""
+    rows = [job for job in rows if repeats[job.row.name]]
+    everything = [worker for job in rows for one in repeats[job.row.name] for worker in one.workers]
+    # Where the row that others are to be compared with has not been run yet, or has failed, another takes its place.
+    base = next((job for job in rows if job.row.name == scenario.run.baseline), rows[0])
+    baseline = {one.index: one for one in repeats[base.row.name]}
     overhead = {}
     for job in rows:
-        runs = repeats[job.row.name]
+        pairs = [(one, baseline[one.index]) for one in repeats[job.row.name] if one.index in baseline]
         # Only where both send the same, along the same ways, is the difference the system's own.
-        if runs[0].buckets and job.tolerance == tolerance and job.sends_each_gradient and not job.faults:
-            pairs = zip(runs, baseline, strict=True)
-            more_s = statistics.median(one.seconds_per_step - base.seconds_per_step for one, base in pairs)
-            overhead[job.row.name] = round(more_s * 1e6 / runs[0].buckets, 1)
+        if pairs[0][0].buckets and job.tolerance == base.tolerance and job.sends_each_gradient and not job.faults:
+            more_s = statistics.median(one.seconds_per_step - other.seconds_per_step for one, other in pairs)
+            overhead[job.row.name] = round(more_s * 1e6 / pairs[0][0].buckets, 1)
     handed_over = [cost for job in rows for one in repeats[job.row.name] for cost in one.handovers]
     return Report(
         name=scenario.scenario.name,
@@ -229,9 +266,9 @@ def _report(
         hardware=machine.hardware(),
         goodput_mbps=measured,
         overhead_us_per_bucket=overhead,
-        rows=[_record(job, repeats[job.row.name], baseline, everything) for job in rows],
+        rows=[_record(job, repeats[job.row.name], base.row.name, baseline, everything) for job in rows],
         raw=everything,
-        bounds={job.row.name: _limit(job, everything)[1] for job in rows},
+        bounds={job.row.name: limits.limit(job, everything)[1] for job in rows},
         recoveries=[cost for job in rows for one in repeats[job.row.name] for cost in one.recoveries],
         handovers=handed_over,
         courses=[
@@ -241,13 +278,16 @@ def _report(
             if one.losses and handed_over
         ],
         links=[use for job in rows if (use := _link_use(job, repeats[job.row.name])) is not None],
+        failed={name: without_quoted(str(error)).partition("\n")[0] for name, error in failed.items()},
     )
 
 
-def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everything: Sequence[Raw]) -> Record:
+def _record(
+    job: Job, runs: Sequence[Repeat], base: str, baseline: Mapping[int, Repeat], everything: Sequence[Raw]
+) -> Record:
     scenario = job.scenario
     step = Spread.of([one.seconds_per_step for one in runs])
-    bound_s, _ = _limit(job, everything)
+    bound_s, _ = limits.limit(job, everything)
     times = [one.time_to(scenario.workload) for one in runs]
     reached = [time_s for time_s in times if time_s is not None]
     metrics = [metric for one in runs if (metric := one.final_metric) is not None]
@@ -269,23 +309,9 @@ def _record(job: Job, runs: Sequence[Repeat], baseline: Sequence[Repeat], everyt
         bound_s=bound_s,
         percent_of_bound=100 * bound_s / step.median,
         ratio_to_baseline=_ratio(runs, baseline, scenario.workload),
-        baseline=scenario.run.baseline,
+        baseline=base,
         events=list(dict.fromkeys(event for one in runs for event in one.events))[:_MAX_EVENTS],
     )
-
-
-def _limit(job: Job, everything: Sequence[Raw]) -> tuple[float, str]:
-    """Least seconds per step of a row, and the formula."""
-    # The same for every row: what the work costs without any communication, and what its links must carry.
-    computing_s = [
-        statistics.median(worker.compute_s for worker in everything if worker.rank == rank)
-        for rank in sorted({worker.rank for worker in everything})
-    ]
-    compute_s = limits.computation_s(computing_s, together=job.together, tuned=job.tuned)
-    size_bytes = max(worker.gradient_bytes for worker in everything)
-    if job.served and job.scenario.servers:
-        return limits.served(job.scenario, compute_s=compute_s, size_bytes=size_bytes, together=job.together)
-    return limits.allreduce(job.scenario, compute_s=compute_s, size_bytes=size_bytes)
 
 
 def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
@@ -311,10 +337,11 @@ def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
     )
 
 
-def _ratio(runs: Sequence[Repeat], baseline: Sequence[Repeat], workload: Replay | Script) -> float:
-    pairs = [(one.time_to(workload), base.time_to(workload)) for one, base in zip(runs, baseline, strict=True)]
-    ratios = [mine / base for mine, base in pairs if mine is not None and base]
+def _ratio(runs: Sequence[Repeat], baseline: Mapping[int, Repeat], workload: Replay | Script) -> float:
+    pairs = [(one, baseline[one.index]) for one in runs if one.index in baseline]
+    times = [(one.time_to(workload), base.time_to(workload)) for one, base in pairs]
+    ratios = [mine / base for mine, base in times if mine is not None and base]
     if len(ratios) < len(pairs):
         # No target, or not reached every time: the time per sample is what can be compared.
-        ratios = [base.samples_per_s / one.samples_per_s for one, base in zip(runs, baseline, strict=True)]
+        ratios = [base.samples_per_s / one.samples_per_s for one, base in pairs]
     return statistics.median(ratios)

@@ -36,7 +36,7 @@ _FIELDS_RECEIVED, _FIELDS_SENT = 0, 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a host received and sent, per interval, while all workers were in their measured steps."""
+    """Bytes that a host received and sent, per interval, while any worker was in its measured steps."""
 
     host: str
     interval_s: float
@@ -119,6 +119,18 @@ class Sampler:
     def _read(self) -> None:
         received, sent = self._port.counters()
         self._readings.append((time.perf_counter(), received, sent))
+
+
+def whole_time(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """When the first worker's measured steps began and the last one's ended.
+
+    Where machines are unequal, the fast ones may be done before the slow ones are measured: the time in which all of
+    them are may be a moment, or none.
+
+    Args:
+        spans: when each worker's began and ended.
+    """
+    return min(begin_s for begin_s, _ in spans), max(end_s for _, end_s in spans)
 
 
 def traffic(

@@ -4,6 +4,9 @@ All of them end a step together, so a step is worked out rather than played. A b
 has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the slowest link, in 2 (N-1) rounds
 (Patarasuk and Yuan 2009).
 
+What a worker loses to bad luck (`[straggle]`) comes behind its backward pass, as in the lab's replays: by then an
+exchange of gradients is over, so that neither hides in the other, and the next exchange waits for whoever lost most.
+
 A fault strikes before the optimizer's step: behind the exchange of that step's gradients, or before that of a change.
 
 Where the plan's controller swaps the policy all confer, in four rounds of messages; that optimizers average on the way
@@ -94,9 +97,12 @@ def play(
         took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
         begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
         what = steered.contributes(step)
+        # Bad luck strikes behind the backward pass. Gradients are exchanged by then, changes are not yet.
+        after_s = {rank: lost_s if what == "gradient" else 0.0 for rank, (_, lost_s) in took.items()}
+        before_s = {rank: own_s[rank] - after_s[rank] for rank in circle.here}
         for rank in circle.here:
-            clock_s[rank] = circle.computed_s(rank, begun_s[rank], own_s[rank])
-        late_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
+            clock_s[rank] = circle.computed_s(rank, begun_s[rank], before_s[rank])
+        late_s = {rank: clock_s[rank] - begun_s[rank] - before_s[rank] for rank in circle.here}
         gone: Collection[int] = ()
         if what != "gradient":
             computed_s = list(clock_s)
@@ -105,24 +111,20 @@ def play(
         if what is not None:
             end_s = 0.0
             for bucket in buckets:
-                # What is lost to bad luck is lost between the backward pass and the optimizer's step.
                 ready_s = max(
-                    begun_s[rank]
-                    + took[rank][0] * bucket.ready
-                    + (took[rank][1] if what != "gradient" else 0.0)
-                    + late_s[rank]
+                    begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
                     for rank in circle.here
                 )
                 end_s = circle.exchange(max(end_s, ready_s), bucket.size_bytes)
-            # Nobody steps before its own bad luck is over; the next exchange begins when all have stepped.
             for rank in circle.here:
-                clock_s[rank] = max(end_s, clock_s[rank]) + _STEP_S
-        steered.stepped({rank: own_s[rank] + late_s[rank] + held_s[rank] for rank in circle.here}, batch)
-        held_s = dict.fromkeys(range(world), 0.0)
+                stepping_s = max(end_s, clock_s[rank])
+                clock_s[rank] = circle.computed_s(rank, stepping_s, after_s[rank]) + _STEP_S
+        steered.stepped({rank: before_s[rank] + late_s[rank] + held_s[rank] for rank in circle.here}, batch)
+        held_s = {rank: after_s.get(rank, 0.0) for rank in range(world)}
         if what == "gradient":
             stepped_s = list(clock_s)
             gone = circle.strike(step, clock_s, computed=True, played=played)
-            held_s = {rank: clock_s[rank] - stepped_s[rank] for rank in range(world)}
+            held_s = {rank: held_s[rank] + clock_s[rank] - stepped_s[rank] for rank in range(world)}
         for rank in gone:
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
         waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}

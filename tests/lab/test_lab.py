@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.errors import DisagreementError, ScenarioError, WorkerLostError
+from offbeat.cli import lab as cli
+from offbeat.errors import DisagreementError, NetworkError, ScenarioError, WorkerLostError
 from offbeat.lab import launch, limits, results, rounds, state
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
@@ -133,6 +134,33 @@ def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
     assert "\x1b[" not in output, "not a terminal: no progress, no colours"
 
 
+def test_the_other_rows_are_measured_where_one_fails(tmp_path: Path) -> None:
+    script = "import os\nif os.environ['OFFBEAT_LAB_SYSTEM'] == 'ddp': raise ValueError('no data')\n" + SCRIPT
+    code, output = offbeat("lab", "run", scenario(tmp_path, script=script), "--json", "out.json", folder=tmp_path)
+    assert code == 1, output
+    assert "Row 'ddp' has failed and is not run again. Cannot measure row 'ddp', repeat 0: rank " in output
+    assert "ValueError: no data" in output
+    assert "Failed: 'ddp'. out.json has 2 of 4 runs." in output
+    report = results.read(tmp_path / "out.json")
+    assert [(row.row, row.repeats, row.baseline) for row in report.rows] == [("ours", 2, "ours")]
+    assert list(report.failed) == ["ddp"]
+    assert not (tmp_path / "out.json.draft").exists()
+
+
+def test_who_is_interrupted_keeps_what_was_measured(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['OFFBEAT_LAB_SYSTEM'] == 'offbeat': time.sleep(300)\n" + SCRIPT
+    path = scenario(tmp_path, script=script)
+    with start("lab", "run", path, "--json", "out.json", folder=tmp_path) as process:
+        try:
+            assert soon((tmp_path / "out.json").exists, within_s=40)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert "out.json has 1 of 4 runs." in output
+    assert [row.row for row in results.read(tmp_path / "out.json").rows] == ["ddp"]
+
+
 def test_fewer_steps_and_repeats_on_request(tmp_path: Path) -> None:
     path = scenario(tmp_path)
     code, output = offbeat("lab", "run", path, "--json", "out.json", "--repeats", 1, "--steps", 2, folder=tmp_path)
@@ -150,6 +178,36 @@ def test_show_draws_and_counts(tmp_path: Path) -> None:
     code, output = offbeat("lab", "show", scenario(tmp_path), folder=tmp_path)
     assert code == 0
     assert "plain processes on loopback: h0, h1" in output
+    assert "offbeat lab run needs no root. It makes 4 runs of 2 worker processes." in output
+
+
+def test_show_says_what_run_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is only known where it would run: rights, more hosts than addresses; and what a row is spared."""
+    (tmp_path / "many.toml").write_text(
+        REPLAY.replace("count = 2\nrate_mbps = 100", "count = 300\nrate_mbps = 50")
+        + '[[fault]]\nworker = 0\nstep = 5\nkind = "sigkill"\n[[fault]]\nworker = 0\nstep = 4\nkind = "deaf"'
+    )
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    cli.show(tmp_path / "many.toml")
+    lines = capsys.readouterr().out.splitlines()
+    refused = [line for line in lines if line.startswith("offbeat lab run would refuse this here: ")]
+    assert "Cannot build a lab as user 1000" in refused[0]
+    assert "Cannot build 300 hosts: a lab has at most 250" in refused[1]
+    assert any("needs root, pyroute2 and 301 namespaces, and /dev/net/tun for links" in line for line in lines)
+    assert "left out of ddp: sigkill of worker 0 at its step 5, which takes others that go on" in lines
+    with pytest.raises(NetworkError, match="as user 1000"):
+        rounds.run(*(cli.read_scenario(tmp_path / "many.toml")), tmp_path, command="", tell=lambda row, repeat: None)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ScenarioError, match="matplotlib is not installed"):
+        cli.run(scenario(tmp_path), json=tmp_path / "out.json", png=tmp_path / "out.png")
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -182,6 +240,44 @@ def test_a_result_that_has_no_place_is_refused_before_measuring(tmp_path: Path) 
     assert "Cannot read the scenario no.toml" in output
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fifo.toml", "it is no regular file"),
+        ("/dev/zero", "it is no regular file"),
+        ("folder.toml", "Is a directory"),
+        ("latin.toml", "it is not UTF-8 (byte 0 is 0xff)"),
+        ("large.toml", "it has more than 256 KiB"),
+        ("n" * 300, "File name too long"),
+    ],
+    ids=lambda value: value[:10],
+)
+def test_a_scenario_or_plan_that_is_no_file_of_text_is_refused_at_once(tmp_path: Path, name: str, says: str) -> None:
+    os.mkfifo(tmp_path / "fifo.toml")
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "latin.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "large.toml").write_text("#" * 300_000)
+    with pytest.raises(ScenarioError, match="Cannot read the scenario ") as caught:
+        cli.read_scenario(tmp_path / name)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 500
+    if len(name) < 300:
+        text = LOOPBACK.replace('"offbeat"', f'"offbeat"\nplan = "{name}"')
+        with pytest.raises(ScenarioError, match="Cannot read the plan of row 'ours', ") as caught:
+            jobs(Scenario.from_toml(text), tmp_path)
+        assert says in str(caught.value)
+
+
+def test_a_script_or_plan_of_an_endless_name_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"Cannot run the script 'sss.*\(workload\.path\)"):
+        jobs(Scenario.from_toml(LOOPBACK.replace('"work.py"', f'"{"s" * 300}"')), tmp_path)
+    (tmp_path / "work.py").write_text("")
+    text = LOOPBACK.replace('"offbeat"', f'"offbeat"\nplan = "{"p" * 300}"')
+    with pytest.raises(ScenarioError, match=r"there is no file 'ppp.*\(row\[1\]\.plan\)"):
+        jobs(Scenario.from_toml(text), tmp_path)
+
+
 @pytest.mark.parametrize("arguments", [["run", "scenario.toml", "--json", "out.json"], ["clean"]])
 def test_without_root_one_sentence(tmp_path: Path, arguments: list[str]) -> None:
     scenario(tmp_path, LOOPBACK.replace('network = "loopback"', "rate_mbps = 100"))
@@ -206,6 +302,15 @@ def test_replicas_that_differ_at_the_end_are_not_believed(tmp_path: Path) -> Non
         DisagreementError, match=r"row 'ddp': at the end of repeat 0 ranks \[0, 1\] hold different values"
     ):
         run_first_row(tmp_path, path)
+
+
+def test_who_did_not_settle_is_told_to(tmp_path: Path) -> None:
+    """With a server, or with steps of a worker's own, replicas differ until then, and the lab cannot do it later."""
+    text = LOOPBACK.replace('"offbeat"', '"offbeat"\nplan = { sync = { kind = "LocalSGD", every = 4 } }')
+    path = scenario(tmp_path, text, digest="os.environ['RANK']")
+    job = jobs(Scenario.from_toml(path.read_text()), tmp_path)[1]
+    with pytest.raises(DisagreementError, match=r"row 'ours': .*call bound\.settle\(\) in the script"):
+        rounds.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
 
 
 def test_a_script_that_records_nothing_is_named(tmp_path: Path) -> None:

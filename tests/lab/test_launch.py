@@ -7,19 +7,22 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from offbeat.errors import WorkerLostError
 from offbeat.lab import programs
-from offbeat.lab.launch import LAST_LINES, Workers, loopback_places, places
+from offbeat.lab.jobs import jobs
+from offbeat.lab.launch import LAST_LINES, Shards, Workers, loopback_places, places
 from offbeat.lab.network import INTERFACE, Network
+from offbeat.scenario import Scenario, System
 from offbeat.topology import Topology
 from tests.cli.commands import alive, descendants
 from tests.lab.rights import needs_root, soon
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 HOSTS = ["a", "b", "c"]
@@ -53,6 +56,67 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         }
         assert {name: environment[name] for name in expected} == expected
     assert len({environment["MASTER_PORT"] for environment in seen}) == 1
+
+
+ROWS = """
+[scenario]
+name = "threads"
+[hosts]
+count = 2
+network = "loopback"
+[workload]
+kind = "script"
+path = "work.py"
+"""
+
+
+def test_all_processes_of_all_systems_have_the_same_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this process was started with: workers of each system, and the shards of a server."""
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    seen: dict[str, dict[str, str]] = {}
+
+    def threads(name: str, environment: Mapping[str, str]) -> None:
+        seen[name] = {key: value for key, value in environment.items() if key.endswith("_NUM_THREADS")}
+
+    class NoProcess:
+        pid = 0
+
+        def kill(self) -> None: ...
+
+        def wait(self) -> None: ...
+
+    def start(self: Workers, command: list[str], log: Path, environment: dict[str, str]) -> NoProcess:
+        threads(f"{environment['OFFBEAT_LAB_SYSTEM']} {environment['RANK']}", environment)
+        return NoProcess()
+
+    def start_shard(settings: Any, *, environment: Mapping[str, str], **rest: Any) -> tuple[NoProcess, str]:
+        threads("shard", environment)
+        return NoProcess(), "127.0.0.1:1"
+
+    monkeypatch.setattr(Workers, "_start", start)
+    monkeypatch.setattr("os.killpg", lambda pid, number: None)
+    monkeypatch.setattr("offbeat.serve.start_shard", start_shard)
+    (tmp_path / "work.py").write_text("")
+    rows = "".join(f'[[row]]\nname = "{system}"\nsystem = "{system}"\n' for system in get_args(System))
+    made = loopback_places(["h0", "h1"])
+    for job in jobs(Scenario.from_toml(ROWS + rows), tmp_path):
+        environment = job.environment(tmp_path / "run")
+        with Workers(
+            job.command,
+            places=made,
+            folder=tmp_path,
+            environment=environment,
+            each=job.each(made),
+            are_restarted=job.restarts,
+        ):
+            pass
+    with Shards(made[:1], folder=tmp_path, timeout_s=5.0):
+        pass
+    assert set(seen) == {"shard", *(f"{system} {rank}" for system in get_args(System) for rank in range(2))}
+    assert all(found == seen["ddp 0"] for found in seen.values())
+    assert set(seen["ddp 0"].values()) == {"1"}
+    assert {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} <= set(seen["ddp 0"])
 
 
 def test_the_first_to_die_is_named_with_its_last_words(tmp_path: Path) -> None:

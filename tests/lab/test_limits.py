@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from offbeat.lab import limits
+from benchmarks.page import RESULTS, measured
+from offbeat.lab import limits, results
+from offbeat.lab.jobs import jobs
+from offbeat.lab.results import Raw
 from offbeat.scenario import Scenario
 
 TEXT = """
@@ -22,6 +27,11 @@ name = "ddp"
 system = "ddp"
 """
 D_S = 0.05  # 1.25 MB at 200 Mbit/s
+SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
+RAW = {
+    "row": "ddp", "repeat": 0, "rank": 0, "host": "h0", "step_s": [1.0], "wait_s": [0.5], "bytes_sent": 1, "samples": 1,
+    "gradient_bytes": 1_250_000, "compute_s": 0.01, "digest": "", "gradient_error": None, "metrics": [], "notes": [],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -36,12 +46,55 @@ D_S = 0.05  # 1.25 MB at 200 Mbit/s
 )
 def test_a_server(servers: int, compute_s: float, together: bool, wanted_s: float) -> None:
     scenario = Scenario.from_toml(TEXT.format(servers=servers))
-    limit_s, words = limits.served(scenario, compute_s=compute_s, size_bytes=1.25e6, together=together)
+    limit_s, words = limits.served(scenario, compute_s=compute_s, size_bytes=1.25e6, workers=8, together=together)
     assert limit_s == pytest.approx(wanted_s)
     assert words == (limits.TOGETHER if together else limits.ONE_BY_ONE)
 
 
 @pytest.mark.parametrize(("compute_s", "wanted_s"), [(0.4, 0.4), (0.01, 2 * 7 / 8 * D_S)])
 def test_a_ring(compute_s: float, wanted_s: float) -> None:
-    scenario = Scenario.from_toml(TEXT.format(servers=1))
-    assert limits.allreduce(scenario, compute_s=compute_s, size_bytes=1.25e6)[0] == pytest.approx(wanted_s)
+    workers = Scenario.from_toml(TEXT.format(servers=1)).workers
+    assert limits.allreduce(workers, compute_s=compute_s, size_bytes=1.25e6)[0] == pytest.approx(wanted_s)
+
+
+RING_S = 2 * 7 / 8 * D_S
+SERVED = 'fabric = { kind = "ParameterServer" }'
+STOPPED = '[[fault]]\nworker = 2\nstep = 10\nkind = "sigstop"\nseconds = 20'
+
+
+@pytest.mark.parametrize(
+    ("row", "fault", "wanted_s"),
+    [
+        ('system = "ddp"', "", RING_S),
+        ('system = "ddp+bf16"', "", RING_S / 2),
+        ('system = "ddp+powersgd"', "", 0.01),
+        ('system = "offbeat"', "", RING_S),
+        ('system = "offbeat"\nplan = { codec = { kind = "Cast" } }', "", RING_S / 2),
+        ('system = "offbeat"\nplan = { sync = { kind = "LocalSGD", every = 4 } }', "", RING_S / 4),
+        # All of a server's parameters come back in every step, however narrow a contribution is.
+        (f'system = "offbeat"\nplan = {{ codec = {{ kind = "Cast" }}, {SERVED} }}', "", 0.01 + 8 * D_S),
+        (f'system = "offbeat"\nplan = {{ sync = {{ kind = "LocalSGD", every = 4 }}, {SERVED} }}', "", 0.01 + 2 * D_S),
+        # While another policy may decide, the least of what any of them demands.
+        (f'system = "offbeat"\nplan = {{ controller = {{ kind = "WaitThreshold" }}, {SERVED} }}', "", 8 * D_S),
+        # Who is stopped for long is not waited for, where others can go on.
+        (f'system = "offbeat"\nplan = {{ {SERVED} }}', STOPPED, 0.01 + 7 * D_S),
+        ('system = "ddp"', STOPPED, RING_S),
+    ],
+)
+def test_a_row_is_bounded_by_what_it_sends(tmp_path: Path, row: str, fault: str, wanted_s: float) -> None:
+    text = TEXT.format(servers=1).replace('system = "ddp"', f"{row}\n{fault}\n[run]\nsteps = 40")
+    (job,) = jobs(Scenario.from_toml(text), tmp_path)
+    raw = [Raw(**(RAW | {"rank": rank})) for rank in range(8)]  # type: ignore[arg-type]
+    assert limits.limit(job, raw)[0] == pytest.approx(wanted_s)
+
+
+@pytest.mark.parametrize("name", measured())
+def test_no_row_that_was_measured_passes_its_limit(name: str) -> None:
+    """And each file says what follows from its raw records: `python -m benchmarks.limits` writes it."""
+    report = results.read(RESULTS / f"{name}.json")
+    assert {row.row: row.percent_of_bound for row in report.rows if row.percent_of_bound > 100} == {}
+    again = limits.again(report, jobs(Scenario.from_toml(report.scenario), SCENARIOS))
+    assert again.bounds == report.bounds, "run `make limits`"
+    for row, found in zip(report.rows, again.rows, strict=True):
+        assert row.bound_s == pytest.approx(found.bound_s)
+        assert row.percent_of_bound == pytest.approx(found.percent_of_bound)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from offbeat.errors import ScenarioError
+from offbeat.errors import ScenarioError, WorkerLostError
 from offbeat.lab import plots, results, rounds
 from offbeat.lab.recorder import Begun, End, Line, Metric, Note, Step
 from offbeat.lab.repeat import Repeat
@@ -119,6 +119,102 @@ def measure(
     rows = ("ddp", "ours", "ours", "ddp", "ddp", "ours")
     assert order == told == [(row, i // 2) for i, row in enumerate(rows)]
     return made
+
+
+class Kept:
+    """What is handed on while a scenario with made-up workers runs. Some of its runs do not end well.
+
+    Args:
+        ends: how a run of (row, repeat) ends otherwise.
+    """
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: dict[tuple[str, int], BaseException]
+    ) -> None:
+        self.reports: list[Report] = []
+        self.failed: dict[str, str] = {}
+        self.begun: list[tuple[str, int]] = []
+        self._folder = folder
+
+        def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> Repeat:
+            row = job.row.name
+            if (row, index) in ends:
+                raise ends[row, index]
+            return Repeat([raw(row, index, rank, STEPS[row][index]) for rank in range(2)], buckets=4)
+
+        (folder / "work.py").write_text("")
+        monkeypatch.setattr(rounds, "run_once", run_once)
+
+    def run(self) -> Report:
+        text = SCENARIO.format(network='network = "loopback"', path="work.py", target="")
+        return rounds.run(
+            Scenario.from_toml(text),
+            text,
+            self._folder,
+            command="offbeat lab run",
+            tell=lambda row, repeat: self.begun.append((row, repeat)),
+            keep=self.reports.append,
+            fail=lambda row, error: self.failed.update({row: str(error)}),
+        )
+
+
+def test_every_run_is_handed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A B B A, and then somebody has had enough."""
+    kept = Kept(tmp_path, monkeypatch, {("ddp", 2): KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        kept.run()
+    assert [{row.row: row.repeats for row in one.rows} for one in kept.reports] == [
+        {"ddp": 1},
+        {"ddp": 1, "ours": 1},
+        {"ddp": 1, "ours": 2},
+        {"ddp": 2, "ours": 2},
+    ]
+    assert kept.reports[-1].rows[1].ratio_to_baseline == pytest.approx((0.5 / 1.0 + 1.1 / 2.0) / 2)
+    results.write(kept.reports[-1], tmp_path / "result.json")
+    assert results.read(tmp_path / "result.json") == kept.reports[-1]
+
+
+def test_the_others_go_on_after_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = WorkerLostError("Cannot measure row 'ours', repeat 1: rank 1 ended, its last output was\n  /home/me: no")
+    kept = Kept(tmp_path, monkeypatch, {("ours", 1): error})
+    report = kept.run()
+    assert {row.row: row.repeats for row in report.rows} == {"ddp": 3, "ours": 1}
+    assert kept.begun == [("ddp", 0), ("ours", 0), ("ours", 1), ("ddp", 1), ("ddp", 2)]
+    assert kept.failed == {"ours": str(error)}
+    assert report.failed == {"ours": "Cannot measure row 'ours', repeat 1: rank 1 ended, its last output was"}
+    assert report.rows[1].ratio_to_baseline == pytest.approx(0.5)
+
+
+def test_where_the_baseline_failed_another_row_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Kept(tmp_path, monkeypatch, {("ddp", 0): WorkerLostError("no")}).run()
+    assert [(row.row, row.baseline, row.ratio_to_baseline) for row in report.rows] == [("ours", "ours", 1.0)]
+
+
+def test_where_every_row_failed_there_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path, monkeypatch, {("ddp", 0): WorkerLostError("first"), ("ours", 0): WorkerLostError("second")})
+    with pytest.raises(WorkerLostError, match="first"):
+        kept.run()
+    assert kept.failed == {"ddp": "first", "ours": "second"}
+    assert kept.reports == []
+
+
+def test_a_result_is_written_whole_or_not_at_all(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is ended while it writes leaves what was there before."""
+    path = tmp_path / "result.json"
+    results.write(report, path)
+    before = path.read_bytes()
+
+    def torn(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(msgspec.structs.replace(report, description="another"), path)
+    assert path.read_bytes() == before
 
 
 def test_the_fields_are_the_promised_ones(report: Report) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.lab import programs
 from offbeat.lab.network import Network
-from offbeat.lab.sampler import Sampler, Traffic, figures, idle_share, traffic, variation
+from offbeat.lab.sampler import Sampler, Traffic, figures, idle_share, traffic, variation, whole_time
 from offbeat.topology import Topology
 from tests.lab.rights import needs_root, soon
 
@@ -29,6 +29,14 @@ def test_late_readings_do_not_shift_bytes() -> None:
 def test_too_short_to_see_anything() -> None:
     assert traffic("s0", [(0.0, 0, 0), (9.0, 9, 9)], begin_s=1.0, end_s=1.01, interval_s=0.05).received_bytes == []
     assert traffic("s0", [], begin_s=1.0, end_s=2.0, interval_s=0.05).sent_bytes == []
+
+
+def test_links_are_watched_while_anybody_is_measured() -> None:
+    """One machine of three is half as fast: its first measured step begins when the others are nearly done."""
+    begin_s, end_s = whole_time([(34.0, 69.0), (64.0, 128.0), (35.0, 68.0)])
+    assert (begin_s, end_s) == (34.0, 128.0)
+    readings = [(float(second), 1000 * second, 0) for second in range(140)]
+    assert len(traffic("s0", readings, begin_s=begin_s, end_s=end_s, interval_s=1.0).received_bytes) == 94
 
 
 @pytest.mark.parametrize(

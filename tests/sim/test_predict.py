@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import RESULTS, measured
+from benchmarks.claims import EXPLAINED, FAR_OFF
+from benchmarks.page import PAGE, RESULTS, measured
 from offbeat.errors import ScenarioError
 from offbeat.lab import results
 from offbeat.lab.predicted import errors, known_of, predictions
@@ -28,6 +29,14 @@ def test_every_result_says_what_the_simulator_says_today(name: str) -> None:
     assert [one.row for one in report.simulated] == [one.row for one in found], "run `make predictions`"
     for theirs, ours in zip(report.simulated, found, strict=True):
         assert theirs.seconds_per_step == pytest.approx(ours.seconds_per_step, rel=1e-6), "run `make predictions`"
+
+
+def test_no_row_is_far_off_without_a_sentence_that_says_why() -> None:
+    found = {name: errors(results.read(RESULTS / f"{name}.json")) for name in measured()}
+    far = {name: {row for row, error in rows.items() if abs(error) > FAR_OFF} for name, rows in found.items()}
+    assert {name: rows for name, rows in far.items() if rows} == {name: set(rows) for name, rows in EXPLAINED.items()}
+    text = PAGE.read_text()
+    assert all(sentence in text for rows in EXPLAINED.values() for sentence in rows.values())
 
 
 def test_predictions_are_within_a_tenth_of_what_was_measured() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from offbeat.codec import Cast
+from offbeat.luck import Straggler
 from offbeat.pacing import BatchTuning
 from offbeat.plan import Plan
 from offbeat.sim import Known, predict
@@ -23,6 +26,22 @@ def test_what_is_not_hidden_is_waited_for() -> None:
 def test_a_narrow_codec_sends_half() -> None:
     scenario = world(rate_mbps=10)
     assert played(Plan(codec=Cast("bf16")), scenario).seconds_per_step == pytest.approx(1 + 5 * RING_S, abs=0.03)
+
+
+def test_bad_luck_does_not_hide_behind_the_exchange() -> None:
+    always = world(extra="[straggle]\nprobability = 1.0\nlow = 1.0\nhigh = 1.0")
+    assert played(Plan(), always).seconds_per_step == pytest.approx(2 + RING_S, abs=0.02)
+    # A change is brought behind the loss, and takes as long.
+    assert played(Plan(sync=LocalSGD(every=1)), always).seconds_per_step == pytest.approx(2 + RING_S, abs=0.02)
+
+
+def test_all_wait_for_whoever_lost_most() -> None:
+    scenario = world(extra="[straggle]\nprobability = 0.15", steps=400)
+    laws = [Straggler(scenario.straggle, rank) for rank in range(8)]
+    # The loss of one step is waited for in the next one.
+    most_s = [max(law.lost_s(1.0) for law in laws) for _ in range(20 + 400)][19:-1]
+    wanted_s = 1 + statistics.fmean(most_s) + RING_S
+    assert played(Plan(), scenario).seconds_per_step == pytest.approx(wanted_s, rel=0.01)
 
 
 def test_local_steps_send_every_so_often() -> None:
