@@ -15,6 +15,7 @@ from offbeat.fabric.server import Enrol
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases, what_changes
+from offbeat.rng import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,6 +187,44 @@ class Data:
         self._seed = seed
         for loader, state in zip(self.loaders, self._as_here(states, seed), strict=True):
             loader.load_state_dict(state, seed=seed)
+
+    def rng_state(self) -> dict[str, Any]:
+        """This process's random generators, now and where the loops under way began, as plain numbers and tensors."""
+        began = [loader.loop_rng.began for loader in self.loaders]
+        return {
+            "now": RngState.capture(self._own_rngs, self._cuda).to_plain(),
+            "loops": [None if one is None else one.to_plain() for one in began],
+        }
+
+    def load_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Have them go on where `rng_state` was called, and the next loops where those under way were.
+
+        Raises:
+            ValueError: if it is damaged, or of other loaders; then nothing has changed.
+        """
+        own, cuda = self._own_rngs, self._cuda
+        if not isinstance(state, dict) or not isinstance(loops := state.get("loops"), list):
+            raise ValueError("it holds no state of generators")
+        now = RngState.from_plain(state.get("now"), own, cuda)
+        if len(loops) != len(self.loaders):
+            raise ValueError(f"it was saved with {len(loops)} loaders, and this run has {len(self.loaders)}")
+        rngs = [loader.loop_rng for loader in self.loaders]
+        began = [
+            None if one is None else RngState.from_plain(one, rng.own) for one, rng in zip(loops, rngs, strict=True)
+        ]
+        now.restore(own, cuda)
+        for one, rng in zip(began, rngs, strict=True):
+            if one is not None:
+                rng.resume(one, lambda: now.restore(own, cuda))
+
+    @property
+    def _own_rngs(self) -> list[torch.Generator]:
+        return [generator for loader in self.loaders for generator in loader.loop_rng.own]
+
+    @property
+    def _cuda(self) -> torch.device | None:
+        """The GPU on which this worker trains."""
+        return next((p.device for model in self._models for p in model.parameters() if p.is_cuda), None)
 
     def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
         """The same places as they are kept here, if the job was on another fabric when it was saved."""

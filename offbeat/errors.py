@@ -56,3 +56,12 @@ class WorkerLostError(OffbeatError):
 
 class NumericsError(OffbeatError, ArithmeticError):
     """A gradient is NaN or Inf and the plan says to stop on it."""
+
+
+def brief(text: str, most: int = 80) -> str:
+    """A text, or how it begins: what somebody else wrote is not told in full, however long it is.
+
+    >>> brief("x" * 100, most=5)
+    'xxxxx...'
+    """
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from offbeat.engine import AgreedSource
 from offbeat.errors import ModelError
 from offbeat.loader import MOST_LEFT, batching_of, rebuilt, sampler_of
+from offbeat.rng import LoopRng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -92,6 +93,7 @@ class LeasedLoader:
         samples, rest = divmod(source.leases.samples, together)
         self._batches = Batches(source, max(1, samples + bool(rest and not drops_last(loader))))
         self.loader = rebuilt(loader, batch_sampler=self._batches)
+        self.loop_rng = LoopRng(self.loader)
 
     def __len__(self) -> int:
         """Batches of an epoch, on average over the workers."""
@@ -109,7 +111,10 @@ class LeasedLoader:
         loop, self.is_open = self._loop, True
         try:
             self._draws(self)
-            for data in self.loader:
+            self.loop_rng.begin()
+            drawing = iter(self.loader)
+            self.loop_rng.go_on()
+            for data in drawing:
                 batch = asked.popleft()
                 self._source.drawn(batch)
                 count = 0 if batch.lease is None else batch.lease.count
@@ -140,6 +145,7 @@ class LeasedLoader:
     def _leave(self) -> None:
         """The loop is over."""
         self.is_open = False
+        self.loop_rng.end()
         self._left += tuple(self._given)
         self._given.clear()
         self._source.give_back(tuple(self._batches.asked))

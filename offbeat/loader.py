@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from offbeat.course import Course, course_of, relative_size
 from offbeat.engine import samples_in, saved
 from offbeat.errors import ModelError
+from offbeat.rng import LoopRng
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -118,6 +119,7 @@ class Loader:
         self._unchecked = True  # whether the workers draw different data
         self._usual: float | None = None  # samples of a batch that weighs 1, where sizes are not known beforehand
         self.loader = _deal_out(loader, control.rank, control.world, seed)
+        self.loop_rng = LoopRng(self.loader)
         if control.world > 1:
             control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
@@ -255,6 +257,7 @@ class Loader:
             given.clear()
         finally:
             self._left = tuple(given)
+            self.loop_rng.end()
             self._at = (epoch + 1, 0)
             self._progress = max(self._progress, self._reached())
 
@@ -264,11 +267,13 @@ class Loader:
 
     def _all_batches(self, courses: list[Course], skip: int) -> Iterator[tuple[Any, Draw]]:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
+        self.loop_rng.begin()
         batches, last, index = iter(self.loader), _END, skip
         for _ in range(skip):
             if (batch := next(batches, _END)) is _END:
                 break  # of a loader that has fewer than when the checkpoint was made
             last = batch
+        self.loop_rng.go_on()
         while True:
             batch = next(batches, _END)
             real = batch is not _END

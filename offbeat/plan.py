@@ -36,9 +36,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import tomli_w
 
+from offbeat import toml_text
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
-from offbeat.errors import PlanError
+from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
 from offbeat.pacing import KEEPS, BatchTuning, Keeps
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
@@ -99,6 +100,8 @@ class Plan:
                     f"Cannot use {part!r} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
+        for f in dataclasses.fields(self):
+            toml_text.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
         local = isinstance(self.sync, LocalSGD)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
@@ -280,11 +283,7 @@ def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
     Raises:
         PlanError: if the text is not TOML, or a key or value is unknown.
     """
-    try:
-        table = msgspec.toml.decode(text)
-    except msgspec.DecodeError as error:
-        raise PlanError(f"Cannot read the plan: it is not valid TOML ({error}).") from error
-    assert isinstance(table, dict)
+    table = toml_text.decode(text, "plan", PlanError)
     fields = {f.name for f in dataclasses.fields(Plan)}
     values = {}
     for key, value in table.items():
@@ -354,6 +353,7 @@ def part_of(room: str, table: Any) -> Any:
     Raises:
         PlanError: if there is no such part, or a value cannot be; the text ends with the path.
     """
+    toml_text.check_values(table, "plan", f"plan.{room}", PlanError)
     return _part(table, room, _KINDS[room], f"plan.{room}", f"plan.{room}")
 
 
@@ -401,12 +401,12 @@ def _part(table: Any, name: str, kinds: dict[str, Any], path: str, told: str) ->
     """
     if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
         raise PlanError(
-            f"Cannot read {table!r} as {name}: write a table with its kind, such as "
+            f"Cannot read {brief(repr(table))} as {name}: write a table with its kind, such as "
             f'kind = "{next(iter(kinds))}" - at `{path}`.'
         )
     kind = table["kind"]
     if kind not in kinds:
-        raise PlanError(f"Unknown {name} {kind!r}{_nearest(kind, kinds)} - at `{path}.kind`.")
+        raise PlanError(f"Unknown {name} {brief(repr(kind))}{_nearest(kind, kinds)} - at `{path}.kind`.")
     cls = kinds[kind]
     fields = {f.name: f for f in dataclasses.fields(cls)}
     arguments = {}
@@ -442,7 +442,7 @@ def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
     except msgspec.ValidationError as error:
         allowed = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
         advice = f"Choose one of {', '.join(map(repr, allowed))}" if allowed else str(error)
-        raise PlanError(f"Cannot use {value!r} as {key}. {advice} - at `{path}.{key}`.") from error
+        raise PlanError(f"Cannot use {brief(repr(value))} as {key}. {advice} - at `{path}.{key}`.") from error
 
 
 def _nearest(word: str, known: typing.Iterable[str]) -> str:

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
+_MOST_SHOWN = 4096  # characters of a plan
 _MOST_EXPECTED = 1 << 53
 _runs: set[Run] = set()  # open ones
 _told: list[Run] = []  # to leave
@@ -736,6 +737,8 @@ class Run:
     def _take_over(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
             raise saved.damaged(TypeError(f"it is a {type(state).__name__}, not a dict"))
+        if why := saved.why_not(state):
+            raise saved.damaged(ValueError(why))
         if lacked := [name for name in ("plan", "seed", "models", "loaders") if name not in state]:
             raise ModelError(f"Cannot load this state: it has no {lacked[0]!r}. It is damaged, or no run.state_dict().")
         for what, mine in (("models", self._reducers), ("loaders", self._data.loaders)):
@@ -749,9 +752,9 @@ class Run:
         if not isinstance(state["plan"], str):
             raise saved.damaged(TypeError(f"its plan is a {type(state['plan']).__name__}, not a text"))
         seed = saved.whole(state["seed"], "seed", least=-(1 << 63), most=(1 << 64) - 1)  # as torch takes it
-        self._compare_plans(state["plan"])
-        self._seed = seed
         try:
+            self._compare_plans(state["plan"])
+            self._seed = seed
             for reducer, one in zip(self._reducers, state["models"], strict=True):
                 reducer.load_state_dict(one)
             self._data.load_state_dict(state["loaders"], seed=self._seed)
@@ -759,10 +762,12 @@ class Run:
                 self._compare_states(state)
         except KeyError as error:
             raise ModelError(
-                f"Cannot load this state: it has no {error}, which this plan needs. Resume with the plan that it was "
-                f"written with, and with the same model. It was\n{state['plan']}"
+                f"Cannot load this state: it has no {saved.shown(error.args[0])}, which this plan needs. Resume with "
+                f"the plan that it was written with, and with the same model. It was\n{_cut(state['plan'])}"
             ) from error
-        except (TypeError, AttributeError, IndexError) as error:
+        except OffbeatError:
+            raise
+        except (TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as error:
             raise saved.damaged(error) from error
 
     def _held(self) -> list[str]:
@@ -774,6 +779,7 @@ class Run:
         lines = [f"seed {state['seed']}"]
         lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
         lines += [f"{place.told(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
+        lines += [f"layout {one.layout.digest[:16]} of model {number}" for number, one in enumerate(self._reducers)]
         if isinstance(self.plan.sync, BSP):
             lines += [line for one in self._prepared_models for line in one.digests()]
         self._control.compare(
@@ -787,11 +793,30 @@ class Run:
             saved = Plan.from_toml(written)
         except PlanError:  # with a part that is not offbeat's own, or not any more
             if written != self.plan.to_toml():
-                _log.warning("The checkpoint was written with another plan:\n%s", written)
+                _log.warning("The checkpoint was written with another plan:\n%s", _cut(written))
             return
         self._swapping.go_on_from(saved)
         for name, (here, there) in self.plan.diff(saved).items():
             _log.warning("The checkpoint was written with %s=%r; this run goes on with %r.", name, there, here)
+
+    def rng_state(self) -> dict[str, Any]:
+        """This worker's random generators (Python's, NumPy's, torch's), which are not in `state_dict`.
+
+        As each worker has its own, each saves it in a file of its own, as `offbeat.Checkpoints` does. It may be taken
+        anywhere in the loop.
+        """
+        return self._data.rng_state()
+
+    def load_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the random numbers of `rng_state`; the last that is loaded.
+
+        A prepared loader in whose middle it was taken draws its order and the batches that were given out once more,
+        with the random numbers of then, before it goes on.
+
+        Raises:
+            ValueError: if it is damaged, or of other loaders; then nothing has changed.
+        """
+        self._data.load_rng_state(state)
 
     # -- for those who look --------------------------------------------------------------------------------------
 
@@ -987,6 +1012,11 @@ def _version() -> str:
     from offbeat import __version__
 
     return __version__
+
+
+def _cut(plan: str) -> str:
+    """A plan from a file, to be shown: it may be anything."""
+    return plan if len(plan) <= _MOST_SHOWN else f"{plan[:_MOST_SHOWN]} ..."
 
 
 def _shared(store: Store | None) -> Store:

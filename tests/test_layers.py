@@ -12,12 +12,15 @@ import offbeat
 ROOT = Path(offbeat.__file__).parent
 TIERS = {
     "errors": -1,
+    "sealed": -1,
+    "toml_text": 0,
     "clock": 0,
     "exits": 0,
     "topology": 0,
     "layout": 0,
     "payload": 0,
     "fault": 0,
+    "rng": 0,
     "sync": 1,
     "codec": 1,
     "pacing": 1,

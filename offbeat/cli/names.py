@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from offbeat.errors import PlanError
+from offbeat.errors import PlanError, brief
 from offbeat.plan import names_of_fields, part_of
 
 
@@ -32,7 +32,7 @@ def read_part(room: str, text: str) -> Any:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"Cannot read {text!r}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}."
+            f"Cannot read {brief(repr(text))}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}."
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offbeat import toml_text
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
@@ -49,12 +50,7 @@ def read_plan(path: Path, **instead: Any) -> Plan:
     """
     from offbeat.plan import Plan
 
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"Cannot read the plan {path}: {error}. Write one with `offbeat plan show > {path}`."
-        ) from error
+    text = toml_text.read_text(path, "plan", "Write one with `offbeat plan show > plan.toml`.", PlanError)
     try:
         return Plan.from_toml(text, **instead)
     except PlanError as error:

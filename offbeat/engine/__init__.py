@@ -32,6 +32,7 @@
 * `source` - where a leased loader's batches come from; `dealt` - from the server; `agreed` - worked out alike by all;
   `place` - the place in the data, from one to the other
 * `meter` - one record per step, written by a background thread
+* `resources` - what this process uses of its machine
 * `status` - how the training goes, said about once a second for whoever looks
 * `diary` - digests of the parameters, for the history of a run
 """

@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from offbeat.engine.resources import ResourceSampler
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat.clock import Clock
@@ -35,6 +38,7 @@ _log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
 _MOST_QUEUED = 1 << 16  # records that wait for room on a full disk
 _MOST_TOGETHER = 1 << 10  # in one write
+_SAMPLED_EACH = 5  # flush: about once a second
 _MOST_RECENT = 64  # steps whose times are kept for those who want them
 _MOST_EVENTS = 4  # that are kept for those who look
 _MOST_OWN = 256  # of these that are kept one by one until they are told
@@ -59,6 +63,7 @@ class MetricsFile:
         self._fd = -1 if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._stop = threading.Event()
         self._encoder = msgspec.json.Encoder()
+        self.sample: Callable[[], dict[str, Any] | None] | None = None  # a record about once a second, if it has one
         self._thread = threading.Thread(target=self._run, name="offbeat-metrics", daemon=True)
         if path is not None:
             self._thread.start()
@@ -81,7 +86,11 @@ class MetricsFile:
         self._fd = -1
 
     def _run(self) -> None:
+        flushes = 0
         while not self._stop.wait(_FLUSH_S):
+            flushes += 1
+            if self.sample is not None and flushes % _SAMPLED_EACH == 0 and (record := self.sample()) is not None:
+                self.append(record)
             self._flush()
         self._flush()
 
@@ -130,7 +139,8 @@ class Meter:
         file: where records go.
 
     Attributes:
-        total_samples, total_own_s: of all steps.
+        total_samples, total_own_s, total_sent_bytes: of all steps.
+        resources: what this process uses; a record about once a second from the first prepared model on.
         values: what the script logged last, by name.
         events: the last ones: when, in seconds since 1970, and what.
     """
@@ -148,7 +158,8 @@ class Meter:
         self._step_began_s = clock.now_s()
         self._fence_began_s = self._step_began_s
         self._waited_before_s = self._waited_at_step_s = waiter.waited_s
-        self.total_samples, self.total_own_s = 0, 0.0
+        self.total_samples, self.total_own_s, self.total_sent_bytes = 0, 0.0, 0
+        self.resources = ResourceSampler(clock.now_s, lambda: self.total_sent_bytes)
         self.values: dict[str, float] = {}
         self.events: deque[tuple[float, str]] = deque(maxlen=_MOST_EVENTS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_MOST_RECENT)
@@ -213,6 +224,7 @@ class Meter:
         self.last_samples = self.samples
         self.total_samples += self.samples
         self.total_own_s += max(0.0, own_s)
+        self.total_sent_bytes += self.sent_bytes
         self.sent_bytes = self.samples = 0
         self._step_began_s, self._waited_at_step_s = now_s, self._waiter.waited_s
 
@@ -247,11 +259,19 @@ class Meter:
     def begin(self, **about: Any) -> None:
         """The first record: what runs where."""
         self._file.append({"kind": "start", **self._stamp(0), **about})
+        self._file.sample = self._resources_used
 
     def end(self, step: int, error: str | None, *, left: bool = False) -> None:
         """The last record; `left` if this worker was told to leave, and did in order."""
+        self._file.sample = None
         record = {"kind": "end", **self._stamp(step), "steps": step, "error": error}
         self._file.append(record | {"left": True} if left else record)
+
+    def _resources_used(self) -> dict[str, Any] | None:
+        used = self.resources.sample()
+        if used is None:
+            return None
+        return {"kind": "resources", "rank": self._rank, "time_s": self._clock.unix_s(), **vars(used)}
 
     def _remember(self, model: int, samples: int, compute_s: float, wait_s: float) -> None:
         if model and self._recent:  # its part of the first model's step

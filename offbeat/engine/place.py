@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.errors import ModelError
 from offbeat.pacing import Lease, Pool
+from offbeat.sealed import UnreadableError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -117,8 +118,8 @@ def progress_of(plain: Any, samples: int) -> float:
 
 def _of_loader(books: str | bytes, loader: int) -> Any:
     try:
-        return msgspec.json.decode(books)[str(loader)]["leases"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        return decode(msgspec.json.decode, books)[str(loader)]["leases"]
+    except (UnreadableError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
 
 

@@ -186,45 +186,48 @@ class Reducer:
         """Nothing to do: there is no server."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count and codec state, by parameter name."""
-        return {"step": self.step, "codec": {name: dict(tensors) for name, tensors in self._states.items()}}
+        """Step count, what the first backward has taught of the gradients, and codec state, by parameter name."""
+        return {
+            "step": self.step,
+            "layout": {
+                "learnt": self._arrivals is None,
+                "order": [*self.layout.names, *self.layout.sparse],
+                "version": self.layout.version,
+                "expected": {name: entry.expected for name, entry in self._entries.items()},
+            },
+            "codec": {name: dict(tensors) for name, tensors in self._states.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over what `state_dict` returned; between steps, alike on all workers.
 
         Raises:
             ModelError: if it is damaged, or of another model.
         """
         self._channel.step = saved.whole(state["step"], "step")
+        if "layout" in state:  # else it was written before this was kept: the next backward learns the order
+            self._load_layout(state["layout"])
         for name, tensors in state["codec"].items():
             for key in tensors:
                 saved.copy_(self._states[name][key], tensors, name, key)
 
-    def hand_over(self) -> dict[str, Any]:
-        """What a newcomer has to know of the layout."""
-        return {
-            "learnt": self._arrivals is None,
-            "order": [*self.layout.names, *self.layout.sparse],
-            "version": self.layout.version,
-            "expected": {name: entry.expected for name, entry in self._entries.items()},
-            "stamp": self.share.stamp,
-        }
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Take over what `hand_over` returned on another worker."""
-        self.share.stamp = int(state["stamp"])
-        if not state["learnt"]:
-            return
-        self._arrivals = None
-        for name, expected in state["expected"].items():
-            self._entries[name].expected = int(expected)
+    def _load_layout(self, state: Mapping[str, Any]) -> None:
+        """Have each gradient lie where it lay: where it lies decides in which order the workers' are added."""
+        order, expected = saved.texts(state["order"], "order of gradients"), state["expected"]
+        if len(order) != len(self._entries) or set(order) != self._entries.keys():
+            return  # other parameters are trained now
+        version = saved.whole(state["version"], "version of the layout")
+        counts = {name: saved.whole(expected[name], f"gradients of {name}", least=1) for name in order}
+        for name, count in counts.items():
+            self._entries[name].expected = count
+        self._arrivals = None if state["learnt"] is True else Arrivals(self._parameters)
         self._build(
             arrange(
                 self._parameters,
                 bucket_bytes=self.plan.bucket_bytes,
                 sparse=self.layout.sparse,
-                order=state["order"],
-                version=int(state["version"]),
+                order=order if self._arrivals is None else None,
+                version=version,
             )
         )
 

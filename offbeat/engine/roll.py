@@ -11,11 +11,12 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from offbeat.engine.waiting import Nobody, Polled
+from offbeat.sealed import UnreadableError, read_file
 from offbeat.wire.process import Glance, glance
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from offbeat.engine.waiting import Awaited, Findings
 
+_pids = msgspec.json.Decoder(dict[int, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]]).decode
 # Of a core: who has used less since the last look does not start, but waits for something.
 _IDLE = 0.02
 _SAYS = {
@@ -36,8 +38,8 @@ _SAYS = {
 def look_at(rank: int) -> Glance | None:
     """How the process of a worker does; None if `offbeat run` has not started it on this machine."""
     try:
-        pids = msgspec.json.decode(Path(os.environ["OFFBEAT_WORKERS"]).read_bytes(), type=dict[int, int])
-    except (KeyError, OSError, msgspec.DecodeError):  # by torchrun, or it is just being written
+        pids = read_file(Path(os.environ["OFFBEAT_WORKERS"]), _pids)
+    except (KeyError, OSError, UnreadableError):  # by torchrun, or it is just being written
         return None
     return glance(pids[rank]) if rank in pids else None
 

@@ -112,7 +112,7 @@ class SwapsTogether(Swappable):
     def hand_over(self) -> dict[str, Any]:
         """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""
         return {
-            "layout": self._reducer.hand_over(),
+            "stamp": self.share.stamp,
             "ranks": self._reducer.times.ranks,
             "exchanger": self.state_dict(),
             "optimizer": optimizer_state(self._optimizer, self._parameters),
@@ -127,7 +127,7 @@ class SwapsTogether(Swappable):
         self._plan = self._reducer.plan = plan
         self._local = self._averaging = None
         self._tell_times(plan, int(state["ranks"]))
-        self._reducer.take_over(state["layout"])
+        self.share.stamp = int(state["stamp"])
         if isinstance(policy := plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=0)
         self.load_state_dict(state["exchanger"])

@@ -29,6 +29,7 @@ import msgspec
 
 from offbeat.errors import HistoryError
 from offbeat.history.records import FORMAT, Ended, Header, Kind, Record
+from offbeat.sealed import UnreadableError, decode, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -177,7 +178,7 @@ class Log:
             HistoryError: if it cannot be read, or is damaged before its end.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 yield from self._records(file)
         except OSError as error:
             raise HistoryError(f"Cannot read {self.path}: {error.strerror}.") from error
@@ -192,8 +193,8 @@ class Log:
         number = 0
         while payload := self._payload(file, number):
             try:
-                records = _DECODER.decode(payload)
-            except (msgspec.DecodeError, RecursionError) as error:
+                records = decode(_DECODER.decode, payload)
+            except UnreadableError as error:
                 raise self._damaged(number, str(error)) from error
             number += len(records)
             yield from records

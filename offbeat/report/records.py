@@ -85,6 +85,22 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=
     text: str
 
 
+class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", kw_only=True):
+    """What a worker's process used over about a second, which ended at `time_s`.
+
+    Args:
+        cpu_cores: processor seconds per second.
+        memory_bytes: resident.
+        sent_bytes_per_s: payload of its exchanges.
+    """
+
+    rank: int
+    time_s: float
+    cpu_cores: float
+    memory_bytes: int
+    sent_bytes_per_s: float
+
+
 class End(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True):
     """A worker is done; `error` is what it died of, if it could still say so, and `left` if it was told to leave."""
 
@@ -95,7 +111,7 @@ class End(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True
     left: bool = False
 
 
-Record = Start | Step | Log | Event | End
+Record = Start | Step | Log | Event | Resources | End
 
 
 class Records:
@@ -155,7 +171,9 @@ class Records:
 def has_ended(path: Path) -> bool:
     """Whether all workers that have written to a metrics.jsonl lately have ended, as far as they could still say so."""
     size_bytes = path.stat().st_size if path.exists() else 0
-    last = {record.rank: record for record in Records(path, max(0, size_bytes - _LATELY_BYTES)).new()}
+    lately = Records(path, max(0, size_bytes - _LATELY_BYTES)).new()
+    # A sample may be written just behind its worker's end; what is of the whole job has rank -1.
+    last = {record.rank: record for record in lately if record.rank >= 0 and not isinstance(record, Resources)}
     return bool(last) and all(isinstance(record, End) for record in last.values())
 
 

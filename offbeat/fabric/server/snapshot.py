@@ -17,6 +17,7 @@ import torch
 
 from offbeat.errors import PeerError
 from offbeat.fabric.server.messages import Details
+from offbeat.sealed import UnreadableError, decode
 from offbeat.wire.frame import Frame, Reader, head
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ def read(file: BinaryIO) -> Snapshot:
         try:
             if not frame.body and frame.metadata == _encode(Last(len(tensors))):
                 return Snapshot(header, tensors)
-            what = _tensor_of(frame.metadata)
-        except (msgspec.DecodeError, RecursionError) as error:
+            what = decode(_tensor_of, frame.metadata)
+        except UnreadableError as error:
             raise PeerError(f"it holds what does not belong there: {error}") from error
         tensors.append((what, _tensor(what, frame)))
     raise PeerError("its end is missing")
@@ -168,8 +169,8 @@ def _header_of(frame: Frame | None) -> Header:
     if frame is None:
         raise PeerError("it is empty, or cut off")
     try:
-        header = _header(frame.body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        header = decode(_header, frame.body)
+    except UnreadableError as error:
         raise PeerError(f"it does not begin as a snapshot: {error}") from error
     if header.format != FORMAT:
         raise PeerError(f"it is of format {header.format}, this is format {FORMAT}")

@@ -35,6 +35,7 @@ from offbeat.fabric.server.messages import (
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
 from offbeat.history import Adopts, Began
+from offbeat.sealed import UnreadableError, decode
 from offbeat.sync import (
     ASP,
     BSP,
@@ -417,8 +418,8 @@ class Lead:
     def restock(self, place: bytes | bytearray) -> str:
         """Go on where another run's data was; why that cannot be, or ""."""
         try:
-            dealt_afresh = self._dealer.load(msgspec.json.decode(place))
-        except (msgspec.DecodeError, PeerError, RecursionError) as error:
+            dealt_afresh = self._dealer.load(decode(msgspec.json.decode, place))
+        except (UnreadableError, PeerError) as error:
             return str(error)
         for loader, deals in dealt_afresh.items():
             for worker in deals:

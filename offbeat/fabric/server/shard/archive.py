@@ -15,6 +15,7 @@ import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric.server.snapshot import Header, Identity, Snapshot, read, write
+from offbeat.sealed import UnreadableError, open_file, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -30,6 +31,9 @@ class Gone(msgspec.Struct, frozen=True):
 
     job: str
     workers: frozenset[int]
+
+
+_gone = msgspec.json.Decoder(Gone).decode
 
 
 class Archive:
@@ -130,8 +134,8 @@ class Archive:
     def gone(self) -> frozenset[int]:
         """Workers that had gone, and had not come back; nobody, if that cannot be read."""
         try:
-            noted = msgspec.json.decode((self._folder / _GONE).read_bytes(), type=Gone)
-        except (OSError, msgspec.DecodeError):
+            noted = read_file(self._folder / _GONE, _gone)
+        except (OSError, UnreadableError):
             return frozenset()
         return noted.workers if noted.job == self._job else frozenset()
 
@@ -171,7 +175,7 @@ class Archive:
 
     def _read(self, path: Path) -> Snapshot:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 return read(file)
         except OSError as error:
             raise PeerError(error.strerror or str(error)) from error
