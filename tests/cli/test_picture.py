@@ -167,6 +167,14 @@ def test_each_worker_has_its_loss_its_rate_and_its_host() -> None:
     assert max(map(len, drawn(told({}, {})).splitlines())) <= 80
 
 
+def test_what_it_uses_of_its_machine() -> None:
+    used = {"cpu_cores": 1.27, "memory_bytes": 345_000_000, "sent_bytes_per_s": 2_600_000.0}
+    lines = drawn(told(used, {}), width=140).splitlines()
+    assert re.search(r" samples/s +cores +memory +sent/s +host ", lines[2])
+    assert re.search(r" 288 +1\.27 +345 MB +3 MB +node0 ", lines[3])
+    assert re.search(r" 288 +node1 ", lines[4]), "it has not said"
+
+
 def test_without_a_server_nothing_is_said_of_one() -> None:
     workers = [seen(rank, status=status(rank), applied=0, samples=0.0, phase="exchanging") for rank in range(2)]
     text = drawn(a_scene(*workers, policy="BSP()", fabric="Elastic()"), width=120)
