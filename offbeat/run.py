@@ -921,6 +921,7 @@ class Run:
     def _status(self) -> Status:
         """How the training goes; asked for on another thread."""
         meter, loaders, plan = self._meter, self._data.loaders, self.plan
+        used = meter.resources.sample()
         return Status(
             host=os.uname().nodename[:64],
             step=self.step,
@@ -933,6 +934,9 @@ class Run:
             epochs=loaders[0].progress if loaders else -1.0,
             total_epochs=self._total_epochs,
             total_steps=self._total_steps,
+            cpu_cores=used.cpu_cores if used is not None else 0.0,
+            memory_bytes=used.memory_bytes if used is not None else 0,
+            sent_bytes_per_s=used.sent_bytes_per_s if used is not None else 0.0,
             values=named_values(dict(meter.values)),
             policy=shortened(repr(plan.sync)),
             fabric=shortened(repr(plan.fabric)),

@@ -158,12 +158,16 @@ class HubOnlooker(Onlooker):
         try:
             async with asyncio.timeout(max(_LEAST_DIAL_S, patience_s)):
                 talk = Talk(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
-                await enter(talk, bytes.fromhex(target.token), Claim(rank=0, role="onlooker"))
+                try:
+                    await enter(talk, bytes.fromhex(target.token), Claim(rank=0, role="onlooker"))
+                except BaseException:
+                    await talk.end(_GOOD_BYE_S)
+                    raise
         except PeerError as error:
             raise PeerError(f"Cannot look at the job at {address}: {error}. {target.way_out}".rstrip()) from error
-        except (OSError, ValueError) as error:  # a ValueError: it is no address, or no token
+        except (OSError, ValueError, OverflowError) as error:  # the last two: it is no address, or no token
             raise NetworkError(
-                f"Cannot reach the {self._what} at {address}: {error}. {target.way_out}".rstrip()
+                f"Cannot reach the {self._what} at {address}: {str(error) or 'no answer'}. {target.way_out}".rstrip()
             ) from error
         return _HubLine(talk)
 
@@ -268,7 +272,7 @@ class _HubLine(_Line):
 
     async def close(self) -> None:
         self._hearing.cancel()
-        self._talk.close()
+        await self._talk.end(_GOOD_BYE_S)
 
     async def _hear(self) -> None:
         try:
@@ -282,6 +286,8 @@ class _HubLine(_Line):
             self.ended(NetworkError("The connection to the hub of the workers broke."))
         except PeerError as error:
             self.ended(error)
+        finally:
+            self._talk.close()
 
 
 class JobOnlooker:

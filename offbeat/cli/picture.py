@@ -221,6 +221,21 @@ def value_of(name: str, value: float) -> str:
     return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.3g}"
 
 
+def sized(count_bytes: float) -> str:
+    """A number of bytes in words.
+
+    >>> sized(0), sized(812), sized(45_300), sized(268_435_456), sized(3.2e9)
+    ('0', '812 B', '45 kB', '268 MB', '3.2 GB')
+    """
+    if not count_bytes:
+        return "0"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count_bytes < 1000 or unit == "GB":
+            break
+        count_bytes /= 1000
+    return f"{count_bytes:.1f} {unit}" if unit == "GB" else f"{count_bytes:.0f} {unit}"
+
+
 def _names(scene: Scene) -> list[str]:
     """Of what the workers' scripts log; the loss first."""
     return list(dict.fromkeys(name for seen in scene.workers if seen.status is not None for name in seen.status.values))
@@ -292,9 +307,13 @@ def _said(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
     first = names[0] if names else "loss"
     values = [None if one is None else one.values.get(first) for one in said]
     rates = ["" if one is None or not one.samples else f"{one.samples_per_s:,.0f}" for one in said]
+    known = [one if one is not None and one.memory_bytes else None for one in said]
     return [
         _Column(2, printable(first), tuple("" if v is None else value_of(first, v) for v in values), 7),
         _Column(3, "samples/s", tuple(rates)),
+        _Column(6, "cores", tuple("" if one is None else f"{one.cpu_cores:.2f}" for one in known)),
+        _Column(6, "memory", tuple("" if one is None else sized(one.memory_bytes) for one in known)),
+        _Column(6, "sent/s", tuple("" if one is None else sized(one.sent_bytes_per_s) for one in known), 6),
         _Column(9, "host", tuple("" if w.status is None else printable(w.status.host) for w in workers)),
     ]
 

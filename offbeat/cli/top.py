@@ -37,7 +37,7 @@ def top(
     interval: Annotated[
         float | None, typer.Option(min=0.05, help="Look every so many seconds, also in a pipe; 0.5 if left out.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what the server says, one JSON object per look.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what is seen, one JSON object per look.")] = False,
     prometheus: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Serve the figures at /metrics on this port instead; 0 for any."),

@@ -1,4 +1,4 @@
-"""What a parameter server sees, for a Prometheus server: `offbeat top --prometheus`.
+"""What is seen of a job, for a Prometheus server: `offbeat top --prometheus`.
 
 Names follow the custom there: base units, `_total` for what only grows, and sums rather than means where a server can
 divide them itself: `rate(offbeat_worker_staleness_updates_total[1m])` over that of the applied contributions is the
@@ -8,8 +8,11 @@ is among the figures.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from offbeat.report.sight import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from offbeat.report.sight import Scene, Seen
+    from offbeat.wire.status import Status
 
-PHASES = ("computing", "held", "pushing", "pushed", "pulling", "gone")
+PHASES = (
+    "computing", "held", "pushing", "pushed", "pulling", "waiting", "starting", "exchanging", "busy", "paused",
+    "unreachable", *ENDS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,30 @@ class _Figure:
     stays: bool = False
 
 
+def _said(what: Callable[[Status], float | None], *, least: float = -math.inf) -> Callable[[Scene, Seen], float | None]:
+    """What a worker says itself; None where it says nothing, or less than `least`."""
+
+    def of(_: Scene, seen: Seen) -> float | None:
+        value = None if seen.status is None else what(seen.status)
+        return None if value is None or value < least else value
+
+    return of
+
+
 _FIGURES = (
     _Figure("phase_seconds", "For how long the worker has been in its phase.", lambda _, w: w.since_s),
     _Figure("step", "The step it computes or exchanges.", lambda _, w: w.step),
+    _Figure("script_step", "Steps its script has made.", lambda _, w: w.made, stays=True),
+    _Figure("epochs", "Epochs so far, as its script goes by.", _said(lambda status: status.epochs, least=0.0)),
+    _Figure("samples_per_second", "Samples it computes, over the last seconds.", _said(lambda s: s.samples_per_s)),
+    _Figure("remaining_seconds", "Until its script ends, if it has said when.", _said(lambda status: status.left_s)),
+    _Figure("cpu_cores", "Processor seconds per second.", _said(lambda s: s.cpu_cores if s.memory_bytes else None)),
+    _Figure("memory_bytes", "Resident memory.", _said(lambda status: status.memory_bytes or None)),
+    _Figure(
+        "sent_bytes_per_second",
+        "Payload that its exchanges send.",
+        _said(lambda s: s.sent_bytes_per_s if s.memory_bytes else None),
+    ),
     _Figure("clock", "How many of its contributions have arrived.", lambda _, w: w.clock),
     _Figure(
         "ahead_steps",
@@ -130,7 +158,13 @@ def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
             phase.add_metric((*labels, name), seen.phase == name)
         for outcome in ("applied", "dropped", "lost"):
             contributions.add_metric((*labels, outcome), getattr(seen, outcome))
-    yield from (phase, contributions)
+    logged = GaugeMetricFamily(
+        "offbeat_worker_logged", "What the worker's script logged last, by name.", labels=[*about, "name"]
+    )
+    for labels, _, seen in _workers(scenes):
+        for name, value in (seen.status.values if seen.status is not None and not seen.gone else {}).items():
+            logged.add_metric((*labels, name), value)
+    yield from (phase, contributions, logged)
 
     for figure in _FIGURES:
         kind = CounterMetricFamily if figure.grows else GaugeMetricFamily

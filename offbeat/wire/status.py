@@ -42,6 +42,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         epochs: as `Run.progress` counts; below 0 if no loader was prepared.
         total_epochs, total_steps: how many there are to be, if the script has said so; else 0.
         steps_per_s, samples_per_s, epochs_per_s: lately. computing_s: by itself in a step, lately.
+        cpu_cores, memory_bytes, sent_bytes_per_s: what it uses of its machine, lately; memory is 0 if that is unknown.
         values: what the script logged last, by name; also NaN.
         policy, fabric: of the plan that holds, as Python.
         events: the last ones.
@@ -63,6 +64,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: _Number = 0.0
     epochs_per_s: _Number = 0.0
     computing_s: _Number = 0.0
+    cpu_cores: _Number = 0.0
+    memory_bytes: _Count = 0
+    sent_bytes_per_s: _Number = 0.0
     values: Annotated[dict[_Name, float], msgspec.Meta(max_length=MOST_VALUES)] = {}
     policy: _Text = ""
     fabric: _Text = ""

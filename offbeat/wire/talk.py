@@ -72,3 +72,9 @@ class Talk:
 
     def close(self) -> None:
         self._writer.close()
+
+    async def end(self, timeout_s: float) -> None:
+        """Close, and wait until that is done, or give up."""
+        self.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), timeout_s)

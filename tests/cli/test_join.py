@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -102,6 +103,11 @@ def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.
         theirs, _ = newcomers.communicate(timeout=60)
     ours, _ = job.communicate(timeout=60)
     assert (job.returncode, newcomers.returncode) == (0, 0), ours + theirs
+    assert re.search(
+        r"^Reached the job: SSP\(bound=4\), 2 workers train, [\d,]+ updates so far\. Starting", theirs, re.M
+    )
+    assert "Starting rank 4, 5, which join it." in theirs
+    assert re.search(r"^\[4\] Rank 4 has joined at version \d+\.$", theirs, re.M)
     results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
     assert sorted(int(rank) for rank, *_ in results) == [0, 1, 4, 5]
     assert {mean for _, _, mean, _ in results} == {"1.0"}, "all answer the same question"
@@ -190,6 +196,15 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
             theirs, _ = newcomers.communicate(timeout=60)
         ours, _ = process.communicate(timeout=60)
     assert (process.returncode, newcomers.returncode) == (0, 0), ours + theirs
+    told = [line.removeprefix("[3] ") for line in theirs.splitlines()]
+    for begins in (
+        "Reached the job: Elastic(), begun with 3 workers. Starting rank 3, 4, which join it.",
+        "Rank 3 has reached those that train, and prepares what they have.",
+        "Rank 3 is ready, and waits to be taken in behind one of their steps.",
+        "Rank 3, 4 have joined at step ",
+        "Rank 1 was told to leave, and has left in order behind its step ",
+    ):
+        assert sum(line.startswith(begins) for line in told) == 1, theirs
     assert sorted(i for rank in range(5) for i in used_by(tmp_path, rank)) == list(range(12000))
     results = [line.partition("RESULT ")[2].split() for line in (ours + theirs).splitlines() if "RESULT" in line]
     assert sorted(int(rank) for rank, *_ in results) == [0, 2, 3, 4]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
-from offbeat.cli.picture import Picture, state
+from offbeat.cli.picture import Picture, how_far, state
+from offbeat.wire.status import Happening, Status
 from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
@@ -128,3 +131,86 @@ def test_no_text_commands_the_terminal() -> None:
 )
 def test_states_in_words(phase: str, since_s: float, words: str) -> None:
     assert state(seen(0, phase=phase, since_s=since_s)) == words
+
+
+def status(rank: int, **about: Any) -> Status:
+    known = {
+        "host": f"node{rank}", "step": 100, "samples": 3200, "epochs": 3.25, "epochs_per_s": 0.05, "steps_per_s": 9.0,
+        "samples_per_s": 288.0, "values": {"loss": 0.5 + rank, "accuracy": 0.75},
+    }  # fmt: skip
+    return Status(**{**known, **about})
+
+
+def told(*about: dict[str, Any], **of_scene: Any) -> Scene:
+    workers = [seen(rank, status=status(rank, **one)) for rank, one in enumerate(about)]
+    return a_scene(*workers, **of_scene)
+
+
+def test_how_far_and_how_fast_it_is() -> None:
+    total = {"total_epochs": 12.0}
+    assert how_far(told(total, total)) == (
+        "epoch 3.25 of 12, about 3 min left, loss 1, accuracy 75.0%, 576 samples/s, 2 workers on 2 hosts"
+    )
+    assert how_far(told({})).startswith("epoch 3.25, this epoch about 15 s more, loss 0.5,"), "nothing is invented"
+    assert how_far(told({"epochs": -1.0, "total_steps": 1000})).startswith("step 100 of 1,000, about 100 s left, ")
+    assert how_far(told({"epochs": -1.0})).startswith("loss 0.5, ")
+    assert how_far(told({"epochs_per_s": 0.0}, {"epochs_per_s": 0.0})).startswith("epoch 3.25, loss 1, ")
+    assert "loss NaN" in how_far(told({"values": {"loss": math.nan}}, {}))
+    assert how_far(a_scene()) == "", "these have said nothing"
+    assert how_far(told(total, total), 40) == "epoch 3.25 of 12, about 3 min left"
+
+
+def test_each_worker_has_its_loss_its_rate_and_its_host() -> None:
+    lines = drawn(told({}, {}), width=120).splitlines()
+    assert lines[2].split()[:7] == ["rank", "state", "step", "loss", "samples/s", "host", "ahead"]
+    assert re.match(r" +1  computing for 0\.3 s +100 +1\.5 +288 +node1 ", lines[4])
+    assert max(map(len, drawn(told({}, {})).splitlines())) <= 80
+
+
+def test_what_it_uses_of_its_machine() -> None:
+    used = {"cpu_cores": 1.27, "memory_bytes": 345_000_000, "sent_bytes_per_s": 2_600_000.0}
+    lines = drawn(told(used, {}), width=140).splitlines()
+    assert re.search(r" samples/s +cores +memory +sent/s +host ", lines[2])
+    assert re.search(r" 288 +1\.27 +345 MB +3 MB +node0 ", lines[3])
+    assert re.search(r" 288 +node1 ", lines[4]), "it has not said"
+
+
+def test_without_a_server_nothing_is_said_of_one() -> None:
+    workers = [seen(rank, status=status(rank), applied=0, samples=0.0, phase="exchanging") for rank in range(2)]
+    text = drawn(a_scene(*workers, policy="BSP()", fabric="Elastic()"), width=120)
+    assert text.startswith("BSP() on Elastic()  1,234 steps (61.7/s in all), running for 20 s")
+    assert text.splitlines()[2].split() == ["rank", "state", "step", "loss", "samples/s", "host", "waits"]
+    silent = drawn(a_scene(*workers, fabric="Elastic()"), silent_s=4.0)
+    assert silent.startswith("The hub of the workers has not answered for 4.0 s.")
+
+
+def test_what_happened_last_is_told_once_and_the_latest_last() -> None:
+    now_s = time.time()
+    joined = "Rank 2 has joined at step 8: 3 workers take part"
+    swapped = [Happening(now_s - 9, f"SSP(4) decides from step 9 on (it took {took} ms).") for took in (3, 7)]
+    mine = Happening(now_s - 2, "step 90: rank 1 has waited 4.4 s " + "x" * 200)
+    events = ((Happening(now_s - 60, joined), swapped[0]), (Happening(now_s - 60.1, joined), swapped[1], mine))
+    text = drawn(told(*({"events": both} for both in events)))
+    lines = text.splitlines()[-3:]
+    assert lines[0] == f"60 s ago: {joined}"
+    assert re.fullmatch(r"9\.\d s ago: SSP\(4\) decides from step 9 on \(it took [37] ms\)\.", lines[1])
+    assert re.fullmatch(r"2\.\d s ago, rank 1: step 90: rank 1 has waited 4\.4 s x+…", lines[2])
+    assert max(map(len, lines)) == 80
+    many = [{"events": tuple(Happening(now_s - i, f"{rank} {i}") for i in range(4))} for rank in range(50)]
+    assert len(drawn(told(*many), height=24).splitlines()) <= 24
+
+
+def test_how_a_worker_ended() -> None:
+    words = {"gone": "gone", "left": "has left", "done": "is done", "evicted": "taken out", "failed": "gone (error)"}
+    assert {phase: state(seen(0, phase=phase)) for phase in words} == words
+
+
+def test_what_went_over_to_a_server_is_not_compared_with_what_was_before() -> None:
+    picture = Picture()
+    picture.add((a_scene(version=5000, running_s=90.0, fabric="ProcessGroup()"),))
+    picture.add((a_scene(version=10, running_s=5.0),))
+    picture.add((a_scene(version=20, running_s=10.0),))
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(picture)
+    assert "20 updates (2.0/s now, 2.0/s in all)" in capture.get()

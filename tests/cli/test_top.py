@@ -100,7 +100,7 @@ def test_a_damaged_server_json(tmp_path: Path, text: str) -> None:
 
 
 def test_no_server_and_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(NetworkError, match=r"it has no server\.json.*fabric=ParameterServer\(\)"):
+    with pytest.raises(NetworkError, match=r"it has neither server\.json nor hub\.json\. Either it has not come"):
         find(str(tmp_path), {})
     for where in (str(tmp_path / "nothing"), "7000", "runs/a:b"):
         with pytest.raises(NetworkError, match=r"there is no such folder\. Give one that `offbeat run` writes to"):
@@ -306,7 +306,7 @@ def test_a_server_without_time_is_asked_once(served: Served) -> None:
 def test_there_is_an_end_to_waiting(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("offbeat.cli.top._PATIENCE_S", 0.2)
     monkeypatch.setattr(served.shard, "hear", lambda *_: None)
-    with pytest.raises(NetworkError, match=r"its server has not answered for 0\.2 s\. Try again\."):
+    with pytest.raises(NetworkError, match=r"it has not answered for 0\.2 s\. Try again\."):
         top(job=str(leave_address(tmp_path, served.address)))
 
 
@@ -369,7 +369,7 @@ def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refusals_are_one_sentence_and_code_2(tmp_path: Path) -> None:
     code, output = offbeat("top", "--job", tmp_path, folder=tmp_path)
     assert (code, len(output.splitlines())) == (2, 1), output
-    assert "it has no server.json" in output
+    assert "it has neither server.json nor hub.json" in output
 
 
 # -- for Prometheus ----------------------------------------------------------------------------------------------------

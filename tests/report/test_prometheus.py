@@ -12,11 +12,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.report.prometheus import PHASES, Figures
-from tests.report.scenes import a_scene
+from offbeat.wire.status import Status
+from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
     from offbeat.report.sight import Scene
 
+SAID = Status(
+    epochs=3.5, total_epochs=12.0, epochs_per_s=0.5, samples_per_s=320.0, cpu_cores=1.25, memory_bytes=300_000_000,
+    sent_bytes_per_s=1e6, values={"loss": 0.5},
+)  # fmt: skip
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -64,6 +69,7 @@ def test_of_a_worker_that_is_gone_only_what_it_did_is_told() -> None:
     assert names == {
         "offbeat_worker_phase",
         "offbeat_worker_contributions_total",
+        "offbeat_worker_script_step",
         "offbeat_worker_lead_steps_max",
         "offbeat_worker_staleness_updates_total",
         "offbeat_worker_staleness_updates_max",
@@ -72,7 +78,7 @@ def test_of_a_worker_that_is_gone_only_what_it_did_is_told() -> None:
 
 
 def test_it_is_what_prometheus_expects() -> None:
-    text = exposed(a_scene())
+    text = exposed(a_scene(seen(0, status=SAID)))
     families = list(text_string_to_metric_families(text))
     assert len(families) == text.count("# HELP offbeat_") == text.count("# TYPE offbeat_")
     for family in families:
@@ -82,6 +88,22 @@ def test_it_is_what_prometheus_expects() -> None:
         labels = {frozenset(sample.labels) for sample in family.samples}
         assert len(labels) == 1, family.name
         assert ("worker" in min(labels)) == ("_worker_" in family.name)
+
+
+def test_what_the_workers_say_themselves() -> None:
+    found = samples(exposed(a_scene(seen(0, status=SAID), seen(1), seen(2, status=Status(), phase="paused"))))
+
+    def value(name: str, worker: int, /, **labels: str) -> float | None:
+        return found.get((f"offbeat_worker_{name}", frozenset({"model": "0", "worker": str(worker), **labels}.items())))
+
+    assert value("logged", 0, name="loss") == 0.5
+    assert (value("epochs", 0), value("samples_per_second", 0), value("remaining_seconds", 0)) == (3.5, 320.0, 17.0)
+    assert (value("cpu_cores", 0), value("memory_bytes", 0), value("sent_bytes_per_second", 0)) == (1.25, 3e8, 1e6)
+    assert {name for name, labels in found if ("worker", "1") in labels} >= {"offbeat_worker_script_step"}
+    assert [value(name, worker) for name in ("epochs", "cpu_cores", "remaining_seconds") for worker in (1, 2)] == [
+        None
+    ] * 6, "nobody knows"
+    assert value("phase", 2, phase="paused") == 1
 
 
 def test_no_text_can_break_out_of_its_label() -> None:

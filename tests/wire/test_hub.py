@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire import hub as hub_module
 from offbeat.wire.frame import Frame, Reader, encode
 from offbeat.wire.hub import Hub
-from offbeat.wire.messages import Ask, Bye, Claim, Hello, Join, Report, Roster, Words, pack, unpack
-from offbeat.wire.uplink import Uplink
+from offbeat.wire.messages import Ask, AskAll, Bye, Claim, Hello, Join, Overview, Report, Roster, Words, pack, unpack
+from offbeat.wire.status import Status
+from offbeat.wire.talk import Talk
+from offbeat.wire.uplink import Uplink, enter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 TOKEN = b"t" * 32
+talks: list[Talk] = []  # of those who look; closed with the hub
 
 
 def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> None:
@@ -30,6 +33,10 @@ def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> No
             await story(hub, address)
         finally:
             hub.close()
+            for talk in talks:
+                talk.close()
+            talks.clear()
+            await settle()
 
     asyncio.run(play())
 
@@ -213,5 +220,106 @@ def test_roster_of_the_hub_has_every_rank() -> None:
         hub.report(Words(rank=0, phase="computing"))
         roster = Roster(1, await hub.roster())
         assert [w.rank for w in roster.words] == [0, 1, 2]
+
+    with_hub(story)
+
+
+class Onlooker:
+    """Somebody who only looks, over a connection of its own."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+
+    @classmethod
+    async def come(cls, address: str, token: bytes = TOKEN, role: Any = "onlooker") -> Onlooker:
+        host, _, port = address.rpartition(":")
+        talk = Talk(*await asyncio.open_connection(host, int(port)), max_bytes=1 << 20)
+        talks.append(talk)
+        await enter(talk, token, Claim(rank=0, role=role))
+        return cls(talk)
+
+    async def look(self, number: int = 1) -> Overview:
+        self.talk.say(AskAll(number))
+        told = await asyncio.wait_for(self.talk.hear(), 3)
+        assert isinstance(told, Overview)
+        return told
+
+
+def test_who_looks_sees_all_and_is_no_peer() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task = await join(address, 1)
+        one.report(Words(rank=1, host="b", phase="computing", step=4), Status(step=4, values={"loss": 0.5}))
+        hub.report(Words(rank=0, host="a", phase="exchanging", step=5), Status(step=5))
+        onlooker = await Onlooker.come(address)
+        await settle()
+        assert hub.peers == 1
+        told = await onlooker.look(7)
+        assert (told.number, told.world) == (7, 3)
+        assert [(w.rank, w.phase, w.process) for w in told.words] == [
+            (0, "exchanging", "running"), (1, "computing", "running"), (2, "starting", "unreachable")
+        ]  # fmt: skip
+        assert told.statuses == {0: Status(step=5), 1: Status(step=4, values={"loss": 0.5})}
+        one.report(Words(rank=1, host="b", phase="exchanging", step=4))
+        await settle()
+        assert (await onlooker.look()).statuses[1].step == 4, "who says nothing new of it has said it before"
+        hub.leave(0)
+        hub.close()
+        assert isinstance(await asyncio.wait_for(onlooker.talk.hear(), 3), Bye), "the job has ended"
+        task.cancel()
+
+    with_hub(story)
+
+
+@pytest.mark.parametrize("message", [Ask(1), Report(Words(rank=1)), Bye()], ids=lambda message: type(message).__name__)
+def test_who_looks_may_say_nothing_else(message: Any) -> None:
+    async def story(hub: Hub, address: str) -> None:
+        onlooker = await Onlooker.come(address)
+        await onlooker.look()
+        onlooker.talk.say(message)
+        assert await asyncio.wait_for(onlooker.talk.hear(), 3) is None
+        assert hub._words == {}
+        await (await Onlooker.come(address)).look()
+
+    with_hub(story)
+
+
+def test_who_does_not_know_the_token_sees_nothing() -> None:
+    async def story(_: Hub, address: str) -> None:
+        with pytest.raises(PeerError):
+            await Onlooker.come(address, token=b"x" * 32)
+        for role in ("shard", "operator"):
+            with pytest.raises(PeerError):
+                await Onlooker.come(address, role=role)
+
+    with_hub(story)
+
+
+def test_a_peer_cannot_look_and_only_some_can_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_MAX_ONLOOKERS", 2)
+
+    async def story(_: Hub, address: str) -> None:
+        peer = await Onlooker.come(address, role="worker")
+        peer.talk.say(AskAll(1))
+        assert await asyncio.wait_for(peer.talk.hear(), 3) is None
+        first, second = await Onlooker.come(address), await Onlooker.come(address)
+        await first.look()
+        await second.look()
+        third = await Onlooker.come(address)
+        assert await asyncio.wait_for(third.talk.hear(), 3) is None
+        first.talk.close()
+        await settle()
+        await (await Onlooker.come(address)).look()
+
+    with_hub(story)
+
+
+def test_a_status_that_cannot_be_closes_its_own_connection_only() -> None:
+    async def story(hub: Hub, address: str) -> None:
+        one, task = await join(address, 1)
+        one.report(Words(rank=1, host="b"), Status(step=-5))
+        await settle()
+        assert hub.peers == 0
+        assert (await (await Onlooker.come(address)).look()).statuses == {}
+        task.cancel()
 
     with_hub(story)
