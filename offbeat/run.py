@@ -898,7 +898,7 @@ class Run:
             )  # fmt: skip
 
     def rng_state(self) -> dict[str, Any]:
-        """This worker's random generators (Python's, NumPy's, torch's), which are not in `state_dict`.
+        """Save this worker's random generators (Python's, NumPy's, torch's), which are not in `state_dict`.
 
         As each worker has its own, each saves it in a file of its own, as `offbeat.Checkpoints` does. It may be taken
         anywhere in the loop.

@@ -31,21 +31,18 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import math
-import re
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from offbeat.errors import ScenarioError
+from offbeat import toml_text
+from offbeat.errors import ScenarioError, brief
 from offbeat.fault import Fault
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 
 System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
 MAX_IMPAIRED_MBPS = 100.0
-_DEEPEST, _LONGEST_KEY, _LONGEST_TEXT, _LONGEST_SHOWN = 32, 200, 2000, 80
-_LARGEST = (1 << 63) - 1
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -236,15 +233,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
             ScenarioError: if the text is not TOML, a key or value is unknown, or what it describes cannot be built;
                 the text ends with the path of the value.
         """
-        _check_text(text)
-        try:
-            table = msgspec.toml.decode(text)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            # Of a number with thousands of digits, Python says what it is, and not where.
-            raise ScenarioError(
-                f"Cannot read the scenario: it is not valid TOML ({_brief(str(error))}). Correct it there."
-            ) from None
-        _check_sizes(table)
+        table = toml_text.decode(text, "scenario", ScenarioError)
         _check_keys(table, msgspec.inspect.type_info(cls), "")
         try:
             scenario = msgspec.convert(table, cls, strict=True)
@@ -411,56 +400,6 @@ class Scenario(_Table, frozen=True, kw_only=True):
             )
 
 
-def _check_text(text: str) -> None:
-    """Refuse what no reader of TOML would get through in bounded time: nested without end.
-
-    Brackets and dots within strings count, too; no scenario has so many.
-    """
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = max(0, depth + (1 if bracket in "[{" else -1))
-        deepest = max(deepest, depth)
-    parts = max(one.count(".") for one in re.split(r"[=,\[\]{}\n]", re.sub(r"(?m)^[ \t]*#.*$", "", text))) + 1
-    if max(deepest, parts) > _DEEPEST:
-        raise ScenarioError(
-            f"Cannot read the scenario: something in it is nested {max(deepest, parts):,} deep, and {_DEEPEST} is the "
-            "most. Write it flatter."
-        )
-
-
-def _check_sizes(table: Any) -> None:
-    """Refuse keys, texts and numbers that could only be a mistake, before anybody is told of them."""
-    todo: list[tuple[Any, str]] = [(table, "")]
-    while todo:
-        value, path = todo.pop()
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if len(key) > _LONGEST_KEY:
-                    place = f"{path}.{key}".removeprefix(".")
-                    raise ScenarioError(
-                        f"Cannot use a key of {len(key):,} characters: the longest has {_LONGEST_KEY}. Correct or "
-                        f"remove it ({_brief(place)})."
-                    )
-                todo.append((item, f"{path}.{key}".removeprefix(".")))
-        elif isinstance(value, list):
-            todo += [(item, f"{path}[{index}]") for index, item in enumerate(value)]
-        elif isinstance(value, str) and len(value) > _LONGEST_TEXT:
-            raise ScenarioError(
-                f"Cannot use a text of {len(value):,} characters: the longest has {_LONGEST_TEXT:,}. Shorten it "
-                f"({_brief(path)})."
-            )
-        elif isinstance(value, int) and abs(value) > _LARGEST:
-            raise ScenarioError(
-                f"Cannot use a whole number of about {value.bit_length() * math.log10(2):,.0f} digits: the largest is "
-                f"{_LARGEST:,}. Choose a smaller one ({_brief(path)})."
-            )
-
-
-def _brief(text: str) -> str:
-    """A text, or how it begins, so that what is told stays short."""
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
 def _without_later(said: Any) -> Any:
     """Without keys that came later, where they have their default: results that were measured before stay valid."""
     if isinstance(said, dict):
@@ -577,7 +516,7 @@ def _range(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return {dict: "a table", list: "a list", bool: str(value).lower()}.get(type(value)) or _brief(repr(value))
+    return {dict: "a table", list: "a list", bool: str(value).lower()}.get(type(value)) or brief(repr(value))
 
 
 def _nearest(word: str, known: Any) -> str:

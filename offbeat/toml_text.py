@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
 
 MOST_BYTES = 256 * 1024  # what is written by people has a hundredth of it
-_DEEPEST, _LONGEST_KEY, _LONGEST_TEXT = 32, 64, 2000
+_DEEPEST, _LONGEST_KEY, _LONGEST_TEXT, _LONGEST_PATH = 32, 64, 2000, 200
 _LARGEST = (1 << 63) - 1
 _PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:[ \t]*\.[ \t]*{_PART}){{{_DEEPEST},}}")
@@ -34,21 +34,35 @@ def read_text(path: Path, what: str, way_out: str, error: type[OffbeatError]) ->
     Args:
         what: it should be, such as "plan".
         way_out: what to do if it is none, as a sentence.
-        error: raised if it cannot be read, is a folder, a pipe or a device, larger than `MOST_BYTES`, or not UTF-8.
+        error: raised as `read_bytes` does, or if it is not UTF-8.
     """
+    found = read_bytes(path, what, way_out, error)
     try:
-        with open_file(path) as file:
-            found = file.read(MOST_BYTES + 1)
-        if len(found) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES // 1024} KiB")
         return found.decode()
     except UnicodeDecodeError as reason:
         why = f"it is not UTF-8 (byte {reason.start} is {found[reason.start]:#04x})"
+    raise error(f"Cannot read the {what} {_end_of(path)}: {why}. {way_out}")
+
+
+def read_bytes(path: Path, what: str, way_out: str, error: type[OffbeatError], most: int = MOST_BYTES) -> bytes:
+    """What a file holds that somebody named.
+
+    Args:
+        what: it should be, such as "result".
+        way_out: what to do if it is none, as a sentence.
+        error: raised if it cannot be read, is a folder, a pipe or a device, or larger than `most`.
+    """
+    try:
+        with open_file(path) as file:
+            found = file.read(most + 1)
+        if len(found) <= most:
+            return found
+        why = f"it has more than {most // 1024:,} KiB, which is the most"
     except OSError as reason:
         why = str(reason.strerror or reason)
-    except ValueError as reason:  # its size, or a NUL within its name
+    except ValueError as reason:  # a NUL within its name
         why = str(reason)
-    raise error(f"Cannot read the {what} {brief(str(path), 200)}: {why}. {way_out}")
+    raise error(f"Cannot read the {what} {_end_of(path)}: {why}. {way_out}")
 
 
 def decode(text: str, what: str, error: type[OffbeatError]) -> dict[str, Any]:
@@ -108,3 +122,8 @@ def check_values(value: Any, what: str, path: str, error: type[OffbeatError]) ->
             why = f"a number has about {one.bit_length() * math.log10(2):,.0f} digits; the largest is 2^63 - 1"
         if why:
             raise error(f"Cannot read the {what}: {why} - at `{brief(at)}`.")
+
+
+def _end_of(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= _LONGEST_PATH else f"...{text[-_LONGEST_PATH:]}"

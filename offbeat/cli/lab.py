@@ -25,6 +25,7 @@ app = typer.Typer(help="Measure on real, shaped links: hosts are network namespa
 
 _HEADING_WIDTH = 6
 _LEAST_WIDTH = 80
+_WAY_OUT = "Give the path of a TOML file, such as those in benchmarks/scenarios."
 _UNBOUNDED_WIDTH = 1000
 _SPARED = ("simulated", "uneven", "idle", "max", "min", "MB sent")
 """Columns a narrow terminal does without, the first ones first; the file has them all."""
@@ -182,10 +183,10 @@ def read_scenario(path: Path) -> tuple[Scenario, str]:
     Raises:
         ScenarioError: if the file cannot be read, or holds no scenario.
     """
-    from offbeat.lab.text_file import read_text
     from offbeat.scenario import Scenario
+    from offbeat.toml_text import read_text
 
-    text = read_text(path, "scenario", "Give the path of a TOML file, such as those in benchmarks/scenarios.")
+    text = read_text(path, "scenario", _WAY_OUT, ScenarioError)
     try:
         return Scenario.from_toml(text), text
     except ScenarioError as error:

@@ -88,10 +88,11 @@ def _why_not(measured: Report | None, digest: str) -> str:
 def _read_result(path: Path) -> Report:
     import msgspec
 
-    from offbeat.lab import results, text_file
+    from offbeat import toml_text
+    from offbeat.lab import results
 
     way_out = "Name a file that `offbeat lab run` wrote (--like)."
-    text = text_file.read_bytes(path, "result", way_out, most=_MOST_BYTES)
+    text = toml_text.read_bytes(path, "result", way_out, ScenarioError, _MOST_BYTES)
     try:
         return results.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:

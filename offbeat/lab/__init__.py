@@ -15,7 +15,6 @@ and measures. Nothing is built in the machine's own network, so two labs never m
 `reaper.py`        the watcher that cleans up when the lab itself is killed (a program by itself)
 `probe.py`         what the links really carry (a program by itself)
 `refusals.py`      what this machine cannot measure, and what measuring takes
-`text_file.py`     a file that somebody named, if it is one
 `launch.py`        one worker per host with the environment of torchrun
 `peers.py`         offbeat and the systems it is compared with, behind one function
 `replay.py`        the worker program that replays a profile

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import tomli_w
 
+from offbeat import toml_text
 from offbeat.errors import PlanError, ScenarioError
-from offbeat.lab import programs, text_file
+from offbeat.lab import programs
 from offbeat.lab.limits import Demand
 from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
@@ -224,6 +225,6 @@ def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
                 f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."
             )
         way_out = f"Name a TOML file, or write the plan as a table (row[{index}].plan)."
-        return text_file.read_text(path, f"plan of row {row.name!r},", way_out)
+        return toml_text.read_text(path, f"plan of row {row.name!r},", way_out, ScenarioError)
     size = scenario.workload.bucket_bytes
     return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

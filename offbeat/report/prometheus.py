@@ -170,9 +170,9 @@ def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
         kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
         family = kind(f"offbeat_worker_{figure.name}", figure.help, labels=about)
         for labels, scene, seen in _workers(scenes):
-            value = None if seen.gone and not figure.stays else figure.of(scene, seen)
-            if value is not None:
-                family.add_metric(labels, value)
+            known = None if seen.gone and not figure.stays else figure.of(scene, seen)
+            if known is not None:
+                family.add_metric(labels, known)
         yield family
 
 

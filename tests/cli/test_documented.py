@@ -53,7 +53,7 @@ COMMANDS = {
         "--key",
         "--authority",
     ],
-    "report": ["RUN_DIR"],
+    "report": ["RUN_DIRS", "--output"],
     "swap": ["POLICY", "--job", "--fabric", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
     "verify-run": ["PATHS", "--against", "--json"],
     "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],

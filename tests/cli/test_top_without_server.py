@@ -23,6 +23,7 @@ from offbeat.wire.hub import Hub
 from offbeat.wire.loop import Loop
 from offbeat.wire.messages import Words
 from offbeat.wire.status import Status
+from offbeat.wire.talk import Talk
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import Served, leave_address
 
@@ -103,16 +104,21 @@ def test_looks_until_the_job_ends(job: Watched, capsys: pytest.CaptureFixture[st
     assert re.fullmatch(r"The job has ended\. When last seen it had made 11 steps in .* s\.\n", err)
 
 
+def _close_all(talks: set[Talk]) -> None:
+    for talk in list(talks):
+        talk.close()
+
+
 def test_a_hub_that_is_lost(job: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onlooker_module, "_DIAL", onlooker_module._DIAL / 10)
     with JobOnlooker(str(job.folder), {}) as looker:
         assert looker.look(10.0)
-        job.loop.call(lambda: [talk.close() for talk in list(job.hub._onlookers)])
+        job.loop.call(lambda: _close_all(job.hub._onlookers))
         looker.rest(10.0)
         assert looker.look(10.0), "it comes again"
         job.hub._onlookers, there = set(), job.hub._onlookers
         job.loop.call(job.hub.close)
-        job.loop.call(lambda: [talk.close() for talk in list(there)])
+        job.loop.call(lambda: _close_all(there))
         looker.rest(10.0)
         with pytest.raises(NetworkError, match=r"Lost the hub of the workers at .*, and nobody answers there any more"):
             looker.look(10.0)
