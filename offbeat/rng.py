@@ -32,14 +32,14 @@ class RngState:
     Args:
         python: as `random.getstate()` has it.
         numpy: as `numpy.random.get_state(legacy=False)` has it; None if its global generator is no Mersenne Twister.
-        torch: of the CPU.
-        cuda: of the GPU that was asked for; None if none was.
+        cpu: of torch.
+        cuda: of torch, on the GPU that was asked for; None if none was.
         own: of generators that belong to loaders.
     """
 
     python: tuple[Any, ...]
-    numpy: Mapping[str, Any] | None
-    torch: torch.Tensor
+    numpy: dict[str, Any] | None
+    cpu: torch.Tensor
     cuda: torch.Tensor | None = None
     own: tuple[torch.Tensor, ...] = ()
 
@@ -69,7 +69,7 @@ class RngState:
         random.setstate(self.python)
         if self.numpy is not None:
             np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
+        torch.set_rng_state(self.cpu)
         if device is not None and self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
         for generator, state in zip(own, self.own, strict=True):
@@ -88,7 +88,7 @@ class RngState:
                 "place": int(numpy["state"]["pos"]),
                 "gauss": float(numpy["gauss"]) if numpy["has_gauss"] else None,
             },
-            "torch": self.torch,
+            "cpu": self.cpu,
             "cuda": self.cuda,
             "own": list(self.own),
         }
@@ -110,17 +110,18 @@ class RngState:
             state = cls(
                 (_PYTHON_FORMAT, tuple(_words(python["words"], _WORDS + 1)), _gauss(python["gauss"])),
                 None if numpy is None else _numpy(numpy),
-                plain["torch"],
+                plain["cpu"],
                 None if device is None else plain["cuda"],
                 tuple(plain["own"]),
             )
             if len(state.own) != len(own):
                 raise ValueError(f"its loaders had {len(state.own)} generators of their own, here they have {len(own)}")
             _try_python(state.python)
-            for tensor, place in [(state.torch, "cpu"), *((t, g.device) for t, g in zip(state.own, own, strict=True))]:
-                torch.Generator(place).set_state(tensor)
+            torch.Generator().set_state(state.cpu)
             if device is not None and state.cuda is not None:
                 torch.Generator(device).set_state(state.cuda)
+            for generator, tensor in zip(own, state.own, strict=True):
+                torch.Generator(generator.device).set_state(tensor)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
             raise ValueError(f"it holds no state of generators ({str(error)[:100] or type(error).__name__})") from error
         return state

@@ -67,6 +67,20 @@ def test_what_goes_on_from_a_checkpoint_is_what_was_never_interrupted(tmp_path: 
     assert train(tmp_path / "parts", STEPS) == (True, whole[STEPS:], 2 * STEPS)
 
 
+def test_one_of_before_random_generators_were_kept_is_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, whole, _ = train(tmp_path / "whole", 2 * STEPS)
+    train(tmp_path / "parts", STEPS)
+    for path in (tmp_path / "parts").iterdir():
+        if "rank" in path.name:
+            path.unlink()
+        elif path.suffix == ".json":
+            path.write_bytes(path.read_bytes().replace(b',"world":1', b""))
+    assert train(tmp_path / "parts", STEPS) == (True, whole[STEPS:], 2 * STEPS)
+    assert "random numbers of rank 0: they were not saved with run-000004.pt." in caplog.text
+
+
 @pytest.mark.parametrize("how", ["cut short", "empty", "a bit", "gone", "a folder", "seal"])
 def test_one_that_is_damaged_is_passed_over_and_named(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

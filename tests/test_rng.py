@@ -61,6 +61,7 @@ def train(
     plan: offbeat.Plan | None = None,
     generators: bool = True,
     seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[list[float], list[str]]:
     """Go on, until so many steps are made in all, from the checkpoint if there is one; all losses, and what is said.
 
@@ -69,7 +70,7 @@ def train(
     said = listen()
     with offbeat.init(plan or offbeat.Plan()) as run:
         torch.manual_seed(7)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(device)
         for seeds in (random.seed, np.random.seed, torch.manual_seed):
             seeds(100 * seed + run.rank)
         data = LOADERS[loader]()
@@ -79,7 +80,7 @@ def train(
         losses: list[float] = []
         while run.step < steps:
             for x in batches:
-                loss = replica(x).square().mean()
+                loss = replica(x.to(device)).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -110,6 +111,12 @@ def test_a_job_goes_on_with_the_same_random_numbers(loader: str, stop: int, tmp_
 def test_unless_it_is_asked_not_to(tmp_path: Path) -> None:
     assert not is_seamless(tmp_path, 2, generators=False)
     assert not list(tmp_path.rglob("*.rng"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_as_well(tmp_path: Path) -> None:
+    assert is_seamless(tmp_path, 2, device="cuda")
 
 
 def test_it_goes_on_behind_an_epoch_and_a_second_time(tmp_path: Path) -> None:
@@ -217,9 +224,9 @@ SPOILT: dict[str, tuple[tuple[str, ...], Any]] = {
     "floats": (("python", "words"), torch.zeros(625)),
     "no tensor": (("python", "words"), [1] * 625),
     "gauss": (("python", "gauss"), "1.0"),
-    "no torch": (("torch",), None),
-    "torch of zeros": (("torch",), torch.zeros(5056, dtype=torch.uint8)),
-    "torch cut": (("torch",), torch.zeros(3, dtype=torch.uint8)),
+    "no torch": (("cpu",), None),
+    "torch of zeros": (("cpu",), torch.zeros(5056, dtype=torch.uint8)),
+    "torch cut": (("cpu",), torch.zeros(3, dtype=torch.uint8)),
     "more of its own": (("own",), [torch.get_rng_state()]),
     "own is a number": (("own",), 3),
     "numpy is a number": (("numpy",), 3),

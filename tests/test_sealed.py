@@ -46,7 +46,8 @@ class Job:
     """With checkpoints of steps 1 and 2."""
 
     def __init__(self, run: offbeat.Run, folder: Path) -> None:
-        self.model, optimizer = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        self.net = net = nn.Linear(3, 1)
+        self.model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         self.checkpoints = offbeat.Checkpoints(run, folder, model=self.model, optimizer=optimizer)
         self.weights = []
         for _ in range(2):
@@ -67,7 +68,7 @@ class Job:
             if path.is_fifo() or path.is_symlink() or path.is_dir():
                 path.rmdir() if path.is_dir() else path.unlink()
             path.write_bytes(data)
-        return 1 + self.weights.index(self.model.module.weight.tolist())
+        return 1 + self.weights.index(self.net.weight.tolist())
 
 
 @pytest.fixture
@@ -98,13 +99,18 @@ def test_any_bit_of_the_seal_of_the_random_numbers_may_be_another(job: Job) -> N
         assert job.loaded() == 2
 
 
+def large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 36)
+
+
 STRANGE: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": lambda path: path.mkdir(),
     "nowhere": lambda path: path.symlink_to("nowhere"),
     "itself": lambda path: path.symlink_to(path.name),
-    "large": lambda path: (path.touch(), os.truncate(path, 1 << 36)),
+    "large": large,
     "not UTF-8": lambda path: path.write_bytes(b'{"size":1,"xxh3_128":"\xff\xfe","step":2}'),
     "long number": lambda path: path.write_bytes(b'{"size":' + b"7" * 5000 + b',"xxh3_128":"","step":2}'),
     "deep": lambda path: path.write_bytes(b'{"size":' + b"[" * 100_000),
@@ -289,6 +295,13 @@ def test_any_bit_of_a_snapshot_may_be_another_behind_its_checksums() -> None:
 
     assert {refused(data, what) for data in flipped(header)} == {True}, "the end is of no such class"
     assert {refused(header, data) for data in flipped(what)} == {True}
+
+
+def test_a_snapshot_of_nothing_of_an_impossible_shape_is_refused() -> None:
+    header = msgspec.msgpack.encode(snapshot(1).header)
+    what = msgspec.msgpack.encode((0, 5, "w", "momentum", "float32", (0, 1 << 39, 1 << 39)))
+    with pytest.raises(PeerError, match="an empty tensor says it is of shape"):
+        read(io.BytesIO(head(b"", header) + header + head(what)))
 
 
 @pytest.mark.parametrize("what", ["a pipe", "a device", "a folder", "nowhere", "itself"])

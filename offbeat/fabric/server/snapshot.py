@@ -193,7 +193,10 @@ def _tensor(what: TensorOf, frame: Frame) -> torch.Tensor:
     if dtype is None or numel * dtype.itemsize != len(frame.body):
         raise PeerError(f"a tensor of {len(frame.body)} bytes says it is {what.dtype} of shape {list(what.shape)}")
     if numel == 0:
-        return torch.empty(what.shape, dtype=dtype)
+        try:
+            return torch.empty(what.shape, dtype=dtype)
+        except RuntimeError as error:  # of a shape that torch cannot count through
+            raise PeerError(f"an empty tensor says it is of shape {list(what.shape)[:8]}: {error}") from error
     return torch.frombuffer(frame.body, dtype=dtype).reshape(what.shape)
 
 
