@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _SHARD_HURRY_S = 0.4  # for shards to end because their workers have
-_SHARD_ALONE_S = 5.0  # the same, where the job has ended well and nobody is in a hurry
+_SHARD_ALONE_S = 2.0  # the same, where the job has ended well and nobody is in a hurry
 _SHARD_GRACE_S = 0.6  # from SIGTERM to SIGKILL
 _OBITUARY_S = 2.0  # for the others to say what they saw when one is lost
 _TAIL_LINES = 60
