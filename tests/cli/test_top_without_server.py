@@ -23,7 +23,6 @@ from offbeat.wire.hub import Hub
 from offbeat.wire.loop import Loop
 from offbeat.wire.messages import Words
 from offbeat.wire.status import Status
-from offbeat.wire.talk import Talk
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import Served, leave_address
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.report.sight import Scene
+    from offbeat.wire.talk import Talk
 
 TOKEN = b"t" * 32
 
