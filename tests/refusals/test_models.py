@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import pytest
 
 import offbeat
@@ -202,6 +204,39 @@ def test_the_first_that_comes_may_be_wrong(server: Job) -> None:
         in_log(server, address, says[:40])
     server.begin()
     server.goes_on()
+
+
+def large(share: float) -> dict[str, Any]:
+    """A model that takes this share of the machine's memory."""
+    count = int(share * _memory_bytes()) // (16 << 20)
+    blocks = tuple(block(i, "float64", PieceOf(0, 16 * i, 1 << 21)) for i in range(count))
+    return {"blocks": blocks, "names": ("b",), "layout": "d", "optimizer": SGD}
+
+
+def test_models_count_together_and_are_made_at_once(server: Job) -> None:
+    """Two models of 60 % each would end the job; nothing is written into either, so neither takes time nor memory."""
+    heard = Heard()
+    link = server.dial(lambda link: heard, BAD)
+    known = msgspec.to_builtins(details())
+    began_s = time.monotonic()
+    server.loop.call(link.send, pack(Open(0)), msgspec.msgpack.encode({**known, **large(0.6)}))
+    wait_for(lambda: any(isinstance(m, Opened) for m in heard.messages), "the first one is not taken")
+    assert time.monotonic() - began_s < 5, "zeroing it would take as long as reading so much memory"
+    server.loop.call(link.send, pack(Open(1)), msgspec.msgpack.encode({**known, **large(0.6)}))
+    assert heard.over.wait(10)
+    assert re.search(
+        r"Cannot hold parameters of [\d,]+ bytes, and [\d,]+ of other models: this server's", str(heard.error)
+    )
+    assert psutil.Process(server.process.pid).memory_info().rss < 2 << 30
+    server.begin()
+    server.goes_on()
+
+
+def test_models_come_only_from_those_that_train(job: Job) -> None:
+    said, address = told(job, (Open(1), msgspec.msgpack.encode({**msgspec.to_builtins(details()), **large(0.2)})))
+    assert "Cannot open model 1: rank 0 takes part in none of this job's models. Prepare the models" in said
+    in_log(job, address, "Cannot open model 1")
+    job.goes_on()
 
 
 def test_the_first_that_comes_may_leave_before_it_has_sent_its_parameters(server: Job) -> None:

@@ -289,6 +289,11 @@ class Shard:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
         is_first = table is None
         if table is None:
+            if self._tables and guest.rank not in self._guests:
+                raise PeerError(
+                    f"Cannot open model {model}: rank {guest.rank} takes part in none of this job's models. Prepare "
+                    "the models in the same order on every worker."
+                )
             shards = len(self._shards) + 1
             if self._lead is not None and details.shards != shards:
                 raise PeerError(
@@ -316,7 +321,15 @@ class Shard:
             self._lead.join(model, guest.rank, details, entry)
 
     def _new_table(self, model: int, details: Details, version: int = 0) -> Table:
-        table = Table(model, details, self._give, keeping=self._marks.keeping, version=version, record=self._record)
+        table = Table(
+            model,
+            details,
+            self._give,
+            keeping=self._marks.keeping,
+            version=version,
+            held_bytes=sum(other.size_bytes for other in self._tables.values()),
+            record=self._record,
+        )
         self._record(Serves(model, self.life, version, len(table.blocks)))
         return table
 

@@ -59,7 +59,9 @@ class Store:
         for block in blocks:
             if block.dtype not in DTYPES:
                 raise PeerError(f"Cannot hold parameters of type {block.dtype!r} at a server.")
-            value = torch.zeros(block.numel, dtype=DTYPES[block.dtype])
+            # Not zeroed: that would keep the event loop busy for seconds where a model is large, and nobody is given
+            # any of it before all of it has come.
+            value = torch.empty(block.numel, dtype=DTYPES[block.dtype])
             views = value.split([piece.numel for piece in block.pieces])
             pieces = {piece.name: view for piece, view in zip(block.pieces, views, strict=True)}
             self.values[block.index], self._pieces[block.index] = value, pieces

@@ -43,6 +43,7 @@ class Table:
         give: called with a worker, a message and the values that go with it, which do not change any more.
         keeping: takes in the blocks of snapshots; None if none are made.
         version: updates before this table began.
+        held_bytes: size of the parameters of the models that are held beside it.
         record: writes the history.
 
     Raises:
@@ -57,10 +58,11 @@ class Table:
         *,
         keeping: Keeping | None = None,
         version: int = 0,
+        held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         check_spec(details.optimizer)
-        blocks = _blocks(details)
+        blocks = _blocks(details, held_bytes)
         self.details = details
         self.unfilled = set(blocks)
         self.model, self._give = model, give
@@ -76,6 +78,11 @@ class Table:
     def version(self) -> int:
         """Updates decided so far."""
         return self._ledger.version
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the parameters that are held here."""
+        return sum(self.sizes.values())
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -233,7 +240,7 @@ class Table:
         return version, values
 
 
-def _blocks(details: Details) -> dict[int, Block]:
+def _blocks(details: Details, held_bytes: int) -> dict[int, Block]:
     blocks = {}
     for one in details.blocks:
         if one.dtype not in DTYPES:
@@ -251,10 +258,11 @@ def _blocks(details: Details) -> dict[int, Block]:
         raise PeerError(f"Cannot hold a block of {largest} bytes: one has at most {_MOST_BLOCK_BYTES}.")
     # Compared before anything is allocated, so that nobody can bring the machine down by a number.
     size_bytes, memory_bytes = sum(block.size_bytes for block in blocks.values()), _memory_bytes()
-    if size_bytes > memory_bytes:
+    if held_bytes + size_bytes > memory_bytes:
+        beside = f", and {held_bytes:,} of other models" if held_bytes else ""
         raise PeerError(
-            f"Cannot hold parameters of {size_bytes:,} bytes: this server's machine has {memory_bytes:,} bytes of "
-            "memory. Use more shards, on other machines."
+            f"Cannot hold parameters of {size_bytes:,} bytes{beside}: this server's machine has {memory_bytes:,} bytes "
+            "of memory. Use more shards, on other machines."
         )
     return blocks
 
