@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from offbeat.cli import doctor
+from offbeat.wire import interfaces
 from tests.cli.commands import offbeat
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ def test_the_address_gloo_takes_may_be_of_either_family(monkeypatch: pytest.Monk
     strange = (socket.AF_INET, *stream, ("203.0.113.9", 0))  # of no machine: cannot be bound
     own = (socket.AF_INET6, *stream, ("::1", 0, 0, 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [strange, own])
-    assert doctor.resolve_hostname() in ("::1", "")  # "" where IPv6 is off
+    assert interfaces.resolve_hostname() in ("::1", "")  # "" where IPv6 is off
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [strange])
-    assert doctor.resolve_hostname() == ""
+    assert interfaces.resolve_hostname() == ""
     finding = doctor.check_gloo({}, {"lo": "127.0.0.1", "eth0": "192.0.2.7"}, lambda: "::1")
     assert (finding.level, finding.value) == ("note", "lo")
     assert doctor.check_gloo({}, {"lo": "127.0.0.1"}, lambda: "2001:db8::7").level == "ok"
