@@ -8,6 +8,7 @@ simulator's predictions, and where `offbeat verify-run` decides again.
 from __future__ import annotations
 
 import operator
+import sys
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -21,4 +22,6 @@ def add_up(values: Iterable[float]) -> float:
     >>> add_up([0.1] * 10), add_up([])
     (0.9999999999999999, 0)
     """
+    if sys.version_info < (3, 12):
+        return sum(values)
     return reduce(operator.add, values, 0)

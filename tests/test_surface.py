@@ -128,7 +128,7 @@ def test_dir_shows_public_names_alone() -> None:
         "import offbeat, sys; assert 'offbeat.plan' not in sys.modules; offbeat.Plan();"
         "assert 'plan' in vars(offbeat); print(*dir(offbeat)); offbeat.plan; from offbeat import *; SSP(4)"
     )
-    shown = subprocess.run([sys.executable, "-c", code], check=True, timeout=20, capture_output=True, text=True).stdout
+    shown = subprocess.run([sys.executable, "-c", code], check=True, timeout=50, capture_output=True, text=True).stdout
     assert set(shown.split()) == {*NAMES, "__version__"}
 
 
