@@ -50,6 +50,16 @@ class Watched:
             said = Status(host="a", step=step, exchanges=step, policy="BSP()", fabric="Elastic()", values={"loss": 0.5})
             self.loop.call(self.hub.report, words, said)
 
+    def hang_up(self) -> None:
+        """Without a good-bye."""
+
+        def cut() -> None:
+            for talk in list(self.hub._onlookers):
+                talk.close()
+            self.hub._onlookers.clear()
+
+        self.loop.call(cut)
+
     def end(self) -> None:
         self.loop.call(self.hub.close)
 
@@ -107,12 +117,11 @@ def test_a_hub_that_is_lost(job: Watched, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(onlooker_module, "_DIAL", onlooker_module._DIAL / 10)
     with JobOnlooker(str(job.folder), {}) as looker:
         assert looker.look(10.0)
-        job.loop.call(lambda: [talk.close() for talk in list(job.hub._onlookers)])
+        job.hang_up()
         looker.rest(10.0)
         assert looker.look(10.0), "it comes again"
-        job.hub._onlookers, there = set(), job.hub._onlookers
-        job.loop.call(job.hub.close)
-        job.loop.call(lambda: [talk.close() for talk in list(there)])
+        job.hang_up()
+        job.end()
         looker.rest(10.0)
         with pytest.raises(NetworkError, match=r"Lost the hub of the workers at .*, and nobody answers there any more"):
             looker.look(10.0)

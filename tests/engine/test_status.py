@@ -113,5 +113,5 @@ def test_how_long_a_run_is_to_be() -> None:
         assert (run._status().total_epochs, run._status().total_steps) == (0.0, 300)
         for wrong in ({}, {"epochs": 0}, {"steps": -3}, {"epochs": 3, "steps": 4}, {"epochs": math.nan}):
             with pytest.raises(ValueError, match="give one of them, as a number above 0"):
-                run.expect(**wrong)  # type: ignore[arg-type]
+                run.expect(**wrong)
         assert run._status().epochs == -1, "no loader was prepared"
