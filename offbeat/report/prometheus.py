@@ -162,8 +162,9 @@ def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
         "offbeat_worker_logged", "What the worker's script logged last, by name.", labels=[*about, "name"]
     )
     for labels, _, seen in _workers(scenes):
-        for name, value in (seen.status.values if seen.status is not None and not seen.gone else {}).items():
-            logged.add_metric((*labels, name), value)
+        said = None if seen.gone else seen.status
+        for name, number in (said.values if said is not None else {}).items():
+            logged.add_metric((*labels, name), number)
     yield from (phase, contributions, logged)
 
     for figure in _FIGURES:

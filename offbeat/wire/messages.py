@@ -126,7 +126,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     reason: Text
 
 
-class Report(msgspec.Struct, tag=True, frozen=True):
+class Report(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     words: Words
     status: Status | None = None
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.report.sight import Scene
-    from offbeat.wire.talk import Talk
 
 TOKEN = b"t" * 32
 
@@ -50,6 +49,16 @@ class Watched:
             words = Words(rank=rank, host="a", phase=phase, step=step)
             said = Status(host="a", step=step, exchanges=step, policy="BSP()", fabric="Elastic()", values={"loss": 0.5})
             self.loop.call(self.hub.report, words, said)
+
+    def hang_up(self) -> None:
+        """Without a good-bye."""
+
+        def cut() -> None:
+            for talk in list(self.hub._onlookers):
+                talk.close()
+            self.hub._onlookers.clear()
+
+        self.loop.call(cut)
 
     def end(self) -> None:
         self.loop.call(self.hub.close)
@@ -104,21 +113,15 @@ def test_looks_until_the_job_ends(job: Watched, capsys: pytest.CaptureFixture[st
     assert re.fullmatch(r"The job has ended\. When last seen it had made 11 steps in .* s\.\n", err)
 
 
-def _close_all(talks: set[Talk]) -> None:
-    for talk in list(talks):
-        talk.close()
-
-
 def test_a_hub_that_is_lost(job: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onlooker_module, "_DIAL", onlooker_module._DIAL / 10)
     with JobOnlooker(str(job.folder), {}) as looker:
         assert looker.look(10.0)
-        job.loop.call(lambda: _close_all(job.hub._onlookers))
+        job.hang_up()
         looker.rest(10.0)
         assert looker.look(10.0), "it comes again"
-        job.hub._onlookers, there = set(), job.hub._onlookers
-        job.loop.call(job.hub.close)
-        job.loop.call(lambda: _close_all(there))
+        job.hang_up()
+        job.end()
         looker.rest(10.0)
         with pytest.raises(NetworkError, match=r"Lost the hub of the workers at .*, and nobody answers there any more"):
             looker.look(10.0)

@@ -55,7 +55,7 @@ class Job:
             lose(*about)  # type: ignore[arg-type]
             self.links.loop.loop.call_soon(self.links.loop.loop.call_soon, heard.set)
 
-        self.links.shard.lose = lost  # type: ignore[method-assign, assignment]
+        self.links.shard.lose = lost  # type: ignore[assignment, method-assign]
         yield
         assert heard.wait(10)
 
