@@ -89,6 +89,11 @@ def look_for(where: str, workers: int) -> Joining:
             return _without_server(folder, workers)
         if has_ended(folder / "metrics.jsonl"):
             raise _over(folder)
+        if folder.is_dir():
+            raise NetworkError(
+                f"Cannot join the job in {where}: it has no server.json, which one with a parameter server has, and no "
+                "store.json, which one on Elastic() has. Name the run folder of one of these, while it trains."
+            )
     target = find(where, {})
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
