@@ -81,6 +81,8 @@ class Alone:
         )
         details = Details(1, 1, 1, "p", "l", names, blocks, optimizer)
         self.table = Table(0, details, lambda worker, message, values: None)
+        for block in self.blocks:  # as the first worker does; nobody has zeroed them
+            self.table.values(block.index).zero_()
         self._clock = 0
         self.table.decide(Admit(0, 0, 0))
 
