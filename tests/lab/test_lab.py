@@ -246,7 +246,7 @@ def test_a_result_that_has_no_place_is_refused_before_measuring(tmp_path: Path) 
     [
         ("fifo.toml", "it is no regular file"),
         ("/dev/zero", "it is no regular file"),
-        ("folder.toml", "Is a directory"),
+        ("folder.toml", "it is no regular file"),
         ("latin.toml", "it is not UTF-8 (byte 0 is 0xff)"),
         ("large.toml", "it has more than 256 KiB"),
         ("n" * 300, "File name too long"),
