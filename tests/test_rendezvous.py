@@ -77,4 +77,4 @@ def test_the_first_one_there_says_where_it_waits() -> None:
         said = process.stderr.readline()
         process.kill()
     assert said.startswith("waiting 0.")
-    assert f" s in the meeting of all workers at 127.0.0.1:{port}; " in said
+    assert f" s for the meeting of all workers at 127.0.0.1:{port}; " in said

@@ -59,7 +59,7 @@ def swap_often(steps: int, every: int) -> dict[str, Any]:
             (model.weight * emitted(rank, step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.01 if rank else 0.0)  # so that rank 0 is done first ...
+            time.sleep(0.03 if rank else 0.0)  # so that rank 0, which waits for each swap, is done first ...
             if rank == 0 and step % every == every - 1:
                 swaps += 1
                 # ... and what the others bring then weighs no more than before: with ASP rounds keep their size.
