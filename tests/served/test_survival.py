@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.server.messages import Seen
 
 STEPS = 40
+OUT = ("gone", "evicted")  # lost, or taken out by the policy
 PATIENCE_S = 120.0  # starting a server takes long on a machine that does much else
 
 
@@ -200,11 +201,11 @@ def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, floa
                         time.sleep(0.01)
                 run.state_dict()  # also of one that has to come again first
             if rank == 0 and step == 20:
-                while not pid.exists() or look(run)[1].phase != "gone":
+                while not pid.exists() or look(run)[1].phase not in OUT:
                     counter.step()  # others have to wait for it, or nobody misses it
                 woken.touch()
                 os.kill(int(pid.read_text()), signal.SIGCONT)
-                while look(run)[1].phase == "gone":
+                while look(run)[1].phase in OUT:
                     counter.step()
             counter.step()
         run.settle()
@@ -282,7 +283,7 @@ def stopped_for_too_long(folder: Path) -> str:
             counter.step()
         except OffbeatError as error:
             return str(error)
-    while not pid.exists() or look(run)[1].phase != "gone":
+    while not pid.exists() or look(run)[1].phase not in OUT:
         time.sleep(0.05)
     end(run)
     os.kill(int(pid.read_text()), signal.SIGCONT)
