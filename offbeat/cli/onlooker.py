@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,7 +173,7 @@ class HubOnlooker(Onlooker):
         return _HubLine(talk)
 
 
-class _Line:
+class _Line(ABC):
     """One connection, and what was seen over it."""
 
     def __init__(self) -> None:
@@ -184,13 +185,13 @@ class _Line:
         self._told = asyncio.Event()  # something has come, or nothing will
         self._over = asyncio.Event()
 
+    @abstractmethod
     def ask(self, number: int) -> None:
         """Ask for a look."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def close(self) -> None:
         """Leave."""
-        raise NotImplementedError
 
     async def look(self, patience_s: float) -> tuple[Scene, ...] | None:
         """The scenes; None if they did not come in time."""

@@ -11,7 +11,7 @@
 * `page` - report.html with plots, self-contained
 * `timeline` - the whole run on one axis of time, as SVG; `plots` - the other plots; `buckets` - the time of each bucket
 * `compare` - several runs beside each other
-* `sight` - a job as its parameter server sees it
+* `sight` - a job as its parameter server sees it; `overview` - one without a server, as the workers' hub sees it
 * `prometheus` - the same as figures for Prometheus
 
 Nothing here loads torch.

@@ -10,6 +10,7 @@ Links, which carry a parameter server's blocks:
 * `stream` - a socket that never blocks, plain or with TLS
 * `link` - a session on real connections, one after the other
 * `tcp` - `listen` and `connect`, with an example; `door` and `dial` behind them, `greeting` between them
+* `interfaces` - the addresses of this machine, and which of them leads to a peer
 * `ask` - questions and answers over a link
 * `loop` - an event loop on a thread, for a training process; `eager` - one that looks again before it sleeps
 
