@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from offbeat.engine import AgreedSource, Awaited, DealtSource, Draw, Drawn, Timing, place, saved
 from offbeat.errors import ModelError
-from offbeat.fabric.server import Enrol
+from offbeat.fabric.server import DEALING, Enrol
 from offbeat.leased import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loader import Loader, sampler_of
 from offbeat.pacing import Leases, what_changes
@@ -376,7 +376,7 @@ class Data:
             sources[number] = DealtSource(server, self._waiter, about, loader.progress)
         if not places:
             return sources
-        server.sum("the data to be dealt out by the server", (), self._waiter)
+        server.sum(DEALING, (), self._waiter)
         if server.is_first:
             told = server.client.restock(place.for_coordinator(places))
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))

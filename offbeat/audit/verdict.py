@@ -41,6 +41,8 @@ class Verdict:
         unrecorded: of all these, those that a server had no time to record before it was killed, or no room, and of
             which workers know.
         twice: contributions that are in the parameters twice.
+        replaced: how often parameters were replaced by a worker's, such as a checkpoint's, in the middle of training.
+        swapped_by: who wanted each swap of the plan, in words.
         releases, lead, bound: how often a worker was let go on; the most it was ahead then, and the most it may be.
         staleness, stalest: sum and maximum, over the applied ones, of the updates between the parameters they were
             computed on and their own.
@@ -65,6 +67,7 @@ class Verdict:
     pending: int = 0
     unrecorded: int = 0
     twice: int = 0
+    replaced: int = 0
     replayed: int = 0
     releases: int = 0
     lead: int = 0
@@ -72,6 +75,7 @@ class Verdict:
     staleness: int = 0
     stalest: int = 0
     swaps: int = 0
+    swapped_by: list[str] = field(default_factory=list)
     hashes: int = 0
     compared: int = 0
     borders: int = 0

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from offbeat.audit.contributions import listed
 from offbeat.audit.decisions import Decisions
 from offbeat.audit.exchanges import check_exchanges
+from offbeat.audit.replacements import check_replaced
 from offbeat.audit.replicas import Diary, check_borders, check_replicas, read_diary
 from offbeat.audit.sources import find_jobs
 from offbeat.audit.updates import Fates, Held, check_shards
 from offbeat.audit.verdict import Verdict
-from offbeat.history import Adopts, Began, Ended, Made, Returns, Serves, Told
+from offbeat.history import Adopts, Began, Ended, Made, Noticed, Replaced, Returns, Serves, Told
 
 if TYPE_CHECKING:
     import os
@@ -77,6 +78,7 @@ class _Audit:
         self.diaries: list[Diary] = []
         self._decisions: list[Decisions] = []  # in their order
         self._held: list[Held] = []
+        self._replaced: list[tuple[int, Replaced]] = []  # with the server's life
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
         self._unrecorded: set[int] = set()  # lives that went on when nothing more of them could be written
         self._stopped: set[int] = set()  # lives that were told to stop: what was decided last need not be made
@@ -97,6 +99,7 @@ class _Audit:
         if self._decisions:
             verdict.checked |= {2, 3}
             self._check_decisions(diaries)
+            check_replaced(self._replaced, diaries, verdict)
         elif any(has.life for diary in diaries for has in diary.has):
             verdict.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
         check_exchanges(diaries, verdict)
@@ -149,6 +152,8 @@ class _Audit:
                 present[record.model] = Decisions(record, self._verdict)
                 self._decisions.append(present[record.model])
             elif isinstance(record, Adopts):
+                if present and record.by:
+                    self._verdict.swapped_by.append(record.by)
                 for decisions in present.values():
                     decisions.hear(record)
             elif isinstance(record, Told | Returns):
@@ -156,8 +161,10 @@ class _Audit:
                     present[record.model].hear(record)
                 else:
                     self._verdict.violated(2, f"Model {record.model} is decided about, but never began.")
-            elif isinstance(record, Serves | Made):
+            elif isinstance(record, Serves | Made | Replaced):
                 self._take(log, held, record)
+            elif isinstance(record, Noticed):
+                self._verdict.notes.append(record.what)
             elif isinstance(record, Ended):
                 is_whole = not record.gave_up
                 self._stopped |= lives if record.why and is_whole else set()
@@ -172,26 +179,27 @@ class _Audit:
         held: dict[int, Held] = {}
         is_whole = False
         for record in log:
-            if isinstance(record, Serves | Made):
+            if isinstance(record, Serves | Made | Replaced):
                 self._take(log, held, record)
             is_whole = isinstance(record, Ended) and not record.why
         self._tell_torn(log)
         for one in held.values():
             one.is_whole = is_whole
 
-    def _take(self, log: Log, held: dict[int, Held], record: Serves | Made) -> None:
+    def _take(self, log: Log, held: dict[int, Held], record: Serves | Made | Replaced) -> None:
         if isinstance(record, Serves):
             before = held.get(record.model)
             if before is not None and before.serves.life == record.life:
                 self._held.remove(before)  # all had left before there were any parameters
             held[record.model] = Held(log.path.name, record)
             self._held.append(held[record.model])
-        elif record.model in held:
+        elif record.model not in held:
+            what = "made an update" if isinstance(record, Made) else "let somebody replace the parameters"
+            self._verdict.violated(2, f"{log.path.name} has {what} of model {record.model}, and holds none of it.")
+        elif isinstance(record, Made):
             held[record.model].take(record, self._verdict)
         else:
-            self._verdict.violated(
-                2, f"{log.path.name} has made an update of model {record.model}, and holds none of it."
-            )
+            self._replaced.append((held[record.model].serves.life, record))
 
     def _read_worker(self, log: Log) -> Diary:
         diary = read_diary(log)

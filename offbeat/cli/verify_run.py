@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,7 +80,7 @@ def _looked_at(verdict: Verdict) -> str:
     ]
     if verdict.lives:
         parts += [_some(verdict.lives, "life", "lives") + " of a server", _some(verdict.events, "event")]
-        parts += [_some(verdict.updates, "update"), _some(verdict.swaps, "swap")]
+        parts += [_some(verdict.updates, "update"), _some(verdict.swaps, "swap") + _by(verdict.swapped_by)]
     return ", ".join(parts)
 
 
@@ -98,13 +99,21 @@ def _counts(law: int, verdict: Verdict) -> str:
         if verdict.in_part:
             lost += f", of them {verdict.in_part} in part"
         text = f"{verdict.applied} applied, {verdict.dropped} dropped, {lost}, {verdict.pending} pending"
-        return f"{text}; {verdict.unrecorded} known from workers alone" if verdict.unrecorded else text
+        if verdict.unrecorded:
+            text += f"; {verdict.unrecorded} known from workers alone"
+        return f"{text}; replaced {_some(verdict.replaced, 'time')} by a checkpoint" if verdict.replaced else text
     mean = verdict.staleness / verdict.applied if verdict.applied else 0.0
     ahead = "no bound" if verdict.bound is None else f"at most {verdict.lead} ahead of {verdict.bound} allowed"
     return (
         f"{_some(verdict.releases, 'release')}, {ahead}; {verdict.replayed} decisions made again; staleness "
         f"{mean:.2f}, at most {verdict.stalest}"
     )
+
+
+def _by(swapped: list[str]) -> str:
+    """Who wanted the swaps."""
+    times = Counter(swapped)
+    return f" (wanted by {', '.join(f'{who}: {count}' for who, count in times.items())})" if times else ""
 
 
 def _some(number: int, what: str, several: str = "") -> str:

@@ -186,7 +186,14 @@ class Meter:
         self._waited_before_s = self._waiter.waited_s
 
     def fence_ends(
-        self, step: int, spans: list[tuple[float, float]], weight: float, staleness: int = 0, *, model: int = 0
+        self,
+        step: int,
+        spans: list[tuple[float, float]],
+        weight: float,
+        staleness: int = 0,
+        *,
+        model: int = 0,
+        dropped: bool = False,
     ) -> None:
         """All exchanges of the step are done.
 
@@ -195,30 +202,30 @@ class Meter:
             weight: this worker's in the step.
             staleness: updates between the parameters it was computed on and its own.
             model: which of several prepared, from 0.
+            dropped: what was brought is not in the parameters.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         early_s = self._waited_before_s - self._waited_at_step_s
         own_s = self._fence_began_s - began_s - early_s
         first_s = min((issued for issued, _ in spans), default=now_s)
         last_s = max((done for _, done in spans), default=now_s)
-        self._file.append(
-            {
-                "kind": "step",
-                "rank": self._rank,
-                "step": step,
-                "time_s": began_s + self._offset_s,
-                "step_s": now_s - began_s,
-                "compute_s": own_s,
-                "communication_s": last_s - first_s,
-                "wait_s": self._waiter.waited_s - self._waited_at_step_s,
-                "early_wait_s": early_s,
-                "bytes_sent": self.sent_bytes,
-                "samples": self.samples,
-                "weight": weight,
-                "staleness": staleness,
-                "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
-            }
-        )
+        record = {
+            "kind": "step",
+            "rank": self._rank,
+            "step": step,
+            "time_s": began_s + self._offset_s,
+            "step_s": now_s - began_s,
+            "compute_s": own_s,
+            "communication_s": last_s - first_s,
+            "wait_s": self._waiter.waited_s - self._waited_at_step_s,
+            "early_wait_s": early_s,
+            "bytes_sent": self.sent_bytes,
+            "samples": self.samples,
+            "weight": weight,
+            "staleness": staleness,
+            "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
+        }
+        self._file.append(record | {"dropped": True} if dropped else record)
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)
         self.last_samples = self.samples

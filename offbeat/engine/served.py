@@ -87,6 +87,7 @@ class Served:
         self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
         self.step = 0
         self.staleness = 0  # of the last contribution: updates between its parameters and its own
+        self._was_dropped = False  # the last contribution
         self._brought = 0.0  # weight of the last contribution
         self._computed = False  # a backward has run since the last step
         self._closed = False
@@ -179,7 +180,8 @@ class Served:
         self._server.keep_drawn()
         about = About(self.weight(self.share.weight), hyper(self._optimizer))
         span = self.exchange(about, self._pack())
-        self.meter.fence_ends(self.step, [span], self._brought, self.staleness, model=self._model)
+        dropped = self._was_dropped
+        self.meter.fence_ends(self.step, [span], self._brought, self.staleness, model=self._model, dropped=dropped)
         self.step += 1
         self._computed = False
         self._waiter.witness.exchanged(self.share.stamp)
@@ -223,6 +225,7 @@ class Served:
             self.meter.event("server", text, step)
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
+        self._was_dropped = self._brought > 0 and not exchange.is_counted
         self._diary.has_from_server(self._model, step, self.values, exchange, samples=self._brought)
         return issued_s, self.meter.now_s()
 

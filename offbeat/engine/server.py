@@ -15,7 +15,7 @@ from offbeat.engine.beside import addresses_of, beside_workers, start_beside
 from offbeat.engine.border import Border
 from offbeat.engine.waiting import Awaited
 from offbeat.errors import ModelError, OffbeatError, PlanError
-from offbeat.fabric.server import LEAVING, Client, ParameterServer
+from offbeat.fabric.server import LEAVING, LOADING, Client, ParameterServer
 from offbeat.naming import short_name
 from offbeat.plan import Plan
 
@@ -157,9 +157,7 @@ class Server:
             NetworkError: if the server is gone.
         """
         brought = float(self.is_first and not refusal)
-        asked = self.client.ask(
-            "what a checkpoint holds", (brought, float(bool(refusal))), refresh=True, refusal=refusal
-        )
+        asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."

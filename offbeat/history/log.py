@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import HistoryError
-from offbeat.history.records import FORMAT, Ended, Header, Kind, Record
+from offbeat.history.records import FORMAT, READS, Ended, Header, Kind, Record
 from offbeat.sealed import UnreadableError, decode, open_file
 
 if TYPE_CHECKING:
@@ -186,10 +186,11 @@ class Log:
         first = next(iter(self), None)
         if not isinstance(first, Header):
             raise HistoryError(f"Cannot read {path}: it says nothing of who wrote it. It was cut off at its beginning.")
-        if first.format != FORMAT:
+        if first.format not in READS:
             raise HistoryError(
-                f"Cannot read {path}: its format is {first.format}, this version of offbeat reads {FORMAT}. It was "
-                f"written by offbeat {first.offbeat}."
+                f"Cannot read {path}: its format is {first.format}, this version of offbeat reads "
+                f"{' and '.join(map(str, READS))}. It was written "
+                f"by offbeat {first.offbeat}."
             )
         self.header = first
 

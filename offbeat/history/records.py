@@ -33,7 +33,8 @@ from offbeat.sync import (
     Wake,
 )
 
-FORMAT = 1
+FORMAT = 2
+READS = (1, FORMAT)  # those before lack what is written since
 Kind = Literal["coordinator", "shard", "worker"]
 
 # Numbers that stand in files: they stay what they are.
@@ -151,9 +152,15 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Adopts(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """By the coordinator, or by each worker where there is none: another plan holds, for all models."""
+    """By the coordinator, or by each worker where there is none: another plan holds, for all models.
+
+    Args:
+        plan: as TOML.
+        by: who wanted it, in words; "" if that is not known.
+    """
 
     plan: _Text
+    by: _Line = ""
 
 
 class Serves(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -274,6 +281,36 @@ class Admits(msgspec.Struct, tag=12, array_like=True, frozen=True):
     ranks: tuple[_Rank, ...]
 
 
+class Replaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
+    """By a shard, or the coordinator: what the server had was replaced by what a worker had, such as a checkpoint.
+
+    Args:
+        version: of the parameters.
+        worker: who brought it.
+        is_data: it was the place in the data; else the parameters, and the optimizer's state.
+    """
+
+    model: _Model
+    version: _Count
+    worker: _Rank
+    is_data: bool = False
+
+
+class Noticed(msgspec.Struct, tag=14, array_like=True, frozen=True):
+    """By the coordinator: something breaks no law, but a person should know of it.
+
+    Args:
+        version: of the parameters.
+        worker: whom it is about.
+        what: as a sentence.
+    """
+
+    model: _Model
+    version: _Count
+    worker: _Rank
+    what: _Line
+
+
 class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The last: nothing is missing before it.
 
@@ -286,7 +323,10 @@ class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
     gave_up: bool = False
 
 
-Record = Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Admits | Ended
+Record = (
+    Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Admits | Replaced
+    | Noticed | Ended
+)  # fmt: skip
 
 
 def told(

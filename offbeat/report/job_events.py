@@ -29,7 +29,8 @@ class JobEvent:
     Args:
         time_s: when the first worker recorded it, unix time.
         step: of that worker, when it did; -1 if it was in none.
-        what: "start", "stall", "swap", "membership", "server", "killed", "interrupted", "ended", "left" and others.
+        what: "start", "stall", "swap", "membership", "server", "dropped", "killed", "interrupted", "ended", "left" and
+            others.
         text: in words.
         ranks: that tell of it, or of whom it is; empty if the launcher does.
         bad: whether something went wrong.
@@ -53,7 +54,7 @@ def job_events(records: Sequence[Record]) -> list[JobEvent]:
             ended = _ended(record)
             if ended.what != "left" or not any(f"Rank {record.rank} was told to leave" in one.text for one in found):
                 found.append(ended)
-    return found
+    return sorted([*found, *_dropped(records)], key=lambda one: one.time_s)
 
 
 def began_s(records: Iterable[Record]) -> float:
@@ -66,6 +67,30 @@ def trained_s(records: Sequence[Record]) -> float:
     """Seconds from when the first worker had prepared its model to the end of the last step; 0 without steps."""
     ends = [record.time_s + record.step_s for record in records if isinstance(record, Step)]
     return max(0.0, max(ends) - began_s(records)) if ends else 0.0
+
+
+def _dropped(records: Iterable[Record]) -> list[JobEvent]:
+    """Contributions that are not in the parameters: those of a worker that were brought one soon after the other."""
+    spells: list[list[Step]] = []
+    last: dict[int, list[Step]] = {}
+    for step in sorted((one for one in records if isinstance(one, Step) and one.dropped), key=lambda one: one.time_s):
+        spell = last.get(step.rank)
+        if spell is None or step.time_s - spell[-1].time_s > _TOGETHER_S:
+            spells.append(spell := [])
+            last[step.rank] = spell
+        spell.append(step)
+    return [_of_spell(spell) for spell in spells]
+
+
+def _of_spell(spell: Sequence[Step]) -> JobEvent:
+    first = spell[0]
+    text = f"What rank {first.rank} brought in step {first.step} was dropped: it is not in the parameters."
+    if len(spell) > 1:
+        text = (
+            f"Of what rank {first.rank} brought in steps {first.step} to {spell[-1].step}, {len(spell)} contributions "
+            "were dropped: they are not in the parameters."
+        )
+    return JobEvent(first.time_s, first.step, "dropped", text, [first.rank])
 
 
 def _add(found: list[JobEvent], record: Event) -> None:

@@ -50,6 +50,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=Tr
     Args:
         wait_s: for the others; `early_wait_s` of it before the exchange, for data or answers.
         buckets: [issued, done] of each, in seconds since `time_s`.
+        dropped: what was brought is not in the parameters.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=Tr
     weight: float
     staleness: int = 0
     buckets: list[tuple[float, float]]
+    dropped: bool = False
 
 
 class Log(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True):

@@ -34,7 +34,9 @@ from offbeat.fabric.server.messages import (
     Part,
     PieceOf,
     Pulled,
+    Put,
     PutAll,
+    Replace,
     Values,
     Whole,
     pack,
@@ -225,7 +227,7 @@ def _rage(mad: Guest, choices: Choices) -> None:
     if choices.number(1):
         with _refusable():
             mad.say(pack(Open(0)), pack(DETAILS))
-            if Opened(0, True) in [message for message, _ in mad.line.sent]:
+            if any(isinstance(message, Opened) and message.wants_values for message, _ in mad.line.sent):
                 for block, numel in enumerate(SIZES):
                     mad.say(pack(Fill(0, block)), bytes(4 * numel))
     for _ in range(choices.number(12)):
@@ -253,6 +255,8 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
             Whole(model, block, clock),
             Nearly(model, block, clock),
             Fetch(model, clock),
+            Replace(model, clock),
+            Put(model, block),
             PutAll(model, clock),
             Books(clock),
             Take(block),

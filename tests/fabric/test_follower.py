@@ -62,7 +62,8 @@ class Job:
     def come(self, entry: int) -> None:
         """The worker opens the model, over a new link."""
         self.worker = Guest(self.shard, 1)
-        back = Back(life=7, clock=0, version=0, holds=True, waits=False, weight=1.0) if entry else None
+        secret = self.shard._secrets.get(1, b"")
+        back = Back(life=7, clock=0, version=0, holds=True, waits=False, weight=1.0, secret=secret) if entry else None
         self.worker.say(pack(Open(0, entry)), pack(msgspec.structs.replace(HERE, back=back)))
 
     def push(self, clock: int) -> None:
@@ -168,6 +169,7 @@ def test_what_is_half_here_waits_for_the_coordinators_word() -> None:
 
 def test_the_first_worker_fills_it() -> None:
     async def run() -> bool:
-        return Opened(0, True, 7) in [message for message, _ in Job().worker.line.sent]
+        (opened,) = [message for message, _ in Job().worker.line.sent if isinstance(message, Opened)]
+        return (opened.model, opened.wants_values, opened.life) == (0, True, 7)
 
     assert asyncio.run(run())

@@ -182,7 +182,9 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
             worker.pump()  # what it was granted, it pushes
         team[1].leave(NetworkError("it is cut off"))
         guest = Guest(shard, 1)
-        here = back(life=shard.life, clock=clock, version=0, holds=True, waits=True, weight=1.0)
+        here = back(
+            life=shard.life, secret=shard._secrets[1], clock=clock, version=0, holds=True, waits=True, weight=1.0
+        )
         guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         (go,) = [message for message, _ in guest.line.sent if isinstance(message, Go)]
         assert go.step == clock + 1, "no other contribution is given the number of the one that it came back with"
@@ -205,7 +207,9 @@ def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None
             await asyncio.sleep(0)
         team[1].leave(NetworkError("it is cut off"))
         guest = Guest(shard, 1)
-        here = back(life=shard.life, clock=clock + 1, version=1, holds=True, waits=True, weight=1.0)
+        here = back(
+            life=shard.life, secret=shard._secrets[1], clock=clock + 1, version=1, holds=True, waits=True, weight=1.0
+        )
         guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         return next(message for message, _ in guest.line.sent if isinstance(message, Go))
 
@@ -225,7 +229,7 @@ def test_who_was_cut_off_is_told_which_data_is_others_now() -> None:
         before = [message for message, _ in team[1].line.sent if isinstance(message, Dealt)]
         team[1].leave(NetworkError("it is cut off"))
         guest = Guest(shard, 1)
-        here = back(life=shard.life, clock=0, version=0, holds=True, waits=True, weight=1.0)
+        here = back(life=shard.life, secret=shard._secrets[1], clock=0, version=0, holds=True, waits=True, weight=1.0)
         guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         holds = tuple(deal.number for message in before for deal in message.deals)
         guest.say(pack(msgspec.structs.replace(about, holds=holds)))

@@ -19,7 +19,21 @@ from hypothesis import strategies as st
 
 from offbeat.audit import verify
 from offbeat.errors import HistoryError
-from offbeat.history import Began, Ended, Has, Header, Log, Record, Told, Writer, actions_of, event_of, log, told
+from offbeat.history import (
+    Adopts,
+    Began,
+    Ended,
+    Has,
+    Header,
+    Log,
+    Record,
+    Told,
+    Writer,
+    actions_of,
+    event_of,
+    log,
+    told,
+)
 from offbeat.history.log import write_log
 from offbeat.sync import Apply, Drop, Evict, Grant, Joined, Paced, Ready, Release, Remember, Wake
 from tests.workers import listen
@@ -320,8 +334,8 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(HistoryError, match="Record one with `offbeat run --history`"):
         verify(tmp_path / "empty")
-    write_log(tmp_path / "later.log", [Header(2, "worker", "job", 0, 0.0, "9.9")])
-    with pytest.raises(HistoryError, match=r"its format is 2, this version of offbeat reads 1\."):
+    write_log(tmp_path / "later.log", [Header(3, "worker", "job", 0, 0.0, "9.9")])
+    with pytest.raises(HistoryError, match=r"its format is 3, this version of offbeat reads 1 and 2\."):
         verify(tmp_path / "later.log")
 
 
@@ -356,3 +370,11 @@ def test_nothing_is_kept_of_what_comes_after_the_end(tmp_path: Path) -> None:
     writer.close()
     writer.append(has(0))
     assert not writer._queue
+
+
+def test_histories_of_the_format_before_are_read(tmp_path: Path) -> None:
+    """Their swaps do not say who wanted them."""
+    path = tmp_path / "coordinator.log"
+    before = msgspec.msgpack.encode([[0, 1, "coordinator", "job", 0, 0.0, "0.1"], [4, "plan"], [10, ""]])
+    path.write_bytes(b"offbeat history\n" + chunk(zlib.compress(before)))
+    assert list(Log(path)) == [Header(1, "coordinator", "job", 0, 0.0, "0.1"), Adopts("plan", ""), Ended()]

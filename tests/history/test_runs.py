@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from offbeat.audit import Verdict, contributions, verify
 from offbeat.history import Ended, Log
@@ -135,3 +136,44 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     assert verdict.holds, ended(verdict)
     assert verdict.files == 4
     assert 2 * STEPS + 9 <= verdict.applied + verdict.lost <= 2 * STEPS + 10
+
+
+def with_a_checkpoint(folder: Path, alone: bool) -> float:
+    """After six steps all go back to where they were after three; or, with `alone`, rank 0 has the server do so."""
+    os.environ["OFFBEAT_HISTORY"] = str(folder / "history")
+    serve(folder, 2, history=str(folder / "history"))
+    with join(BSP()) as run:
+        counter, state = Counter(run), dict[str, Any]()
+        for step in range(12):
+            counter.step()
+            if step == 2:
+                weight, state = counter.model.weight.detach().clone(), run.state_dict()
+            if step == 5:
+                with torch.no_grad():
+                    counter.model.weight.copy_(weight)
+                if alone:
+                    run._diary.loaded = lambda: None  # type: ignore[method-assign]  # on all: nobody knows of it
+                run.load_state_dict(state)
+            if step == 8 and run.rank == 0:
+                run.swap(sync=ASP())
+        run.settle()
+        return counter.count
+
+
+def test_a_checkpoint_that_all_load(tmp_path: Path) -> None:
+    (count,) = set(run_workers(2, with_a_checkpoint, tmp_path, False))
+    verdict = recorded(tmp_path)
+    assert verdict.holds, ended(verdict)
+    assert (verdict.replaced, verdict.swapped_by) == (1, ["rank 0"])
+    assert 8 <= count <= 12
+
+
+def test_parameters_that_were_put_behind_the_others_backs(tmp_path: Path) -> None:
+    """As by a server that lets somebody: the others have loaded nothing there."""
+    run_workers(2, with_a_checkpoint, tmp_path, True)
+    verdict = recorded(tmp_path)
+    assert not verdict.holds
+    first = verdict.first(2)
+    assert first is not None
+    assert "Rank 0 replaced the parameters of model 0 at version 6 of life" in first.what
+    assert "loaded no checkpoint there, as worker" in first.what

@@ -211,10 +211,10 @@ def part(clock: int, block: int = 0, dtype: str = "float32") -> Part:
 # What it says when its contribution n is next, and what is said to that; block 0 has 14 elements of 4 bytes.
 
 
-def join(job: Job) -> tuple[Link, Heard, int]:
+def join(job: Job, rank: int = BAD) -> tuple[Link, Heard, int]:
     """A worker that comes later, and has got the parameters; the number of its next contribution."""
     heard = Heard()
-    link = job.dial(lambda link: heard, BAD)
+    link = job.dial(lambda link: heard, rank)
     job.loop.call(link.send, pack(Open(0)), pack(details()))
     wait_for(
         lambda: sum(isinstance(message, Values) for message in heard.messages) == len(details().blocks), "no values"

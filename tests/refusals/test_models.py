@@ -127,19 +127,12 @@ def test_a_rank_that_is_here(job: Job) -> None:
     job.goes_on()
 
 
-def test_who_only_says_that_it_comes_back(job: Job) -> None:
-    """While the one that is here is connected, the name of the server's life tells them apart."""
-    back = Back(life=1, clock=3, version=3, holds=False, waits=True)
-    _, said, _ = opened(job, rank=1, back=back)
-    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
-    job.goes_on()
-
-
 def test_who_comes_back_before_it_is_missed(server: Job) -> None:
     server.begin()
     heard = Heard()
-    known = server.clients[0].place(0)
-    back = Back(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True)
+    client = server.clients[0]
+    known, secret = client.place(0), client._secrets[0]
+    back = Back(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True, secret=secret)
     link = server.dial(lambda link: heard, GOOD[0])
     server.loop.call(link.send, pack(Open(0, 1)), pack(details(back=back)))
     wait_for(lambda: any(isinstance(message, Go) for message in heard.messages), "it is not let in")

@@ -145,3 +145,16 @@ def test_resources_stand_beside_each_worker(tmp_path: Path) -> None:
     assert "<td>1.5</td><td>2 MB</td>" in text
     for title in ("processor,", "memory, MB", "sent, MB/s"):
         assert title in text, "panels of the picture"
+
+
+def test_contributions_that_were_dropped_are_events_of_their_moments(tmp_path: Path) -> None:
+    many = [step(1, number) | {"dropped": True} for number in (60, 61, 75)]
+    one = step(2, 400) | {"dropped": True}
+    far = step(1, 1400) | {"dropped": True}
+    told_of = [(what, text, ranks) for _, what, text, ranks in told(tmp_path, *many, one, far)]
+    assert told_of == [
+        ("dropped", "Of what rank 1 brought in steps 60 to 75, 3 contributions were dropped: they are not in the "
+         "parameters.", [1]),
+        ("dropped", "What rank 2 brought in step 400 was dropped: it is not in the parameters.", [2]),
+        ("dropped", "What rank 1 brought in step 1400 was dropped: it is not in the parameters.", [1]),
+    ]  # fmt: skip

@@ -14,13 +14,15 @@
 from offbeat.fabric.server.blocks import cut, deal
 from offbeat.fabric.server.client.client import Client
 from offbeat.fabric.server.deals import Enrol
-from offbeat.fabric.server.messages import LEAVING, About
+from offbeat.fabric.server.messages import DEALING, LEAVING, LOADING, About
 from offbeat.fabric.server.optimizers import describe, hyper, outer_hyper
 from offbeat.fabric.server.shard.shard import Shard
 from offbeat.fabric.server.spec import ParameterServer
 
 __all__ = [
+    "DEALING",
     "LEAVING",
+    "LOADING",
     "About",
     "Client",
     "Enrol",

@@ -43,6 +43,7 @@ from offbeat.fabric.server.messages import (
     Granted,
     Leaves,
     Look,
+    MayPut,
     Open,
     Opened,
     Part,
@@ -137,6 +138,7 @@ class Client:
         self.transfers = Transfers(self._links)
         self._transfers_due: list[Due] = []
         self._asked_swaps = 0
+        self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
@@ -333,7 +335,7 @@ class Client:
             names=tuple(place.names),
             blocks=place.held_by(shard),
             optimizer=place.optimizer,
-            back=self._back(place),
+            back=self._back(place, shard),
             hosts=self._hosts_of(place),
             ranks=self.ranks,
         )
@@ -343,7 +345,7 @@ class Client:
         """On how many hosts its blocks are."""
         return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
 
-    def _back(self, place: Place) -> Back | None:
+    def _back(self, place: Place, shard: int) -> Back | None:
         if not place.life:
             return None
         return Back(
@@ -356,6 +358,7 @@ class Client:
             done=tuple(place.done),
             answered=tuple(self._answered),
             swaps=place.swaps,
+            secret=self._secrets.get(shard, b""),
         )
 
     def _announce(
@@ -561,6 +564,8 @@ class Client:
                     if not disagreement:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
+            case MayPut(number=number):
+                self.transfers.may_put(number)
             case Done(number=number):
                 self.transfers.done(number)
             case Evicted(reason=reason):
@@ -588,6 +593,8 @@ class Client:
 
     def _opened(self, place: Place, shard: int, message: Opened) -> None:
         self._route.survives = message.survives
+        if message.secret:
+            self._secrets[shard] = message.secret
         if message.wants_values:
             self._fill(place, shard)
         if message.later:

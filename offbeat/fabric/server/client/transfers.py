@@ -10,7 +10,7 @@ from offbeat.errors import ModelError, OffbeatError, PeerError
 from offbeat.fabric.server.checkpoint import Portion
 from offbeat.fabric.server.deals import Books, Restock, Stock
 from offbeat.fabric.server.memory import bytes_of
-from offbeat.fabric.server.messages import Fetch, Piece, Put, PutAll, pack
+from offbeat.fabric.server.messages import Fetch, Piece, Put, PutAll, Replace, pack
 from offbeat.fabric.server.snapshot import STATE_DTYPES
 
 if TYPE_CHECKING:
@@ -67,7 +67,19 @@ class Transfers:
             link.send(pack(Fetch(place.model, number)))
 
     def put(self, number: int, exchange: Exchange, place: Place, portions: Sequence[Portion]) -> None:
-        """Have the shards take over the optimizer's state and the values of all blocks."""
+        """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
+        exchange.left = len(self._links)
+        self._links[0].send(pack(Replace(place.model, number)))
+
+    def may_put(self, number: int) -> None:
+        """A shard takes what is put from now on."""
+        due = self._under_way.get(number)
+        if due is not None and due.begin == self.put:
+            due.exchange.left -= 1
+            if not due.exchange.left:
+                self._put_all(number, due.exchange, *due.arguments)
+
+    def _put_all(self, number: int, exchange: Exchange, place: Place, portions: Sequence[Portion]) -> None:
         exchange.left = len(self._links)
         for block in place.blocks:
             link = self._links[place.shards[block.index]]

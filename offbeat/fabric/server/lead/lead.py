@@ -15,6 +15,7 @@ from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, Parting, revived
 from offbeat.fabric.server.lead.questions import Questions
+from offbeat.fabric.server.lead.replacing import Replacements
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (
@@ -30,11 +31,12 @@ from offbeat.fabric.server.messages import (
     Opened,
     Refused,
     Released,
+    Replacing,
     Told,
     Withdrawn,
 )
 from offbeat.fabric.server.optimizers import check_hyper, outer_of
-from offbeat.history import Adopts, Began
+from offbeat.history import Adopts, Began, Noticed, Replaced
 from offbeat.sealed import UnreadableError, decode
 from offbeat.sync import (
     ASP,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         Decision,
         Details,
         Leaves,
+        Replace,
         Scene,
         ToWorker,
     )
@@ -123,6 +126,7 @@ class Lead:
         self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
         self._evicted: dict[tuple[int, int], str] = {}  # by model and worker: why
         self._questions = Questions()
+        self._replacements = Replacements(self._questions)
         self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
         self._controlling = Controlling(self._metrics, self._propose)
 
@@ -258,6 +262,10 @@ class Lead:
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
         one.record(worker).step = about.step
+        if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper)):
+            self._record(Noticed(message.model, one.coordinator.state.version, worker, differs))
+            self._tell_others(worker, differs)
+            self._say(worker, Told(differs))
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
         self._carry_out(message.model, one.coordinator.bring(ready, change=about.change, ends=about.ends))
@@ -415,7 +423,63 @@ class Lead:
         """Where the data is."""
         return msgspec.json.encode(self._dealer.to_plain())
 
-    def restock(self, place: bytes | bytearray) -> str:
+    def replace(self, worker: int, message: Replace) -> None:
+        """A worker has other parameters for a model, and puts them when all others wait for that.
+
+        Raises:
+            PeerError: if another brings what one brings for all, or there is no such model.
+        """
+        model = message.model
+        self._model(model)  # there is one
+
+        def let() -> None:
+            if model in self.models:
+                self._tell_replaced(worker, model, "the parameters")
+                self._decide(Replacing(model, worker, message.number))
+
+        self._replacements.want(worker, self._first(worker), "other parameters", let)
+        self._look_at_replacements()
+
+    def restock(self, worker: int, place: bytes | bytearray, tell: Callable[[str], None]) -> None:
+        """A worker has where another run's data was; all go on there when all others wait for that.
+
+        Args:
+            tell: called with why that cannot be, or "".
+
+        Raises:
+            PeerError: if another brings what one brings for all.
+        """
+
+        def let() -> None:
+            refusal, model = self.go_on_in_data(place), min(self.models)
+            if not refusal:
+                self._tell_replaced(worker, model, "the place in the data")
+                version = self.models[model].coordinator.state.version
+                self._record(Replaced(model, version, worker, is_data=True))
+            tell(refusal)
+
+        self._replacements.want(worker, self._first(worker), "another place in the data", let)
+        self._look_at_replacements()
+
+    def _first(self, worker: int) -> int:
+        """Who brings what one worker brings for all."""
+        return min(self._ranks, default=worker)
+
+    def _look_at_replacements(self) -> None:
+        if self.started:  # those who are not here, or not back, are to wait for it, too
+            self._replacements.look(self._workers)
+
+    def _tell_replaced(self, worker: int, model: int, what: str) -> None:
+        one = self._model(model)
+        of = f" of model {model}" if len(self.models) > 1 else ""
+        version = one.coordinator.state.version
+        text = f"Rank {worker} replaces {what}{of} at version {version}: all load a checkpoint together."
+        if version:
+            self._tell_others(worker, text)
+        else:  # as when a job is resumed: each has said that by itself
+            _log.info("%s", text)
+
+    def go_on_in_data(self, place: bytes | bytearray) -> str:
         """Go on where another run's data was; why that cannot be, or ""."""
         try:
             dealt_afresh = self._dealer.load(decode(msgspec.json.decode, place))
@@ -439,19 +503,19 @@ class Lead:
                 self._step_out(model, worker)
         self._answer()
 
-    def swap(self, part: str, tell: Tell, *, whole: bool = False) -> None:
+    def swap(self, part: str, tell: Tell, *, whole: bool = False, by: str = "") -> None:
         """Somebody wants another plan; see `Swaps.swap`."""
-        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, ranks=self._ranks)
+        self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, ranks=self._ranks, by=by)
 
     def agree(self, worker: int, message: Agreed) -> None:
         """What a worker makes of the plan that was proposed."""
         self._swaps.agree(worker, message)
 
-    def _adopted(self, plan: Parts, adopt: Adopt) -> None:
+    def _adopted(self, plan: Parts, adopt: Adopt, by: str) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
         together = self._swaps.are_level and all(map(_is_in_step, self.models.values()))
-        self._record(Adopts(adopt.plan if plan.is_served else self._swaps.until_left(together=together)))
+        self._record(Adopts(adopt.plan if plan.is_served else self._swaps.until_left(together=together), by))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
@@ -535,6 +599,7 @@ class Lead:
                 self._carry_out(model, one.coordinator.leave(worker))
                 self._step_out_who_asked(model)
         self._questions.leave(worker)
+        self._replacements.leave(worker)
         for one in self.models.values():
             one.left_at.pop(worker, None)
         self._answer()
@@ -802,6 +867,7 @@ class Lead:
 
     def _answer(self) -> None:
         """Answer what all have asked, once all take part, or take part again."""
+        self._look_at_replacements()
         if not all(one.coordinator.started for one in self.models.values()):
             return  # those who are not here, or not back, are to be asked, too
         for asked in self._questions.settle(self._workers):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.fabric.server.lead.coordinator import Coordinator, Record
 from offbeat.fabric.server.lead.resume import Losses
+from offbeat.fabric.server.lead.schedules import Schedules
 from offbeat.fabric.server.snapshot import Progress
 from offbeat.sync import State
 
@@ -62,6 +63,7 @@ class Model:
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
     losses: Losses | None = None  # if it goes on from a snapshot
     note: str = ""  # what happened to the server
+    schedules: Schedules = field(default_factory=Schedules)
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.

@@ -77,6 +77,7 @@ class Proposal:
         plan: as TOML.
         tell: those who wanted it.
         since_s: when it was proposed.
+        by: who wanted it.
         reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
         asked: all that were asked.
@@ -88,6 +89,7 @@ class Proposal:
     plan: str
     tell: list[Tell]
     since_s: float
+    by: list[str]
     reason: str = ""
     waiting: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)

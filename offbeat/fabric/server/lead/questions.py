@@ -48,6 +48,10 @@ class Questions:
         """Workers that wait for the others to ask."""
         return {worker for asked in self._asked.values() for worker in asked}
 
+    def asking(self, questions: Set[str]) -> set[int]:
+        """Workers that wait for the others to ask one of these."""
+        return {worker for asked in self._asked.values() for worker, ask in asked.items() if ask.question in questions}
+
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self._answers.pop(worker, None)

@@ -37,7 +37,7 @@ class Swaps:
     Args:
         read_plan: from TOML.
         say: sends a message to a worker.
-        adopted: called with the plan that holds from now on, and what is to be told of it.
+        adopted: called with the plan that holds from now on, what is to be told of it, and who wanted it.
         now_s: monotonic seconds.
     """
 
@@ -45,7 +45,7 @@ class Swaps:
         self,
         read_plan: Callable[[str], Parts],
         say: Callable[[int, ToWorker], None],
-        adopted: Callable[[Parts, Adopt], None],
+        adopted: Callable[[Parts, Adopt, str], None],
         now_s: Callable[[], float],
     ) -> None:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
@@ -78,6 +78,7 @@ class Swaps:
         has_begun: bool,
         whole: bool = False,
         ranks: Set[int] = frozenset(),
+        by: str = "",
     ) -> None:
         """Somebody wants another plan; all workers are asked whether they can go by it.
 
@@ -88,6 +89,7 @@ class Swaps:
             has_begun: whether anything was decided yet.
             whole: what is not in `part` has its default.
             ranks: of the workers that the job began with here.
+            by: who that is.
         """
         try:
             if self.present is None or not has_begun:
@@ -110,12 +112,13 @@ class Swaps:
             return
         if self._proposal is not None and self._proposal.parts.digest == parts.digest:
             self._proposal.tell.append(tell)  # all workers run the same script
+            self._proposal.by.append(by)
         elif self._proposal is not None:
             tell("", "Cannot swap the plan twice at once: another swap is under way. Try again when it is over.")
         elif parts.digest == self.present.digest:
             tell(f"The plan stays as it is: {short_name(self.present.sync)}.", "")
         else:
-            self._propose_to_all(parts, [tell], workers)
+            self._propose_to_all(parts, [tell], workers, by)
 
     def control(self, sync: Policy, reason: str, tell: Tell, workers: Set[int]) -> int | None:
         """The plan's controller wants another policy; the number of the proposal, for `consent`.
@@ -131,7 +134,7 @@ class Swaps:
         except PlanError as error:
             tell("", str(error))
             return None
-        return self._propose_to_all(parts, [tell], workers, reason)
+        return self._propose_to_all(parts, [tell], workers, "the controller", reason)
 
     def consent(self, number: int) -> None:
         """Who has not said by now what it makes of this proposal of a controller agrees to it."""
@@ -139,9 +142,9 @@ class Swaps:
             self._proposal.waiting.clear()
             self._decide()
 
-    def _propose_to_all(self, parts: Parts, tell: list[Tell], workers: Set[int], reason: str = "") -> int:
+    def _propose_to_all(self, parts: Parts, tell: list[Tell], workers: Set[int], by: str, reason: str = "") -> int:
         self._proposals += 1
-        self._proposal = Proposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), reason)
+        self._proposal = Proposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), [by], reason)
         for worker in sorted(workers):
             self._propose(self._proposal, worker)
         self._decide()
@@ -170,7 +173,8 @@ class Swaps:
             raise PeerError(f"Cannot take in rank {worker} now: all workers are about to leave the server.")
         try:
             if back is not None and back.life != life and back.swaps > self.count:
-                self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps)
+                by = f"rank {worker}, which came back with it"
+                self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps, by)
             elif self._read_plan(details.plan).digest != present.digest:
                 self._say(worker, Adopt(present.to_toml(), self.count))
         except PlanError as error:
@@ -189,7 +193,7 @@ class Swaps:
         elif self._before is not None and self.present is not None and not self.present.outlives:
             reason = f"rank {worker} is gone, so that the others stay at the server"
             before, self._before = self._before, None
-            self._adopt(before, before.to_toml(), self.count + 1, reason)
+            self._adopt(before, before.to_toml(), self.count + 1, "the server", reason)
 
     def until_left(self, *, together: bool) -> str:
         """What decides until all who are about to leave have left, as a plan in TOML.
@@ -224,7 +228,8 @@ class Swaps:
             border = None
             if not proposal.parts.is_served:
                 self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
-            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, proposal.reason, took_ms, border)
+            by = ", ".join(dict.fromkeys(proposal.by))
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, border)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
@@ -239,6 +244,7 @@ class Swaps:
         new: Parts,
         plan: str,
         count: int,
+        by: str,
         reason: str = "",
         took_ms: float | None = None,
         border: int | None = None,
@@ -246,6 +252,7 @@ class Swaps:
         """Have another plan hold, the job's `count`-th swap; what is to be said of it.
 
         Args:
+            by: who wanted it.
             took_ms: from the proposal until all had agreed.
             border: how many places of their script the workers pass before they leave the server, if they do.
         """
@@ -264,7 +271,7 @@ class Swaps:
             text += f"; {short_name(old.controller)} has let go of it"
         if new.controller is not None and new.controller != old.controller:
             text += f"; {short_name(new.controller)} swaps it from now on"
-        agreed = "" if took_ms is None else f"agreed upon within {took_ms:.1f} ms; "
+        agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
-        self._adopted(new, Adopt(plan, count, text, border))
+        self._adopted(new, Adopt(plan, count, text, border), by)
         return text

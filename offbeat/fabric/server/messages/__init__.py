@@ -14,7 +14,9 @@ worker                                       shard (the coordinator is the first
   | <----- Answer(number, ...) ---------------- |
   | -- Fetch(model) --------------------------> |   to each shard: the optimizer's state, for a checkpoint
   | <----- Piece(block, name, key) + elements - |   one per tensor, then Done
-  | -- Put(block, name, key) + elements ------> |   the same back; also the values. Then PutAll, and Done for that
+  | -- Replace(model) ------------------------> |   the first worker, to the coordinator: it has other parameters
+  | <----- MayPut ----------------------------- |   from each shard, when all others wait for that
+  | -- Put(block, name, key) + elements ------> |   the state back; also the values. Then PutAll, and Done for that
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people
   | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
@@ -22,8 +24,8 @@ worker                                       shard (the coordinator is the first
   | -- Leaves(step) --------------------------> |   to the coordinator: it was told to leave, and says good-bye
 
 The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
-decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Mark, Adopt. How another plan comes to
-hold is said in `swapping`. Who comes back says so in its details (see `offbeat.fabric.server.lead.resume`).
+decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Replacing, Mark, Adopt. How another plan
+comes to hold is said in `swapping`. Who comes back says so in its details (see `offbeat.fabric.server.lead.resume`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,18 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.fabric.server.deals import FromData, ToData
-from offbeat.fabric.server.messages.checkpoints import Done, Fetch, Piece, Put, PutAll
+from offbeat.fabric.server.messages.checkpoints import (
+    DEALING,
+    LOADING,
+    REPLACED_IN,
+    Done,
+    Fetch,
+    MayPut,
+    Piece,
+    Put,
+    PutAll,
+    Replace,
+)
 from offbeat.fabric.server.messages.looking import Look, Scene, Seen, Sight, TellStatus
 from offbeat.fabric.server.messages.shards import (
     Admit,
@@ -49,6 +62,7 @@ from offbeat.fabric.server.messages.shards import (
     Nearly,
     Parted,
     Released,
+    Replacing,
     Save,
     Saved,
     Whole,
@@ -57,6 +71,7 @@ from offbeat.fabric.server.messages.shards import (
 from offbeat.fabric.server.messages.swapping import LEAVING, Adopt, Agreed, Proposed, Swap, Swapped
 from offbeat.fabric.server.messages.training import (
     MOST_REFUSAL,
+    SECRET_BYTES,
     About,
     Announce,
     Answer,
@@ -85,15 +100,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FromWorker = (
-    Open | Fill | Announce | Part | Pulled | Look | TellStatus | Ask | Fetch | Put | PutAll | FromData | Swap | Agreed
-    | Leaves
+    Open | Fill | Announce | Part | Pulled | Look | TellStatus | Ask | Fetch | Replace | Put | PutAll | FromData | Swap
+    | Agreed | Leaves
 )  # fmt: skip
 FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
-Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn  # of the coordinator, to all shards
+Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn | Replacing  # to all
 FromChief = Decision | Begin | Mark | Refused | Adopt
 ToWorker = (
-    Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | ToData
-    | Proposed | Adopt | Swapped
+    Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | MayPut
+    | ToData | Proposed | Adopt | Swapped
 )  # fmt: skip
 # What each role may say to a shard; see `offbeat.wire.messages.Claim`.
 SAYS: dict[str, tuple[type, ...]] = {
@@ -103,8 +118,12 @@ SAYS: dict[str, tuple[type, ...]] = {
     "operator": (Look, Swap),
 }
 __all__ = [
+    "DEALING",
     "LEAVING",
+    "LOADING",
     "MOST_REFUSAL",
+    "REPLACED_IN",
+    "SECRET_BYTES",
     "About",
     "Admit",
     "Adopt",
@@ -136,6 +155,7 @@ __all__ = [
     "Leaves",
     "Look",
     "Mark",
+    "MayPut",
     "Nearly",
     "Open",
     "Opened",
@@ -149,6 +169,8 @@ __all__ = [
     "PutAll",
     "Refused",
     "Released",
+    "Replace",
+    "Replacing",
     "Safe",
     "Save",
     "Saved",

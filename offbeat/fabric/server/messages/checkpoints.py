@@ -1,4 +1,9 @@
-"""The optimizer's state, out of the server and back into it."""
+"""The optimizer's state, out of the server and back into it.
+
+Out of it at any time. Back into it, and with it other parameters, only when the first worker of the job wants to, and
+all others wait for that in a question (`REPLACED_IN`): then all load one checkpoint together, or come to the server
+together. So nobody can put something there behind the others' backs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,10 @@ from typing import Annotated
 import msgspec
 
 from offbeat.fabric.server.messages.fields import Count, Dtype, Model
+
+LOADING = "what a checkpoint holds"
+DEALING = "the data to be dealt out by the server"
+REPLACED_IN = frozenset({LOADING, DEALING})  # questions; who asks them waits for what the first worker brings
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
@@ -32,6 +41,19 @@ class Piece(msgspec.Struct, tag=True, frozen=True):
     key: Annotated[str, msgspec.Meta(max_length=64)]
     dtype: Dtype
     single: bool
+
+
+class Replace(msgspec.Struct, tag=True, frozen=True):
+    """From the first worker to the coordinator: it has other parameters, and another state, for a model."""
+
+    model: Model
+    number: Count
+
+
+class MayPut(msgspec.Struct, tag=True, frozen=True):
+    """From each shard, in answer to `Replace`, once all others wait for it."""
+
+    number: Count
 
 
 class Put(msgspec.Struct, tag=True, frozen=True):

@@ -163,6 +163,18 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
+class Replacing(msgspec.Struct, tag=True, frozen=True):
+    """The worker may put other parameters, and another state.
+
+    Args:
+        number: of its `Replace`.
+    """
+
+    model: Model
+    worker: Count
+    number: Count
+
+
 class Withdrawn(msgspec.Struct, tag=True, frozen=True):
     """The contribution is in an update, and will never be whole: its worker is gone, and so is what came of it."""
 

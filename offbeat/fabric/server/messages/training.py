@@ -12,6 +12,8 @@ from offbeat.fabric.server.optimizers import Hyper, Name, OptimizerSpec
 
 MOST_REFUSAL = 4096  # characters
 MOST_NUMBERS = 128  # of a question
+SECRET_BYTES = 16
+Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +64,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
         done: contributions that were acknowledged, and are not in two snapshots that it knows of: number and samples.
         answered: the last questions it has the answers of.
         swaps: how often the plan of the job was swapped, as far as it knows.
+        secret: what this shard told it when it was taken in, which nobody else knows; empty if it was not.
     """
 
     life: Count
@@ -73,6 +76,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     done: Annotated[tuple[tuple[Count, Samples], ...], msgspec.Meta(max_length=1 << 16)] = ()
     answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
     swaps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)] = 0
+    secret: Secret = b""
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -121,6 +125,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
         life: of the server.
         survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
         later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
+        secret: of this worker and this shard, in this life: who shows it is who was taken in; empty if it was said.
     """
 
     model: Model
@@ -128,6 +133,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
     life: Count = 0
     survives: bool = False
     later: bool = False
+    secret: Secret = b""
 
 
 class Leaves(msgspec.Struct, tag=True, frozen=True):

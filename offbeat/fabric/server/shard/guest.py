@@ -57,6 +57,7 @@ class Guest:
         self.filling: set[int] = set()  # models whose first values come from it
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
+        self.may_put: set[int] = set()  # models that it may put other parameters into
         self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
         self._landing: torch.Tensor | None = None
         self._filled: int | None = None  # the block whose values are being received
@@ -188,13 +189,19 @@ class Guest:
                 if landing is None or name >= len(names):
                     raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
                 shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
-            case PutAll(number=number):
+            case PutAll(model=model, number=number):
+                self.may_put.discard(model)
                 self.say(Done(number))
             case _:
                 shard.hear(self, message)
 
     def _putting_place(self, message: Put, size_bytes: int) -> memoryview:
         values = self._shard.table(message.model).values(message.block)
+        if message.model not in self.may_put:
+            raise PeerError(
+                f"Cannot take other parameters of model {message.model} from rank {self.rank}: the others do not wait "
+                "for them. All load a checkpoint together."
+            )
         if message.model not in self.models or (message.key and message.dtype not in STATE_DTYPES):
             raise PeerError(f"Cannot take a state of type {message.dtype!r} from rank {self.rank}.")
         dtype = STATE_DTYPES[message.dtype] if message.key else values.dtype

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from offbeat.fabric.server.deals import Books, Crowded, Enrol, Restock, Return, 
 from offbeat.fabric.server.lead.lead import Lead
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
+    SECRET_BYTES,
     Admit,
     Adopt,
     Agreed,
@@ -35,12 +37,15 @@ from offbeat.fabric.server.messages import (
     Leaves,
     Look,
     Mark,
+    MayPut,
     Nearly,
     Opened,
     Parted,
     Piece,
     Pulled,
     Refused,
+    Replace,
+    Replacing,
     Save,
     Saved,
     Sight,
@@ -56,7 +61,7 @@ from offbeat.fabric.server.shard.guest import Chief, Guest
 from offbeat.fabric.server.shard.marks import Marks
 from offbeat.fabric.server.shard.table import Table
 from offbeat.fabric.server.snapshot import Identity
-from offbeat.history import Serves
+from offbeat.history import Replaced, Serves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,6 +114,7 @@ class Shard:
         self._archive = archive
         self._tables: dict[int, Table] = {}
         self._guests: dict[int, Guest] = {}  # workers
+        self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
         self._shards: list[Guest] = []  # that follow this one
         self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
@@ -314,7 +320,8 @@ class Shard:
         filler = any(model in other.filling for other in self._guests.values())
         if table.unfilled and not filler:
             guest.filling.add(model)
-        guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None))
+        secret = self._secrets[guest.rank]
+        guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._on_filled(model)
         if self._lead is not None:
@@ -379,7 +386,7 @@ class Shard:
     def hear(
         self,
         guest: Guest,
-        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | FromData | FromShard,
+        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | Replace | FromData | FromShard,
     ) -> None:
         """Something for the coordinator.
 
@@ -394,7 +401,8 @@ class Shard:
             case Announce():
                 lead.announce(guest.rank, message)
             case Swap(number=number, part=part, whole=whole):
-                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)), whole=whole)
+                by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
+                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)), whole=whole, by=by)
             case Agreed():
                 lead.agree(guest.rank, message)
             case Pulled(model=model, step=step):
@@ -412,8 +420,10 @@ class Shard:
                 lead.data(guest.rank, message)
             case Books(number=number):
                 guest.answer(Stock(number), lead.books())
+            case Replace():
+                lead.replace(guest.rank, message)
             case Restock(number=number):
-                guest.answer(Stock(number, lead.restock(guest.take_body())), b"")
+                lead.restock(guest.rank, guest.take_body(), lambda refusal: guest.say(Stock(number, refusal)))
             case Enlist():
                 self._enlist(guest, message)
             case Save():
@@ -492,6 +502,9 @@ class Shard:
         return loss
 
     def _carry_out(self, decision: Decision) -> Loss | None:
+        if isinstance(decision, Replacing):
+            self._let_replace(decision)
+            return None
         stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
         if isinstance(decision, Admit):
             self._admitted[(decision.model, decision.worker)] = decision.entry
@@ -502,6 +515,14 @@ class Shard:
         if isinstance(decision, Admit):
             self._take_what_came_early(decision)
         return loss
+
+    def _let_replace(self, decision: Replacing) -> None:
+        """A worker may put other parameters: from here on what the model has is not only of its contributions."""
+        table, guest = self._tables.get(decision.model), self._guests.get(decision.worker)
+        if table is not None and guest is not None:
+            self._record(Replaced(decision.model, table.version, decision.worker))
+            guest.may_put.add(decision.model)
+            guest.say(MayPut(decision.number))
 
     def is_early(self, guest: Guest, model: int) -> bool:
         """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
@@ -562,15 +583,26 @@ class Shard:
         return self._lead is not None
 
     def _make_room(self, guest: Guest, back: Back | None) -> None:
-        """See that there is one worker of each rank; one that comes back is not who it was.
+        """See that there is one worker of each rank: that it is the one that was taken in, it shows by its secret.
 
-        While the one that is here is connected, only it itself can know the name of the server's life.
+        Without, it is a new process of that rank, for which there is room once the one before is not connected.
         """
         there = self._guests.get(guest.rank)
-        if there is None or there is guest:
+        if there is guest:
             return
-        if there.link.connected and (back is None or back.life != self.life):
+        secret = self._secrets.get(guest.rank)
+        is_same = secret is not None and back is not None and hmac.compare_digest(back.secret, secret)
+        if there is not None and there.link.connected and not is_same:
             raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
+        if secret is not None and back is not None and back.life == self.life and not is_same:
+            raise PeerError(
+                f"Cannot take in rank {guest.rank} as the one that was here before: it does not know what that one was "
+                "told when it was taken in. Another process has this rank, or had it since."
+            )
+        if not is_same:
+            self._secrets[guest.rank] = secrets.token_bytes(SECRET_BYTES)
+        if there is None:
+            return
         self._remove(there)  # its process is gone, and this is the one that follows it
         there.link.abort()
 

@@ -1,0 +1,213 @@
+"""A worker of the job that wants more than a worker may: another's rank, other parameters for all, another plan."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat.errors import PeerError
+from offbeat.fabric.server.deals import Restock
+from offbeat.fabric.server.lead.questions import Questions
+from offbeat.fabric.server.lead.replacing import Replacements
+from offbeat.fabric.server.lead.schedules import Schedules
+from offbeat.fabric.server.messages import (
+    Ask,
+    Back,
+    Look,
+    MayPut,
+    Open,
+    Opened,
+    Put,
+    PutAll,
+    Replace,
+    Sight,
+    Told,
+    pack,
+)
+from offbeat.fabric.server.messages.checkpoints import LOADING
+from tests.refusals.job import BAD, GOOD, HYPER, Heard, Job, announce, details, in_log, join, own_address, wait_for
+from tests.refusals.test_models import opened
+
+BLOCK_BYTES = 56
+OTHER = 3  # a rank that the job did not begin with
+SOON = timedelta(seconds=10)
+
+
+def back_of(job: Job, **changes: Any) -> Back:
+    """What rank 1 would say that it was, as far as others can know."""
+    known = job.clients[0].place(0)
+    said = {"life": known.life, "clock": known.clock, "version": known.version, "holds": False, "waits": True}
+    return Back(**{**said, **changes})
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 16], ids=["none", "another"])
+@pytest.mark.parametrize("life", [1, None], ids=["another-life", "this-life"])
+def test_the_rank_of_a_worker_that_is_here(job: Job, life: int | None, secret: bytes) -> None:
+    """All workers are told the name of the server's life: it tells nobody apart."""
+    changes = {} if life is None else {"life": life}
+    _, said, address = opened(job, rank=GOOD[0], back=back_of(job, secret=secret, **changes))
+    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
+    in_log(job, address, "Cannot take in rank 1")
+    job.goes_on()
+
+
+def test_the_secret_of_another_rank(job: Job) -> None:
+    one, other = (client._secrets[0] for client in job.clients)
+    assert one != other
+    assert len(one) == len(other) == 16
+    _, said, _ = opened(job, rank=GOOD[0], back=back_of(job, secret=other))
+    assert "Cannot take in rank 1: one is here already" in said
+    job.goes_on()
+
+
+def test_the_rank_of_a_worker_that_was_here(job: Job) -> None:
+    """It may come back; somebody else may have its rank, but not what it had brought."""
+    link, heard, number = join(job)
+    (secret,) = {message.secret for message in heard.messages if isinstance(message, Opened) and message.secret}
+    address = own_address(link)
+    job.loop.call(link.send, b"\xff")
+    assert heard.over.wait(10)
+    in_log(job, address, "Rank 0 is gone")
+    for wrong in (b"", b"x" * 16):
+        _, said, _ = opened(job, rank=BAD, back=back_of(job, clock=number, secret=wrong))
+        assert "Cannot take in rank 0 as the one that was here before: it does not know what that one was told" in said
+    again = Heard()
+    link = job.dial(lambda link: again, BAD)
+    job.loop.call(link.send, pack(Open(0, 1)), pack(details(back=back_of(job, clock=number, secret=secret))))
+    wait_for(lambda: any(isinstance(message, Opened) for message in again.messages), "it is not let in")
+    job.loop.call(link.abort)
+    job.goes_on()
+
+
+def test_other_parameters_in_the_middle_of_training(job: Job) -> None:
+    """Not even from the worker that brings what one brings for all: the others do not wait for it."""
+    link, heard, _ = join(job)
+    address = own_address(link)
+    job.loop.call(link.send, pack(Replace(0, 7)))
+    job.loop.call(link.send, pack(Look(1)))
+    wait_for(lambda: any(isinstance(message, Sight) for message in heard.messages), "it is not answered")
+    assert not [message for message in heard.messages if isinstance(message, MayPut)]
+    job.loop.call(link.send, pack(Put(0, 0)), bytes(BLOCK_BYTES))
+    assert heard.over.wait(10)
+    assert "Cannot take other parameters of model 0 from rank 0: the others do not wait for them. All load" in str(
+        heard.error
+    )
+    in_log(job, address, "Cannot take other parameters of model 0 from rank 0")
+    job.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("message", "body", "what"),
+    [(Replace(0, 7), b"", "other parameters"), (Restock(7), b"{}", "another place in the data")],
+    ids=["parameters", "data"],
+)
+def test_another_worker_than_the_first(job: Job, message: Any, body: bytes, what: str) -> None:
+    link, heard, _ = join(job, OTHER)
+    address = own_address(link)
+    job.loop.call(link.send, pack(message), body)
+    assert heard.over.wait(10)
+    assert f"Cannot take {what} from rank 3: rank 0 brings what one brings for all." in str(heard.error)
+    in_log(job, address, f"Cannot take {what} from rank 3")
+    job.goes_on()
+
+
+def test_the_place_in_the_data_in_the_middle_of_training(job: Job) -> None:
+    link, heard, _ = join(job)
+    job.loop.call(link.send, pack(Restock(7)), b"{}")
+    job.loop.call(link.send, pack(Look(1)))
+    wait_for(lambda: any(isinstance(message, Sight) for message in heard.messages), "it is not answered")
+    assert not [message for message in heard.messages if type(message).__name__ in ("Stock", "Dealt")]
+    job.loop.call(link.abort)
+    job.goes_on()
+
+
+def test_more_than_anybody_brings(job: Job) -> None:
+    link, heard, _ = join(job)
+
+    def ask_and_ask() -> None:
+        for number in range(1000):
+            link.send(pack(Replace(0, number)))
+
+    job.loop.call(ask_and_ask)
+    assert heard.over.wait(10)
+    assert "Cannot take other parameters from rank 0: too much waits for the others already." in str(heard.error)
+    job.goes_on()
+
+
+def test_what_all_wait_for_is_taken(server: Job) -> None:
+    """And no more than was said: afterwards nothing may be put any more."""
+    server.begin()
+    link, heard, _ = join(server)
+    address = own_address(link)
+    waits = [client.ask(LOADING, refresh=True) for client in server.clients]
+    server.loop.call(link.send, pack(Replace(0, 7)))
+    wait_for(lambda: MayPut(7) in heard.messages, "it may not put")
+    for index, one in enumerate(details().blocks):
+        twos = torch.full((sum(piece.numel for piece in one.pieces),), 2.0).numpy().tobytes()
+        server.loop.call(link.send, pack(Put(0, index)), twos)
+    server.loop.call(link.send, pack(PutAll(0, 7)))
+    server.loop.call(link.send, pack(Ask(0, LOADING, True)))
+    for worker, wait in zip(server.workers, waits, strict=True):
+        assert wait.wait(SOON)
+        assert worker.values.eq(2).all()
+    in_log_of_all(server, "Rank 0 replaces the parameters at version 3: all load a checkpoint together.")
+    server.loop.call(link.send, pack(Put(0, 0)), bytes(BLOCK_BYTES))
+    assert heard.over.wait(10)
+    assert "Cannot take other parameters of model 0 from rank 0" in str(heard.error)
+    in_log(server, address, "Cannot take other parameters")
+
+
+def test_a_learning_rate_of_its_own(job: Job) -> None:
+    link, heard, number = join(job)
+    job.loop.call(link.send, pack(announce(number, hyper=({**HYPER[0], "lr": 1e9},), weight=0.0)))
+    says = "Rank 0 brings other hyper-parameters for its step 0 than rank"
+    wait_for(lambda: any(isinstance(m, Told) and m.text.startswith(says) for m in heard.messages), "it is not told")
+    in_log_of_all(job, says)
+    in_log_of_all(job, "lr=1e+09 and not 0.5.")
+    job.loop.call(link.abort)
+    job.goes_on()
+
+
+def in_log_of_all(job: Job, says: str) -> None:
+    wait_for(lambda: says in job.log(), f"{says!r} is not logged")
+
+
+def test_schedules() -> None:
+    same, other = ({"lr": 0.1, "momentum": 0.9},), ({"lr": 0.2, "momentum": 0.9},)
+    one = Schedules()
+    assert one.hear(0, 1, same) == one.hear(1, 1, same) == one.hear(0, 2, other) == ""
+    assert "Rank 1 brings other hyper-parameters for its step 2 than rank 0 did: lr=0.1 and not 0.2." in one.hear(
+        1, 2, same
+    )
+    assert one.hear(1, 2, same) == "", "said once"
+    assert "step 2 than rank 0 did: momentum=0.5 and not 0.9." in one.hear(2, 2, ({**other[0], "momentum": 0.5},))
+    assert "lr='" + "x" * 36 + "... and not 0.1" in one.hear(3, 1, ({"lr": "x" * 99, "momentum": 0.9},))
+    for step in range(1000):
+        one.hear(0, step, same)
+    assert len(one._first) == 64
+
+
+def test_what_waits_goes_with_its_worker() -> None:
+    questions, done = Questions(), list[str]()
+    one = Replacements(questions)
+    with pytest.raises(PeerError, match="rank 0 brings what one brings for all"):
+        one.want(1, 0, "other parameters", lambda: done.append("never"))
+    one.want(0, 0, "other parameters", lambda: done.append("a"))
+    one.look({0, 1})
+    questions.ask(1, Ask(0, "the mean"))
+    one.look({0, 1})
+    assert done == [], "rank 1 waits for something else"
+    one.leave(0)
+    one.look({1})
+    assert done == []
+    questions.leave(1)
+    questions.ask(1, Ask(0, LOADING))
+    one.want(0, 0, "other parameters", lambda: done.append("b"))
+    one.want(0, 0, "the data", lambda: done.append("c"))
+    one.look({0, 1, 2})
+    assert done == []
+    one.look({0, 1})
+    assert done == ["b", "c"]
