@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 
 def pytest_configure() -> None:
     """A shell that starts a command in the background has it ignore SIGINT, and so would every process of a test."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    warm.in_pytest()
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test marked so starts are new interpreters, as a shell starts them."""
+    if request.node.get_closest_marker("cold") is not None:
+        monkeypatch.setattr(subprocess, "Popen", warm.ColdPopen)
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,7 +4,11 @@ import torch
 import torch.nn.parallel
 
 import offbeat.run
+import offbeat.serve
+from tests import warm
 
+offbeat.serve.prepare_process()
+warm.everywhere()
 torch.set_num_threads(1)
 
 __all__ = ["offbeat"]

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests import warm
+
 COMMAND = [sys.executable, "-c", "from offbeat.cli import main; main()"]
 
 # The smallest script that trains: four steps of a linear model.
@@ -30,8 +32,13 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def start(*arguments: object, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(*arguments: object, folder: Path, cold: bool = False) -> subprocess.Popen[str]:
+    """The command, running.
+
+    Args:
+        cold: in a new interpreter, as a shell starts it, and its workers and shards in new ones; else see `tests.warm`.
+    """
+    return (warm.ColdPopen if cold else subprocess.Popen)(
         [*COMMAND, *map(str, arguments)],
         cwd=folder,
         env=clean_environment(),
@@ -41,9 +48,9 @@ def start(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def offbeat(*arguments: object, folder: Path, timeout_s: float = 50) -> tuple[int, str]:
-    """Exit code and output."""
-    with start(*arguments, folder=folder) as process:
+def offbeat(*arguments: object, folder: Path, timeout_s: float = 50, cold: bool = False) -> tuple[int, str]:
+    """Exit code and output; `cold` as of `start`."""
+    with start(*arguments, folder=folder, cold=cold) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         finally:

@@ -23,7 +23,7 @@ def test_any_script_and_its_arguments(tmp_path: Path) -> None:
     path = script(
         tmp_path, "import sys, os; print('hello', sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __name__)"
     )
-    code, output = offbeat("run", "--workers", 3, path, "--flag", "-x", "5", folder=tmp_path)
+    code, output = offbeat("run", "--workers", 3, path, "--flag", "-x", "5", folder=tmp_path, cold=True)
     assert code == 0, output
     for rank in range(3):
         assert f"[{rank}] hello ['--flag', '-x', '5'] {rank} 3 __main__" in output
@@ -262,7 +262,7 @@ def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Sign
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1000)
     """
-    with start("run", "--workers", 2, script(tmp_path, text), folder=tmp_path) as process:
+    with start("run", "--workers", 2, script(tmp_path, text), folder=tmp_path, cold=True) as process:
         assert process.stdout is not None
         ready = 0
         while ready < 2:
@@ -279,7 +279,7 @@ def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Sign
 
 def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
     text = "import time; print('ready', flush=True); time.sleep(1000)"
-    with start("run", script(tmp_path, text), folder=tmp_path) as process:
+    with start("run", script(tmp_path, text), folder=tmp_path, cold=True) as process:
         assert process.stdout is not None
         while "ready" not in process.stdout.readline():
             pass

@@ -25,7 +25,7 @@ WITHOUT_FABRIC = TRAIN.replace("offbeat.init()", "offbeat.init(offbeat.Plan(sync
 @pytest.mark.slow
 def test_shards_beside_the_workers(tmp_path: Path) -> None:
     path = script(tmp_path, SERVED + "print('norm', float(model.weight.norm()) if run.settle() is None else 0)\n")
-    code, output = offbeat("run", "--workers", 2, "--servers", 2, path, folder=tmp_path)
+    code, output = offbeat("run", "--workers", 2, "--servers", 2, path, folder=tmp_path, cold=True)
     assert code == 0, output
     norms = re.findall(r"norm ([\d.]+)", output)
     assert len(norms) == 2
@@ -79,7 +79,7 @@ def test_a_policy_that_needs_a_server_says_so(tmp_path: Path) -> None:
 
 def test_a_server_by_itself(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a secret of more than sixteen bytes\n")
-    with start("serve", "--job", "digits", "--token-file", "token", folder=tmp_path) as server:
+    with start("serve", "--job", "digits", "--token-file", "token", folder=tmp_path, cold=True) as server:
         assert server.stdout is not None
         try:
             line = server.stdout.readline()

@@ -18,6 +18,7 @@ from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.cold
 SLOW = TRAIN.replace("range(4)", "range(10**6)").replace(
     "    optimizer.step()", "    optimizer.step()\n    import time; time.sleep(0.02)\n    STEP"
 )

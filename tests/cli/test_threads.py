@@ -21,6 +21,7 @@ from tests.cli.commands import script
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.cold
 TELLS = "import os; print('threads', os.environ.get('OMP_NUM_THREADS'), os.environ.get('MKL_NUM_THREADS'))"
 
 

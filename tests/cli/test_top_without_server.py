@@ -223,7 +223,9 @@ def test_a_real_job(tmp_path: Path) -> None:
         try:
             deadline_s = time.monotonic() + 60
             seen: dict[str, Any] = {}
-            while time.monotonic() < deadline_s and not seen.get("workers", [{}])[-1].get("status"):
+            while time.monotonic() < deadline_s and not all(
+                one["status"] for one in seen.get("workers", [{"status": 0}])
+            ):
                 time.sleep(0.3)
                 code, output = offbeat("top", "--job", "job", "--once", "--json", folder=tmp_path)
                 (seen,) = json.loads(output)["scenes"] if code == 0 else ({},)

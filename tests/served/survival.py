@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -117,10 +118,11 @@ def die_half_way(run: offbeat.Run) -> None:
 
 
 def told(folder: Path, rank: int) -> list[str]:
-    """What this worker was told about the server."""
+    """What this worker was told about the server; not that another is back, which only who was back before is told."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    return [e["text"] for e in events if e["kind"] == "event" and e["what"] == "server" and e["rank"] == rank]
+    texts = [e["text"] for e in events if e["kind"] == "event" and e["what"] == "server" and e["rank"] == rank]
+    return [text for text in texts if not re.fullmatch(r"Rank \d+ is back\.", text)]
 
 
 def kill(pid: int) -> None:
