@@ -820,9 +820,10 @@ class Run:
                 with suppress(OffbeatError):
                     self._server.take_over(self._waiter, why)
             raise
-        self._diary.loaded()
         if self._server is not None:
             self._server.take_over(self._waiter)
+        self._diary.loaded()
+        if self._server is not None:
             for reducer in self._reducers:
                 reducer.refreshed()
         wanted = self._server is None and self._swapping.calls(looks=self.is_first)

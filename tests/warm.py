@@ -82,7 +82,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
         pass_fds, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others = rest
-        start_new_session = others[5] if _KNOWN else None
+        start_new_session = _KNOWN and bool(others[5])
         if not _KNOWN or shell or preexec_fn is not None or not is_ours(args) or not _can_fork(env):
             super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
             return
@@ -301,7 +301,7 @@ def _run(arguments: list[str]) -> int:
         raw = open(number, "wb", 0, closefd=False)  # noqa: SIM115
         buffered = raw if "-u" in options else io.BufferedWriter(raw)
         text = io.TextIOWrapper(
-            buffered,  # type: ignore[type-var]
+            buffered,
             encoding="utf-8",
             errors="backslashreplace" if name == "stderr" else "strict",
             line_buffering=name == "stderr" or os.isatty(number),
@@ -309,7 +309,8 @@ def _run(arguments: list[str]) -> int:
         )
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for name in ("stdin", "__stdin__"):
+        setattr(sys, name, open(0, encoding="utf-8", closefd=False))  # noqa: SIM115
     own = types.ModuleType("__main__")
     own.__package__ = own.__spec__ = None
     sys.modules["__main__"] = own
@@ -329,12 +330,12 @@ def _run(arguments: list[str]) -> int:
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         code = 130
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

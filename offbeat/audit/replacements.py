@@ -26,13 +26,14 @@ def check_replaced(replaced: Iterable[tuple[int, Replaced]], diaries: Sequence[D
         if not one.version:
             continue  # nothing had been trained: whoever comes first brings the parameters
         verdict.replaced += not one.is_data
+        loaded = [diary for diary in diaries if _loaded_there(diary, life, one)]
         there = [diary for diary in diaries if _was_there(diary, life, one)]
         what = "the place in the data" if one.is_data else "the parameters"
         said = f"Rank {one.worker} replaced {what} of model {one.model} at version {one.version} of life {life}"
-        if not there:
+        if not there and not loaded:
             verdict.notes.append(f"{said}; no worker's history says whether all loaded a checkpoint there.")
         for diary in there:
-            if not _loaded_there(diary, life, one):
+            if diary not in loaded:
                 verdict.violated(2, f"{said}, and rank {diary.rank} loaded no checkpoint there, as {diary.file} says.")
                 break
 

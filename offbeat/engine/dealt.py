@@ -127,7 +127,7 @@ class DealtSource:
         self.progress = saved.number(state.get("progress", 0.0), "progress in the data")
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
-        if self._server.is_first and self._loader == 0:  # it is that of all loaders
+        if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
             told = client.restock(place)
             self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
 

@@ -308,6 +308,9 @@ class Served:
                 value.copy_(parameter.data)
             put = self._client.put(self._model, portions)
             self._waiter.wait(put, Awaited("the server to take over a checkpoint", outlives=True))
+            if put.refused:  # all hear why when they are asked what a checkpoint holds
+                self._server.is_brought = False
+                _log.warning("The server keeps what it has. %s", put.refused)
 
     def close(self) -> None:
         """Take the hooks off; the parameters stay as they are."""

@@ -110,6 +110,7 @@ class Server:
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
         self.drawn: list[tuple[int, int]] = []
         self.used: list[tuple[int, int]] = []
+        self.is_brought = True  # what this worker has to bring for all to load a checkpoint
         self._loop = loop
 
     @property
@@ -156,7 +157,8 @@ class Server:
             ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
-        brought = float(self.is_first and not refusal)
+        brought = float(self.is_first and self.is_brought and not refusal)
+        self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):

@@ -97,6 +97,7 @@ def stopped(log: Path, kind: str) -> tuple[list[float], float]:
     def tick() -> None:
         while not over.wait(0.005):
             ticks.append(time.monotonic())
+        ticks.append(time.monotonic())
 
     thread = threading.Thread(target=tick)
     thread.start()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from offbeat.errors import PeerError
+from offbeat.errors import DisagreementError, PeerError
 from offbeat.fabric.server.deals import Restock
 from offbeat.fabric.server.lead.questions import Questions
 from offbeat.fabric.server.lead.replacing import Replacements
@@ -30,6 +30,9 @@ from offbeat.fabric.server.messages import (
 from offbeat.fabric.server.messages.checkpoints import LOADING
 from tests.refusals.job import BAD, GOOD, HYPER, Heard, Job, announce, details, in_log, join, own_address, wait_for
 from tests.refusals.test_models import opened
+
+if TYPE_CHECKING:
+    from offbeat.wire.link import Link
 
 BLOCK_BYTES = 56
 OTHER = 3  # a rank that the job did not begin with
@@ -153,11 +156,52 @@ def test_what_all_wait_for_is_taken(server: Job) -> None:
     for worker, wait in zip(server.workers, waits, strict=True):
         assert wait.wait(SOON)
         assert worker.values.eq(2).all()
-    in_log_of_all(server, "Rank 0 replaces the parameters at version 3: all load a checkpoint together.")
+    in_log_of_all(server, "Rank 0 replaces what the server has at version 3: all load a checkpoint together.")
+    puts_again(server, link, heard, address)
+
+
+def puts_again(server: Job, link: Link, heard: Heard, address: str) -> None:
     server.loop.call(link.send, pack(Put(0, 0)), bytes(BLOCK_BYTES))
     assert heard.over.wait(10)
     assert "Cannot take other parameters of model 0 from rank 0" in str(heard.error)
     in_log(server, address, "Cannot take other parameters")
+
+
+def test_what_may_be_put_ends_when_the_others_go_on(server: Job) -> None:
+    """Also if it was never said that this was all."""
+    server.begin()
+    link, heard, _ = join(server)
+    address = own_address(link)
+    waits = [client.ask(LOADING, refresh=True) for client in server.clients]
+    server.loop.call(link.send, pack(Replace(0, 7)))
+    wait_for(lambda: MayPut(7) in heard.messages, "it may not put")
+    server.loop.call(link.send, pack(Ask(0, LOADING, True)))
+    for wait in waits:
+        assert wait.wait(SOON)
+    puts_again(server, link, heard, address)
+    server.goes_on()
+
+
+@pytest.mark.parametrize("refusal", ["", "its copy is damaged"])
+def test_what_the_others_do_not_wait_for_is_refused(server: Job, refusal: str) -> None:
+    """Nobody would answer what they ask, nor what it asks: so it is told, and asks what they can all be answered."""
+    server.begin()
+    link, heard, _ = join(server)
+    question = LOADING if refusal else "the mean"
+    waits = [client.ask(question, refusal=refusal) for client in server.clients]
+    server.loop.call(link.send, pack(Replace(0, 7)))
+    wait_for(lambda: any(isinstance(message, MayPut) for message in heard.messages), "it is not told")
+    (told,) = [message for message in heard.messages if isinstance(message, MayPut)]
+    assert told.refused == "Not all load a checkpoint: rank 1, 2 waits for something else, or cannot load it."
+    server.loop.call(link.send, pack(Ask(0, LOADING, refusal="it is not brought")))
+    for wait in waits:
+        if refusal:
+            assert wait.wait(SOON)
+            assert wait.refused == "Rank 0: it is not brought"
+        else:
+            with pytest.raises(DisagreementError, match="the mean"):
+                wait.wait(SOON)
+    server.loop.run(link.close())
 
 
 def test_a_learning_rate_of_its_own(job: Job) -> None:
@@ -186,28 +230,42 @@ def test_schedules() -> None:
     assert "step 2 than rank 0 did: momentum=0.5 and not 0.9." in one.hear(2, 2, ({**other[0], "momentum": 0.5},))
     assert "lr='" + "x" * 36 + "... and not 0.1" in one.hear(3, 1, ({"lr": "x" * 99, "momentum": 0.9},))
     for step in range(1000):
-        one.hear(0, step, same)
+        one.hear(0, 5 + step, same)
     assert len(one._first) == 64
+
+
+def test_schedules_after_training_went_back() -> None:
+    """All load what was three steps before, and go on with half the rate."""
+    one = Schedules()
+    for worker in (0, 1):
+        for step in range(6):
+            assert one.hear(worker, step, ({"lr": 0.1},)) == ""
+    for step in range(3, 9):
+        assert one.hear(1, step, ({"lr": 0.05},)) == ""
+        assert one.hear(0, step, ({"lr": 0.05},)) == ""
+    assert "lr=0.1 and not 0.05" in one.hear(2, 8, ({"lr": 0.1},))
+    one.forget()
+    assert one.hear(2, 8, ({"lr": 0.1},)) == ""
 
 
 def test_what_waits_goes_with_its_worker() -> None:
     questions, done = Questions(), list[str]()
     one = Replacements(questions)
     with pytest.raises(PeerError, match="rank 0 brings what one brings for all"):
-        one.want(1, 0, "other parameters", lambda: done.append("never"))
-    one.want(0, 0, "other parameters", lambda: done.append("a"))
+        one.want(1, 0, "other parameters", done.append)
+    one.want(0, 0, "other parameters", lambda refusal: done.append("a"))
     one.look({0, 1})
-    questions.ask(1, Ask(0, "the mean"))
-    one.look({0, 1})
-    assert done == [], "rank 1 waits for something else"
     one.leave(0)
-    one.look({1})
-    assert done == []
-    questions.leave(1)
     questions.ask(1, Ask(0, LOADING))
-    one.want(0, 0, "other parameters", lambda: done.append("b"))
-    one.want(0, 0, "the data", lambda: done.append("c"))
+    one.look({0, 1})
+    assert done == []
+    one.want(0, 0, "other parameters", lambda refusal: done.append(f"b{refusal}"))
+    one.want(0, 0, "the data", lambda refusal: done.append(f"c{refusal}"))
     one.look({0, 1, 2})
     assert done == []
     one.look({0, 1})
     assert done == ["b", "c"]
+    questions.ask(2, Ask(0, LOADING, refusal="no"))
+    one.want(0, 0, "the data", lambda refusal: done.append(refusal))
+    one.look({0, 1, 2})
+    assert done[2] == "Not all load a checkpoint: rank 2 waits for something else, or cannot load it."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,10 @@ from offbeat.errors import ModelError
 from offbeat.fabric import ParameterServer
 from offbeat.fabric.server.checkpoint import from_bytes, to_bytes
 from offbeat.sync import BSP, Policy
+from tests.history.test_runs import ended, recorded
 from tests.parity import jobs
+from tests.served.survival import Counter as Counting
+from tests.served.survival import join, kept, kill, serve, told, wait_for_snapshot
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -222,8 +227,8 @@ def damaged(state: dict[str, Any]) -> None:
 
 def of_another_optimizer(state: dict[str, Any]) -> None:
     states = from_bytes(state["models"][0]["server"])
-    for name, kept in states.items():
-        states[name] = {"momentum_buffer": kept["exp_avg"]}
+    for name, state_of in states.items():
+        states[name] = {"momentum_buffer": state_of["exp_avg"]}
     state["models"][0]["server"] = to_bytes(states)
 
 
@@ -246,10 +251,7 @@ WRONG: list[tuple[int, Callable[[dict[str, Any]], None], str]] = [
 
 
 def load_wrong_ones() -> tuple[list[str], bool]:
-    """What each is refused with; and whether the right one is loaded after all of them, and training goes on.
-
-    What rank 0 cannot load the server hears nothing of; but rank 0 brings what another rank cannot load.
-    """
+    """What each is refused with; and whether the right one is loaded after all of them, and training goes on."""
     training = Training("adam", 4096)
     training.train(0, 2)
     model, state = training.parameters, training.run.state_dict()
@@ -262,8 +264,7 @@ def load_wrong_ones() -> tuple[list[str], bool]:
         with pytest.raises(ModelError) as caught:
             training.run.load_state_dict(own)
         said.append(str(caught.value))
-        if rank == 0:
-            assert all(torch.equal(now, expected[name]) for name, now in training.parameters.items())
+        assert all(torch.equal(now, expected[name]) for name, now in training.parameters.items()), "as if nobody had"
     training.model.module.load_state_dict(model)
     training.run.load_state_dict(state)
     training.train(2, 4)
@@ -297,6 +298,81 @@ def load_without_rank_0() -> str:
 def test_a_checkpoint_that_nobody_brings_is_not_loaded() -> None:
     _, said = run_workers(2, load_without_rank_0, timeout_s=55, faulty=0)
     assert said.endswith("Rank 0, which brings it to the server, is gone.")
+
+
+def load_while_the_server_is_killed(folder: Path) -> float:
+    """Rank 0 waits for the others to load, too; then the server is killed, and comes back."""
+    keepers = serve(folder, 2, snapshots=str(folder / "server"), every=2, restarts=5)
+    with join(BSP(), folder, 120.0) as run:
+        counter = Counting(run)
+        for step in range(8):
+            counter.step()
+            if step == 2:
+                weight, state = counter.model.weight.detach().clone(), run.state_dict()
+        if run.rank:
+            wait_for_snapshot(folder / "server")
+            while not (folder / "killed").exists():
+                time.sleep(0.01)
+        else:
+            wait_for_snapshot(folder / "server")
+
+            def kill_one() -> None:
+                kill(kept(keepers[1]))
+                (folder / "killed").touch()
+
+            threading.Timer(0.5, kill_one).start()
+        with torch.no_grad():
+            counter.model.weight.copy_(weight)
+        run.load_state_dict(state)
+        for _ in range(4):
+            counter.step()
+        run.settle()
+        return counter.count
+
+
+@pytest.mark.timeout(200)
+def test_a_server_that_is_killed_while_one_waits_for_the_others_to_load(tmp_path: Path) -> None:
+    counts = run_workers(2, load_while_the_server_is_killed, tmp_path, timeout_s=190)
+    assert any("The parameter server was restarted" in text for text in told(tmp_path, 0)), "the fault was injected"
+    assert counts == [7.0, 7.0], "three steps before, and four after"
+
+
+def load_and_train_on(folder: Path) -> list[str]:
+    """Rank 1 cannot load it; all go on as they were, and what was recorded is in order."""
+    os.environ["OFFBEAT_HISTORY"] = str(folder / "history")
+    serve(folder, history=str(folder / "history"))
+    said = listen()
+    with join(BSP(), folder) as run:
+        counter = Counting(run)
+        for step in range(6):
+            counter.step()
+            if step == 2:
+                weight, state = counter.model.weight.detach().clone(), run.state_dict()
+        own = copy.deepcopy(state)
+        if run.rank:
+            damaged(own)
+        with pytest.raises(ModelError):
+            run.load_state_dict(own)
+        assert counter.count == 6, "the server keeps what it has"
+        counter.step()
+        with torch.no_grad():
+            counter.model.weight.copy_(weight)
+        for group in counter.optimizer.param_groups:
+            group["lr"] = 0.5
+        run.load_state_dict(state)  # all go back, and on with half the rate
+        for _ in range(4):
+            counter.step()
+        run.settle()
+        assert counter.count == 5
+    return said
+
+
+def test_a_load_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    results = run_workers(2, load_and_train_on, tmp_path)
+    assert not [text for said in results for text in said if "other hyper-parameters" in text]
+    verdict = recorded(tmp_path)
+    assert verdict.holds, ended(verdict)
+    assert verdict.replaced == 1
 
 
 def goes_on(state: Any) -> tuple[list[int], Any, list[str]]:

@@ -277,9 +277,14 @@ class Client:
         return exchange
 
     def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
-        """Have the shards take over the optimizer's state, and the values of all blocks as they are here."""
-        exchange = Exchange()
-        due = Due(exchange, self.transfers.put, (self.place(model), tuple(portions)))
+        """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
+
+        Done when they have, or when the others do not wait for that: then why is in `Exchange.refused`.
+        """
+        exchange, place = Exchange(), self.place(model)
+        # Copied, since what it is given if it has to come back meanwhile lands there.
+        values = tuple(value.clone() for value in place.values)
+        due = Due(exchange, self.transfers.put, (place, values, tuple(portions)))
         self._loop.call(self._transfer, due)
         return exchange
 
@@ -483,7 +488,7 @@ class Client:
 
     def stranded(self, error: OffbeatError) -> None:
         """There are no links any more."""
-        self._transfers_due += self.transfers.interrupt(error)
+        self._transfers_due += self.transfers.interrupt()
         for swap in self._swaps.values():
             swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
             swap.finish()
@@ -564,8 +569,8 @@ class Client:
                     if not disagreement:
                         self._answered.append(Answered(number, numbers, workers))
                     asked.finish(_apart(disagreement) if disagreement else None)
-            case MayPut(number=number):
-                self.transfers.may_put(number)
+            case MayPut(number=number, refused=refused):
+                self.transfers.may_put(number, refused)
             case Done(number=number):
                 self.transfers.done(number)
             case Evicted(reason=reason):

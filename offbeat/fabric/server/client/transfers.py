@@ -66,24 +66,44 @@ class Transfers:
         for link in self._links:
             link.send(pack(Fetch(place.model, number)))
 
-    def put(self, number: int, exchange: Exchange, place: Place, portions: Sequence[Portion]) -> None:
+    def put(
+        self,
+        number: int,
+        exchange: Exchange,
+        place: Place,
+        values: Sequence[torch.Tensor],
+        portions: Sequence[Portion],
+    ) -> None:
         """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
         exchange.left = len(self._links)
         self._links[0].send(pack(Replace(place.model, number)))
 
-    def may_put(self, number: int) -> None:
-        """A shard takes what is put from now on."""
+    def may_put(self, number: int, refused: str) -> None:
+        """A shard takes what is put from now on; or none does, and why."""
         due = self._under_way.get(number)
-        if due is not None and due.begin == self.put:
-            due.exchange.left -= 1
-            if not due.exchange.left:
-                self._put_all(number, due.exchange, *due.arguments)
+        if due is None or due.begin != self.put:
+            return
+        if refused:
+            del self._under_way[number]
+            due.exchange.refused = refused
+            due.exchange.finish()
+            return
+        due.exchange.left -= 1
+        if not due.exchange.left:
+            self._put_all(number, due.exchange, *due.arguments)
 
-    def _put_all(self, number: int, exchange: Exchange, place: Place, portions: Sequence[Portion]) -> None:
+    def _put_all(
+        self,
+        number: int,
+        exchange: Exchange,
+        place: Place,
+        values: Sequence[torch.Tensor],
+        portions: Sequence[Portion],
+    ) -> None:
         exchange.left = len(self._links)
         for block in place.blocks:
             link = self._links[place.shards[block.index]]
-            link.send(pack(Put(place.model, block.index)), bytes_of(place.values[block.index]))
+            link.send(pack(Put(place.model, block.index)), bytes_of(values[block.index]))
         for it in portions:
             tensor = it.tensor.contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -127,18 +147,12 @@ class Transfers:
                 del self._under_way[number]
                 due.exchange.finish()
 
-    def interrupt(self, error: OffbeatError) -> list[Due]:
-        """The shards are lost, and may come back: what is to begin again then; what cannot has failed."""
+    def interrupt(self) -> list[Due]:
+        """The shards are lost, and may come back: what is to begin again then."""
         under_way, self._under_way = self._under_way, {}
-        again = []
-        for due in under_way.values():
-            if due.begin in (self.books, self.fetch):
-                again.append(due)
-            else:  # the values that it puts are overwritten by those of the server
-                due.exchange.finish(error)
-        return again
+        return list(under_way.values())
 
     def fail(self, error: OffbeatError) -> None:
         """The shards are lost: none comes to its end."""
-        for due in self.interrupt(error):
+        for due in self.interrupt():
             due.exchange.finish(error)

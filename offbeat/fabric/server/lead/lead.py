@@ -28,6 +28,7 @@ from offbeat.fabric.server.messages import (
     Go,
     Gone,
     Granted,
+    MayPut,
     Opened,
     Refused,
     Released,
@@ -127,6 +128,7 @@ class Lead:
         self._evicted: dict[tuple[int, int], str] = {}  # by model and worker: why
         self._questions = Questions()
         self._replacements = Replacements(self._questions)
+        self._replaced_at = -1  # version at which something was replaced last
         self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
         self._controlling = Controlling(self._metrics, self._propose)
 
@@ -432,12 +434,14 @@ class Lead:
         model = message.model
         self._model(model)  # there is one
 
-        def let() -> None:
-            if model in self.models:
-                self._tell_replaced(worker, model, "the parameters")
-                self._decide(Replacing(model, worker, message.number))
+        def answer(refusal: str) -> None:
+            if refusal or model not in self.models:
+                self._say(worker, MayPut(message.number, refusal or f"Model {model} is trained no more."))
+                return
+            self._tell_replaced(worker)
+            self._decide(Replacing(model, worker, message.number))
 
-        self._replacements.want(worker, self._first(worker), "other parameters", let)
+        self._replacements.want(worker, self._first(worker), "other parameters", answer)
         self._look_at_replacements()
 
     def restock(self, worker: int, place: bytes | bytearray, tell: Callable[[str], None]) -> None:
@@ -450,15 +454,15 @@ class Lead:
             PeerError: if another brings what one brings for all.
         """
 
-        def let() -> None:
-            refusal, model = self.go_on_in_data(place), min(self.models)
-            if not refusal:
-                self._tell_replaced(worker, model, "the place in the data")
+        def answer(refusal: str) -> None:
+            model = min(self.models)
+            if not (refusal := refusal or self.go_on_in_data(place)):
+                self._tell_replaced(worker)
                 version = self.models[model].coordinator.state.version
                 self._record(Replaced(model, version, worker, is_data=True))
             tell(refusal)
 
-        self._replacements.want(worker, self._first(worker), "another place in the data", let)
+        self._replacements.want(worker, self._first(worker), "another place in the data", answer)
         self._look_at_replacements()
 
     def _first(self, worker: int) -> int:
@@ -469,12 +473,15 @@ class Lead:
         if self.started:  # those who are not here, or not back, are to wait for it, too
             self._replacements.look(self._workers)
 
-    def _tell_replaced(self, worker: int, model: int, what: str) -> None:
-        one = self._model(model)
-        of = f" of model {model}" if len(self.models) > 1 else ""
-        version = one.coordinator.state.version
-        text = f"Rank {worker} replaces {what}{of} at version {version}: all load a checkpoint together."
-        if version:
+    def _tell_replaced(self, worker: int) -> None:
+        """Say once of each load that what the server has is replaced, part by part."""
+        for one in self.models.values():
+            one.schedules.forget()
+        if self.version == self._replaced_at:
+            return
+        self._replaced_at = self.version
+        text = f"Rank {worker} replaces what the server has at version {self.version}: all load a checkpoint together."
+        if self.version:
             self._tell_others(worker, text)
         else:  # as when a job is resumed: each has said that by itself
             _log.info("%s", text)

@@ -49,8 +49,13 @@ class Questions:
         return {worker for asked in self._asked.values() for worker in asked}
 
     def asking(self, questions: Set[str]) -> set[int]:
-        """Workers that wait for the others to ask one of these."""
-        return {worker for asked in self._asked.values() for worker, ask in asked.items() if ask.question in questions}
+        """Workers that wait for the others to ask one of these, and refuse nothing."""
+        return {
+            worker
+            for asked in self._asked.values()
+            for worker, ask in asked.items()
+            if ask.question in questions and not ask.refusal
+        }
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""

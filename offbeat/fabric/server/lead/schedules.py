@@ -20,6 +20,7 @@ class Schedules:
     """What the workers of one model bring, step by step of their scripts."""
 
     def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # by worker: its last step
         self._first: dict[int, tuple[int, tuple[Mapping[str, Any], ...]]] = {}  # by step: who came first, and with what
         self._named: set[int] = set()
 
@@ -30,6 +31,9 @@ class Schedules:
             step: of its script.
             hyper: the optimizer's hyper-parameters, by group.
         """
+        if step < self._last.get(worker, 0):  # its script has gone back
+            self.forget()
+        self._last[worker] = step
         if step not in self._first:
             self._first[step] = (worker, hyper)
             if len(self._first) > _STEPS:
@@ -44,6 +48,12 @@ class Schedules:
             f"{_differences(hyper, theirs)}. Each update goes by those of its first contribution; give all workers the "
             "same schedule."
         )
+
+    def forget(self) -> None:
+        """Training goes on somewhere else, with whatever hyper-parameters: nobody is compared with before."""
+        self._first.clear()
+        self._last.clear()
+        self._named.clear()
 
 
 def _differences(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,7 @@ worker                                       shard (the coordinator is the first
   | -- Fetch(model) --------------------------> |   to each shard: the optimizer's state, for a checkpoint
   | <----- Piece(block, name, key) + elements - |   one per tensor, then Done
   | -- Replace(model) ------------------------> |   the first worker, to the coordinator: it has other parameters
-  | <----- MayPut ----------------------------- |   from each shard, when all others wait for that
+  | <----- MayPut(refused) -------------------- |   from each shard, when all others wait for that
   | -- Put(block, name, key) + elements ------> |   the state back; also the values. Then PutAll, and Done for that
   | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
   | <----- Told(text) ------------------------- |   something for people

@@ -2,7 +2,8 @@
 
 Out of it at any time. Back into it, and with it other parameters, only when the first worker of the job wants to, and
 all others wait for that in a question (`REPLACED_IN`): then all load one checkpoint together, or come to the server
-together. So nobody can put something there behind the others' backs.
+together. What it may put ends with its `PutAll`, or when it takes part again, so that nobody can put something there
+behind the backs of others that train.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.fabric.server.messages.fields import Count, Dtype, Model
+from offbeat.fabric.server.messages.fields import Count, Dtype, Model, Text
 
 LOADING = "what a checkpoint holds"
 DEALING = "the data to be dealt out by the server"
@@ -51,9 +52,14 @@ class Replace(msgspec.Struct, tag=True, frozen=True):
 
 
 class MayPut(msgspec.Struct, tag=True, frozen=True):
-    """From each shard, in answer to `Replace`, once all others wait for it."""
+    """In answer to `Replace`: from each shard, once all others wait for it; or from the coordinator, if they never do.
+
+    Args:
+        refused: why it may not; "" if it may.
+    """
 
     number: Count
+    refused: Text = ""
 
 
 class Put(msgspec.Struct, tag=True, frozen=True):

@@ -57,7 +57,7 @@ class Guest:
         self.filling: set[int] = set()  # models whose first values come from it
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
-        self.may_put: set[int] = set()  # models that it may put other parameters into
+        self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutAll`
         self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
         self._landing: torch.Tensor | None = None
         self._filled: int | None = None  # the block whose values are being received

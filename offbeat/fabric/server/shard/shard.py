@@ -285,6 +285,8 @@ class Shard:
             there, *_ = self._waiting.get((guest.rank, model), (None,))
             if there is not None and there.link.connected and (there is guest or details.back is None):
                 raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
+            if there is not None and there is not guest:
+                there.link.abort()  # it is to hear that it is another's place now, if it is there at all
             self._waiting[(guest.rank, model)] = (guest, details, entry)
             return
         if model in guest.models and details.back is None:
@@ -506,6 +508,8 @@ class Shard:
             self._let_replace(decision)
             return None
         stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
+        if isinstance(decision, Admit | Gone) and (guest := self._guests.get(decision.worker)) is not None:
+            guest.may_put.discard(decision.model)  # if it has not said that it was all, it was
         if isinstance(decision, Admit):
             self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
