@@ -228,7 +228,8 @@ class Launch:
             self._look_for_end()
             if self._interrupted is not None:
                 name = signal.Signals(self._interrupted).name
-                count, what = (len(self._workers), "worker") if self._workers else (len(self._shards), "shard")
+                alive = sum(worker.code is None for worker in self._workers)
+                count, what = (alive, "worker") if self._workers else (len(self._shards), "shard")
                 text = f"{name}: ending {count} {what}{'s' if count != 1 else ''}."
                 self._warn(text)
                 self._record("interrupted", text)

@@ -17,7 +17,7 @@ from offbeat.report.compare import ComparedRun, comparison, figures
 from offbeat.report.ending import Stall, ending, read_stalls
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.page import page
-from offbeat.report.records import End, Start, Step
+from offbeat.report.records import End, Event, Start, Step
 from offbeat.report.trace import trace
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
         return f"No step was recorded: it ended before, with {errors[0].splitlines()[0]}"
     if any(isinstance(record, End) for record in records):
         return "No step was recorded: no worker prepared a model. Call run.prepare in the script."
+    if any(isinstance(record, Event) and record.what == "interrupted" for record in records):
+        return "No step was recorded: the job was told to stop before any worker got as far as run.prepare."
     return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."
 
 

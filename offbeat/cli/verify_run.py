@@ -105,7 +105,7 @@ def _counts(law: int, verdict: Verdict) -> str:
     mean = verdict.staleness / verdict.applied if verdict.applied else 0.0
     ahead = "no bound" if verdict.bound is None else f"at most {verdict.lead} ahead of {verdict.bound} allowed"
     return (
-        f"{_some(verdict.releases, 'release')}, {ahead}; {verdict.replayed} decisions made again; staleness "
+        f"{_some(verdict.releases, 'release')}, {ahead}; {verdict.replayed} decisions replayed; staleness "
         f"{mean:.2f}, at most {verdict.stalest}"
     )
 

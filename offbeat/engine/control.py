@@ -141,7 +141,8 @@ class Control:
         where = " and ".join(f"rank {rank} is at {questions[rank]}" for rank in odd)
         raise DisagreementError(
             f"The workers disagree about where they are: {where}, rank {usual} at {questions[usual]}. Let every worker "
-            "call prepare, iterate over the loader, call run.mean and close equally often and in the same order."
+            "call prepare, load checkpoints, iterate over the loader, call run.mean and close equally often and in the "
+            "same order."
         )
 
 

@@ -122,9 +122,11 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
         text = f"{_all(len(ends))} {was} told to stop, and left in order after {_steps(ends.values())}."
         return Ending(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
-        return Ending(True, f"{_all(len(ends))} ended well after {_steps(ends.values())}.{_on_the_way(records)}")
+        text = f"{_all(len(ends))} ended well after {_steps(ends.values())}"
+        text += ", though the job was told to stop." if _was_interrupted(records) else "."
+        return Ending(True, text + _on_the_way(records))
     killed = {record.rank: record.text for record in records if isinstance(record, Event) and record.what == "killed"}
-    interrupted = any(isinstance(record, Event) and record.what == "interrupted" for record in records)
+    interrupted = _was_interrupted(records)
     victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]
     stopped = [ends[rank] for rank, error in errors.items() if error.startswith(_STOPPED)]
     sentences = [  # from the cause to its consequences
@@ -136,6 +138,10 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
         *_others([end for end in ends.values() if end.error is None], "ended well"),
     ]
     return Ending(False, " ".join(sentences), tuple(_suspects(stalls, workers, errors)))
+
+
+def _was_interrupted(records: Iterable[Record]) -> bool:
+    return any(isinstance(record, Event) and record.what == "interrupted" for record in records)
 
 
 def _last_words(records: Iterable[Record]) -> dict[int, End]:
@@ -158,8 +164,8 @@ def _killed(killed: Mapping[int, str], workers: Mapping[int, Tally]) -> list[str
     """Of whom the launcher knows how they ended."""
     told = []
     for rank, text in sorted(killed.items()):
-        known = workers[rank].step if rank in workers and workers[rank].steps else "none"
-        told.append(f"{text.rstrip('.')}; the last recorded step: {known}.")
+        counts = [workers[rank].step + 1] if rank in workers and workers[rank].steps else []
+        told.append(f"{text.rstrip('.')} after {_recorded(counts)}.")
     return told
 
 
@@ -175,10 +181,13 @@ def _silent(silent: Sequence[int], workers: Mapping[int, Tally], *, nobody: bool
     if not silent:
         return []
     why = "killed, or still running?" if nobody else "killed?"
-    last = [workers[rank].step for rank in silent if rank in workers and workers[rank].steps]
-    which = "step" if len(set(last)) == 1 else "steps"
-    known = f"the last recorded {which}: {span(last)}" if last else "no step was recorded"
-    return [f"{ranks(silent, capital=True)} left no last word ({why}); {known}."]
+    counts = [workers[rank].step + 1 for rank in silent if rank in workers and workers[rank].steps]
+    return [f"{ranks(silent, capital=True)} left no last word ({why}) after {_recorded(counts)}."]
+
+
+def _recorded(counts: Sequence[int]) -> str:
+    """Steps, as far as they were written down."""
+    return f"{span(counts)} recorded step{'' if set(counts) == {1} else 's'}" if counts else "no recorded step"
 
 
 def _others(ends: Sequence[End], did: str) -> list[str]:
@@ -219,6 +228,8 @@ def _on_the_way(records: Sequence[Record]) -> str:
     events = [record for record in records if isinstance(record, Event)]
     # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
     told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace"))]
+    if warned := [event.text for event in events if event.what == "warning"]:  # each worker's own says the same
+        told.insert(0, f" {warned[0]}")
     stalls = sum(event.what == "stall" for event in job_events(records))
     if stalls:
         told.insert(0, f" {stalls} stall{' was' if stalls == 1 else 's were'} reported on the way.")

@@ -58,6 +58,24 @@ def test_a_job_whose_workers_were_all_told_to_leave_did_not_come_to_its_end(tmp_
     assert how(tmp_path, [*trained(6, 6), ends[0], end(1, 6)]).text == "All 2 workers ended well after 6 steps."
 
 
+def test_a_job_that_was_told_to_stop_as_its_workers_ended(tmp_path: Path) -> None:
+    said = {"kind": "event", "rank": -1, "step": -1, "time_s": 111.0, "what": "interrupted", "text": "SIGTERM: ending."}
+    assert how(tmp_path, [*trained(6, 6), end(0, 6), end(1, 6), said]).text == (
+        "All 2 workers ended well after 6 steps, though the job was told to stop."
+    )
+
+
+def test_what_was_warned_of_is_said_again_once(tmp_path: Path) -> None:
+    """Each worker has said so for itself, long ago."""
+    warned = [
+        {"kind": "event", "rank": rank, "step": 3, "time_s": 101.0, "what": "warning", "text": f"Rank {rank} trains."}
+        for rank in (0, 1)
+    ]
+    assert how(tmp_path, [*trained(6, 6), *warned, end(0, 6), end(1, 6)]).text == (
+        "All 2 workers ended well after 6 steps. Rank 0 trains."
+    )
+
+
 def test_who_joined_a_job_does_not_miss_those_of_the_beginning(tmp_path: Path) -> None:
     """They are in another folder; whose rank is missing in this one is missed all the same."""
     joined = [start(rank) | {"world": 1} for rank in (3, 4)]
@@ -65,7 +83,7 @@ def test_who_joined_a_job_does_not_miss_those_of_the_beginning(tmp_path: Path) -
         True, "All 2 workers ended well after 1 step."
     )
     text = how(tmp_path, [*joined, step(3, 0), end(3, 1)]).text
-    assert text == "Rank 4 left no last word (killed?); no step was recorded. Rank 3 ended well after 1 step."
+    assert text == "Rank 4 left no last word (killed?) after no recorded step. Rank 3 ended well after 1 step."
 
 
 def test_what_happened_to_the_server_is_told_once(tmp_path: Path) -> None:
@@ -90,7 +108,7 @@ def test_who_was_killed_left_no_word_but_the_others_know(tmp_path: Path) -> None
     stall(tmp_path, 2, DEAD)
     found = how(tmp_path, [*trained(6, 5, 6), end(0, 6, LOST), end(2, 6, LOST)])
     assert found.lines == [
-        "Rank 1 left no last word (killed?); the last recorded step: 4. "
+        "Rank 1 left no last word (killed?) after 5 recorded steps. "
         "Ranks 0 and 2 gave up waiting after 6 steps (WorkerLostError).",
         "Ranks 0 and 2 report rank 1 (dead): died 0.3 s ago.",
     ]
@@ -99,10 +117,10 @@ def test_who_was_killed_left_no_word_but_the_others_know(tmp_path: Path) -> None
 def test_a_worker_without_a_record_is_missed(tmp_path: Path) -> None:
     records = [record for record in trained(6, 6) if record["rank"] == 0]
     assert how(tmp_path, [*records, end(0, 6)]).text == (
-        "Rank 1 left no last word (killed?); no step was recorded. Rank 0 ended well after 6 steps."
+        "Rank 1 left no last word (killed?) after no recorded step. Rank 0 ended well after 6 steps."
     )
     assert how(tmp_path, trained(6, 6)).text == (
-        "Ranks 0 and 1 left no last word (killed, or still running?); the last recorded step: 5."
+        "Ranks 0 and 1 left no last word (killed, or still running?) after 6 recorded steps."
     )
 
 

@@ -76,7 +76,7 @@ def test_a_worker_known_to_be_killed_is_said_to_be(tmp_path: Path) -> None:
     killed = event(1, 6, "killed", "Rank 1 was killed by SIGKILL.", -1)
     write(tmp_path, [*steps(3), killed, end(0, 50), end(2, 50)])
     assert conclusion(tmp_path) == [
-        "Rank 1 was killed by SIGKILL; the last recorded step: 49. Ranks 0 and 2 ended well after 50 steps."
+        "Rank 1 was killed by SIGKILL after 50 recorded steps. Ranks 0 and 2 ended well after 50 steps."
     ]
 
 
