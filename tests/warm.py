@@ -5,11 +5,12 @@
 `WarmPopen` is `subprocess.Popen` for the commands that offbeat starts (`offbeat ...`, its workers, its shards): instead
 of a new interpreter the child is a fork, with the arguments, the environment, the files and the session that it would
 have had. It is a child of who started it, so it can be waited for, signalled and killed, and dies with its parent where
-it would have. Any other command, and any in a process that has threads already, starts an interpreter as always.
+it would have. Any other command starts an interpreter as always.
 
-From pytest, which has threads, the fork comes from the server: it forks twice, and the child is inherited by pytest,
-which is a subreaper in that moment. What has to be a new interpreter (for its imports, for variables that torch reads
-when it is loaded, for what a user meets) is started with `ColdPopen`.
+A process that has threads is not forked: for pytest, and for workers, the fork comes from a server beside them. That
+forks twice, and the child is inherited by who asked for it, which is a subreaper in that moment. What has to be a new
+interpreter (for its imports, for variables that torch reads when it is loaded, for what a user meets) is started with
+`ColdPopen`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
         fds = {number: fd if fd != -1 else number for number, fd in given.items()} | {fd: fd for fd in pass_fds}
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = _from_server(request, fds) if _server() is not None else _fork(request, fds)
+        try:
+            self.pid = _from_server(request, fds) if _server() is not None else _fork(request, fds)
+        except (EOFError, OSError):  # it was killed, with the group of this process
+            super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
+            return
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -132,7 +137,9 @@ def _fork(request: Request, fds: dict[int, int]) -> int:
     return pid
 
 
-_of_pytest: list[socket.socket] = []
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_servers: dict[int, socket.socket] = {}  # by the process that asks
+_pid_of_pytest = 0
 
 
 def in_pytest() -> None:
@@ -150,7 +157,7 @@ def _start_server() -> None:
         command, pass_fds=(theirs.fileno(),), cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
     )
     theirs.close()
-    _of_pytest.append(ours)
+    _servers[os.getpid()] = ours
 
     def end() -> None:
         ours.close()
@@ -159,17 +166,28 @@ def _start_server() -> None:
     atexit.register(end)
 
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_pid_of_pytest = 0
+def stand_by() -> None:
+    """Have a server for what this process starts, which has torch and no threads yet; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    if os.fork():
+        theirs.close()
+        _servers[os.getpid()] = ours
+        return
+    try:
+        ours.close()
+        gc.freeze()
+        signal.signal(signal.SIGINT, lambda number, frame: None)  # of a terminal, to all; its children have their own
+        with contextlib.suppress(EOFError, OSError):
+            _serve(theirs)
+    finally:
+        os._exit(0)
 
 
 def _server() -> socket.socket | None:
-    """In pytest; None elsewhere."""
-    if os.getpid() != _pid_of_pytest:
-        return None
-    if not _of_pytest:
+    """Beside this process, if it has one."""
+    if os.getpid() == _pid_of_pytest and not _servers:
         _start_server()
-    return _of_pytest[0]
+    return _servers.get(os.getpid())
 
 
 @functools.cache
@@ -220,7 +238,7 @@ def _serve(link: socket.socket) -> None:
             if child := os.fork():
                 os.write(told, struct.pack("!I", child))
                 os._exit(0)
-            while os.getppid() == between:  # until it is pytest's
+            while os.getppid() == between:  # until it is the child of who asked
                 time.sleep(0.0005)
             _become(request, dict(zip(numbers, received, strict=True)))
         os.waitpid(between, 0)
@@ -239,7 +257,7 @@ def _become(request: Request, fds: dict[int, int]) -> NoReturn:
     try:
         gc.freeze()  # what belongs to the process before is never collected: it would close numbers that are ours now
         atexit._clear()
-        _of_pytest.clear()
+        _servers.clear()
         _take_files(fds)
         _forget_signals()
         _forget_logging()
@@ -251,6 +269,8 @@ def _become(request: Request, fds: dict[int, int]) -> NoReturn:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's own does so itself
         everywhere()
+        if "offbeat.cli.worker" in request.arguments:
+            stand_by()  # it may start a server when it has threads
         code = _run(request.arguments)
     except BaseException:
         traceback.print_exc()

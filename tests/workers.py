@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests import warm
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -116,6 +118,7 @@ def _main(
     if rank >= world:
         os.environ.update(WORLD_SIZE="1", OFFBEAT_JOINS=str(world), OFFBEAT_STORE_PREFIX="offbeat-0")
     torch.set_num_threads(1)
+    warm.stand_by()
     try:
         answer = (True, function(*arguments))
     except BaseException:
