@@ -6,6 +6,7 @@
 * `decisions` - laws 2 and 3: what a coordinator decided, held against its policy
 * `updates` - law 2: what shards made of that, over all lives of a server
 * `exchanges` - laws 2 and 3 where there is no server: what workers gave, and what the means were made of
+* `replacements` - law 2: what was put in place of the parameters, all took over together
 * `contributions` - what became of each, one by one
 * `against` - law 5: the same again, in two runs
 * `verdict` - what was found

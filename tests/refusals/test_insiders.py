@@ -77,6 +77,8 @@ def test_the_rank_of_a_worker_that_was_here(job: Job) -> None:
     for wrong in (b"", b"x" * 16):
         _, said, _ = opened(job, rank=BAD, back=back_of(job, clock=number, secret=wrong))
         assert "Cannot take in rank 0 as the one that was here before: it does not know what that one was told" in said
+    _, said, _ = opened(job, rank=BAD, layout="x")  # nobody's secret changes by one that is refused
+    assert "Cannot train with rank 0" in said or "layout" in said
     again = Heard()
     link = job.dial(lambda link: again, BAD)
     job.loop.call(link.send, pack(Open(0, 1)), pack(details(back=back_of(job, clock=number, secret=secret))))

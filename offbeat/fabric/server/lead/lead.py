@@ -432,7 +432,7 @@ class Lead:
             PeerError: if another brings what one brings for all, or there is no such model.
         """
         model = message.model
-        self._model(model)  # there is one
+        self._model(model)
 
         def answer(refusal: str) -> None:
             if refusal or model not in self.models:

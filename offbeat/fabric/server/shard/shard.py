@@ -291,7 +291,7 @@ class Shard:
             return
         if model in guest.models and details.back is None:
             raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-        self._make_room(guest, details.back)
+        is_same = self._make_room(guest, details.back)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
@@ -315,6 +315,8 @@ class Shard:
             for decision in self._decided.pop(model, []):
                 table.decide(decision)
         compare(guest.rank, details, table.details)
+        if not is_same:
+            self._secrets[guest.rank] = secrets.token_bytes(SECRET_BYTES)
         self._guests[guest.rank] = guest
         self._note_back(guest.rank)
         self.was_visited = True
@@ -586,14 +588,17 @@ class Shard:
         """Whether this is the first shard."""
         return self._lead is not None
 
-    def _make_room(self, guest: Guest, back: Back | None) -> None:
-        """See that there is one worker of each rank: that it is the one that was taken in, it shows by its secret.
+    def _make_room(self, guest: Guest, back: Back | None) -> bool:
+        """See that there is one worker of each rank; whether it is the one that was taken in, as its secret shows.
 
         Without, it is a new process of that rank, for which there is room once the one before is not connected.
+
+        Raises:
+            PeerError: if there is no room, or it claims to be who it is not.
         """
         there = self._guests.get(guest.rank)
         if there is guest:
-            return
+            return True
         secret = self._secrets.get(guest.rank)
         is_same = secret is not None and back is not None and hmac.compare_digest(back.secret, secret)
         if there is not None and there.link.connected and not is_same:
@@ -603,12 +608,10 @@ class Shard:
                 f"Cannot take in rank {guest.rank} as the one that was here before: it does not know what that one was "
                 "told when it was taken in. Another process has this rank, or had it since."
             )
-        if not is_same:
-            self._secrets[guest.rank] = secrets.token_bytes(SECRET_BYTES)
-        if there is None:
-            return
-        self._remove(there)  # its process is gone, and this is the one that follows it
-        there.link.abort()
+        if there is not None:
+            self._remove(there)  # its process is gone, and this is the one that follows it
+            there.link.abort()
+        return is_same
 
     def _remove(self, guest: Guest, end: str = "gone") -> None:
         del self._guests[guest.rank]
