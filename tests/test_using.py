@@ -24,7 +24,7 @@ def test_checkpoints_go_out_and_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shown: dict[str, Any] = {}
     exec(kept + own, shown)
     with shown["run"] as run:
-        assert run.step == 16
+        assert run.step == 32
         for step, (x,) in enumerate(shown["loader"]):
             shown["model"](x).sum().backward()
             shown["optimizer"].step()
@@ -35,11 +35,11 @@ def test_checkpoints_go_out_and_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again: dict[str, Any] = {}
     exec(kept + own, again)
     with again["run"] as run:
-        assert run.step == 16, "the epoch was done"
+        assert run.step == 32, "both epochs were done"
         kept_there = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.pt"))
-        assert kept_there == ["run-000008.pt", "run-000016.pt"]
+        assert kept_there == ["run-000024.pt", "run-000032.pt"]
         again["resume"](tmp_path / "own.pt")
-        assert run.step == 21
+        assert run.step == 37
         assert again["model"].module.weight.equal(weight)
 
 
