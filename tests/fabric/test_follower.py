@@ -173,3 +173,17 @@ def test_the_first_worker_fills_it() -> None:
         return (opened.model, opened.wants_values, opened.life) == (0, True, 7)
 
     assert asyncio.run(run())
+
+
+def test_who_loses_its_place_before_the_life_has_begun_hears_of_it() -> None:
+    """Nobody has a secret yet; but a worker whose place is another's is not to wait for ever."""
+
+    async def run() -> tuple[bool, bool]:
+        shard = Shard(None)
+        one, other = Guest(shard, 1), Guest(shard, 1)
+        one.say(pack(Open(0, 0)), pack(HERE))
+        back = Back(life=1, clock=0, version=0, holds=False, waits=True)
+        other.say(pack(Open(0, 1)), pack(msgspec.structs.replace(HERE, back=back)))
+        return one.line.connected, other.line.connected
+
+    assert asyncio.run(run()) == (False, True)

@@ -1,0 +1,59 @@
+"""What a server says was replaced, held against what workers say they loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.audit.replacements import check_replaced
+from offbeat.audit.replicas import Diary
+from offbeat.audit.verdict import Verdict
+from offbeat.history import Has, Replaced
+
+LIFE = 7
+
+
+def diary(rank: int, versions: list[int], *, loads: list[int]) -> Diary:
+    """Of a worker that had these versions, one after another, and loaded checkpoints before some of them."""
+    has = [Has(0, step, 0.0, None, life=LIFE, versions=(version,)) for step, version in enumerate(versions)]
+    return Diary(rank, f"worker-{rank}.log", has=has, loads=loads)
+
+
+def found(diaries: list[Diary], version: int = 5) -> tuple[int, list[str], int]:
+    verdict = Verdict()
+    check_replaced([(LIFE, Replaced(0, version, 0))] * 2, diaries, verdict)  # two shards say so
+    return verdict.broken, verdict.notes, verdict.replaced
+
+
+def test_all_loaded_it() -> None:
+    assert found([diary(rank, [4, 5, 5, 6], loads=[2]) for rank in (0, 1)]) == (0, [], 1)
+
+
+def test_one_did_not() -> None:
+    broken, notes, _ = found([diary(0, [4, 5, 5, 6], loads=[2]), diary(1, [4, 5, 6], loads=[])])
+    assert (broken, notes) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        diary(1, [4, 5, 5], loads=[2]),
+        diary(1, [2, 3], loads=[]),
+        diary(1, [5, 6, 7], loads=[]),
+    ],
+    ids=["it was the last thing it did", "it had gone before", "it joined behind it"],
+)
+def test_who_was_not_there_need_not_have_loaded_anything(other: Diary) -> None:
+    assert found([diary(0, [4, 5, 5], loads=[2]), other]) == (0, [], 1)
+
+
+def test_nobody_says_anything() -> None:
+    broken, notes, _ = found([])
+    assert broken == 0
+    assert notes == [
+        "Rank 0 replaced the parameters of model 0 at version 5 of life 7; no worker's history says whether all loaded "
+        "a checkpoint there."
+    ]
+
+
+def test_before_anything_was_trained_whoever_comes_brings_it() -> None:
+    assert found([diary(0, [0, 1], loads=[])], version=0) == (0, [], 0)
