@@ -11,7 +11,7 @@ import torch
 from offbeat.errors import DisagreementError, PeerError
 from offbeat.fabric.server.deals import Restock
 from offbeat.fabric.server.lead.questions import Questions
-from offbeat.fabric.server.lead.replacing import Replacements
+from offbeat.fabric.server.lead.replacements import Replacements
 from offbeat.fabric.server.lead.schedules import Schedules
 from offbeat.fabric.server.messages import (
     Ask,
@@ -32,6 +32,7 @@ from tests.refusals.job import BAD, GOOD, HYPER, Heard, Job, announce, details, 
 from tests.refusals.test_models import opened
 
 if TYPE_CHECKING:
+    from offbeat.fabric.server.client.exchange import Exchange
     from offbeat.wire.link import Link
 
 BLOCK_BYTES = 56
@@ -142,14 +143,19 @@ def test_more_than_anybody_brings(job: Job) -> None:
     job.goes_on()
 
 
-def test_what_all_wait_for_is_taken(server: Job) -> None:
-    """And no more than was said: afterwards nothing may be put any more."""
+def let_put(server: Job) -> tuple[Link, Heard, str, list[Exchange]]:
+    """Rank 0, which may put now; its address, and what the others wait for."""
     server.begin()
     link, heard, _ = join(server)
-    address = own_address(link)
     waits = [client.ask(LOADING, refresh=True) for client in server.clients]
     server.loop.call(link.send, pack(Replace(0, 7)))
     wait_for(lambda: MayPut(7) in heard.messages, "it may not put")
+    return link, heard, own_address(link), waits
+
+
+def test_what_all_wait_for_is_taken(server: Job) -> None:
+    """And no more than was said: afterwards nothing may be put any more."""
+    link, heard, address, waits = let_put(server)
     for index, one in enumerate(details().blocks):
         twos = torch.full((sum(piece.numel for piece in one.pieces),), 2.0).numpy().tobytes()
         server.loop.call(link.send, pack(Put(0, index)), twos)
@@ -171,12 +177,7 @@ def puts_again(server: Job, link: Link, heard: Heard, address: str) -> None:
 
 def test_what_may_be_put_ends_when_the_others_go_on(server: Job) -> None:
     """Also if it was never said that this was all."""
-    server.begin()
-    link, heard, _ = join(server)
-    address = own_address(link)
-    waits = [client.ask(LOADING, refresh=True) for client in server.clients]
-    server.loop.call(link.send, pack(Replace(0, 7)))
-    wait_for(lambda: MayPut(7) in heard.messages, "it may not put")
+    link, heard, address, waits = let_put(server)
     server.loop.call(link.send, pack(Ask(0, LOADING, True)))
     for wait in waits:
         assert wait.wait(SOON)

@@ -22,7 +22,7 @@ from offbeat.fabric.server.client.hands import Hands
 from offbeat.fabric.server.client.place import Place
 from offbeat.fabric.server.client.route import Route
 from offbeat.fabric.server.client.side import ShardSide
-from offbeat.fabric.server.client.transfers import Due, Transfers
+from offbeat.fabric.server.client.transfers import Due, Load, Transfers
 from offbeat.fabric.server.deals import Dealt
 from offbeat.fabric.server.memory import bytes_of
 from offbeat.fabric.server.messages import (
@@ -284,7 +284,7 @@ class Client:
         exchange, place = Exchange(), self.place(model)
         # Copied, since what it is given if it has to come back meanwhile lands there.
         values = tuple(value.clone() for value in place.values)
-        due = Due(exchange, self.transfers.put, (place, values, tuple(portions)))
+        due = Due(exchange, self.transfers.put, (Load(place, values, tuple(portions)),))
         self._loop.call(self._transfer, due)
         return exchange
 

@@ -34,6 +34,20 @@ class Due(NamedTuple):
     arguments: tuple[Any, ...] = ()
 
 
+class Load(NamedTuple):
+    """What is put in place of what the shards have.
+
+    Args:
+        place: the model's.
+        values: [D] of each block.
+        portions: the optimizer's state.
+    """
+
+    place: Place
+    values: Sequence[torch.Tensor]
+    portions: Sequence[Portion]
+
+
 class Transfers:
     """Those that are under way.
 
@@ -66,17 +80,10 @@ class Transfers:
         for link in self._links:
             link.send(pack(Fetch(place.model, number)))
 
-    def put(
-        self,
-        number: int,
-        exchange: Exchange,
-        place: Place,
-        values: Sequence[torch.Tensor],
-        portions: Sequence[Portion],
-    ) -> None:
+    def put(self, number: int, exchange: Exchange, load: Load) -> None:
         """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
         exchange.left = len(self._links)
-        self._links[0].send(pack(Replace(place.model, number)))
+        self._links[0].send(pack(Replace(load.place.model, number)))
 
     def may_put(self, number: int, refused: str) -> None:
         """A shard takes what is put from now on; or none does, and why."""
@@ -92,14 +99,8 @@ class Transfers:
         if not due.exchange.left:
             self._put_all(number, due.exchange, *due.arguments)
 
-    def _put_all(
-        self,
-        number: int,
-        exchange: Exchange,
-        place: Place,
-        values: Sequence[torch.Tensor],
-        portions: Sequence[Portion],
-    ) -> None:
+    def _put_all(self, number: int, exchange: Exchange, load: Load) -> None:
+        place, values, portions = load
         exchange.left = len(self._links)
         for block in place.blocks:
             link = self._links[place.shards[block.index]]

@@ -6,7 +6,7 @@
 * `resume` - who may come back, and with what
 * `swaps` - which plan holds, and how another one comes to; `proposal` - who has agreed to it
 * `questions` - what all workers are asked beside the data
-* `replacing` - what the first worker brings in place of what the server has, when all others wait for it
+* `replacements` - what the first worker brings in place of what the server has, when all others wait for it
 * `schedules` - whether workers bring the same hyper-parameters
 * `controlling` - asks the plan's controller
 """

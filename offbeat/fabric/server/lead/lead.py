@@ -15,7 +15,7 @@ from offbeat.fabric.server.lead.coordinator import Coordinator, times_s
 from offbeat.fabric.server.lead.dealer import Dealer
 from offbeat.fabric.server.lead.model import Model, Parting, revived
 from offbeat.fabric.server.lead.questions import Questions
-from offbeat.fabric.server.lead.replacing import Replacements
+from offbeat.fabric.server.lead.replacements import Replacements
 from offbeat.fabric.server.lead.resume import Verdict, judge
 from offbeat.fabric.server.lead.swaps import CONSENT_S, Swaps
 from offbeat.fabric.server.messages import (

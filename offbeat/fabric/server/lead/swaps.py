@@ -21,13 +21,14 @@ from offbeat.naming import short_name
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Sequence, Set
 
     from offbeat.fabric.server.lead.proposal import Parts, Tell
     from offbeat.fabric.server.messages import Agreed, Details, ToWorker
     from offbeat.sync import Policy
 
 CONSENT_S = 0.2
+_MOST_LISTED = 4
 _log = logging.getLogger("offbeat")
 
 
@@ -228,7 +229,7 @@ class Swaps:
             border = None
             if not proposal.parts.is_served:
                 self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
-            by = ", ".join(dict.fromkeys(proposal.by))
+            by = _listed(proposal.by)
             text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, border)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
@@ -275,3 +276,9 @@ class Swaps:
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
         self._adopted(new, Adopt(plan, count, text, border), by)
         return text
+
+
+def _listed(by: Sequence[str]) -> str:
+    """Who wanted it; of many, such as all workers of a script that swaps, the first."""
+    each = list(dict.fromkeys(by))
+    return ", ".join(each) if len(each) <= _MOST_LISTED else f"{each[0]} and {len(each) - 1} others"

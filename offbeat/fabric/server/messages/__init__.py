@@ -104,7 +104,8 @@ FromWorker = (
     | Agreed | Leaves
 )  # fmt: skip
 FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
-Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn | Replacing  # to all
+# Of the coordinator, to all shards.
+Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn | Replacing
 FromChief = Decision | Begin | Mark | Refused | Adopt
 ToWorker = (
     Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | MayPut
