@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.audit import Verdict, contributions, verify
-from offbeat.exits import how_it_ended
-from offbeat.fault import Fault, read_fired, unfired
-from offbeat.serve import RESTARTS, Settings, start_shard
+from offbeat.exit_codes import how_it_ended
+from offbeat.fault_spec import Fault, read_fired, unfired
+from offbeat.server.launch import RESTARTS, Settings, start_shard
 from offbeat.testing.faults import environment
 
 if TYPE_CHECKING:
@@ -40,12 +40,18 @@ TIMEOUT_S = 2.0
 DEADLINE_S = 150.0  # most of it is starting, on a machine that does much else
 _ENDING_S = 8.0
 _SNAPSHOT_EVERY = 5
-_FAULTY = Path(__file__).resolve().parent.parent / "offbeat/testing/faulty.py"
+_FAULTY = Path(__file__).resolve().parent.parent / "offbeat/testing/run_with_faults.py"
 _JOB = Path(__file__).resolve().parent / "workloads/marked.py"
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "sklearn.datasets", "torch.utils.data", "offbeat.run", "offbeat.engine.server"]
-)
+_PRELOADED = ["torch", "sklearn.datasets", "torch.utils.data", "offbeat.run.run", "offbeat.engine.server_session"]
+
+
+def preload() -> None:
+    """Have workers come from a process that has loaded what they need.
+
+    A process has one such server for all that it starts, so this is for a program to call, not for an import.
+    """
+    _context.set_forkserver_preload(_PRELOADED)
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def _let_end(servers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _work(output: Connection, own: dict[str, str], arguments: list[str]) -> None:
     """Be a worker as `offbeat run` starts it."""
-    from offbeat.cli import worker
+    from offbeat.cli import worker_main
 
     ours = [name for name in os.environ if name.startswith("OFFBEAT_")]
     for name in ours:
@@ -227,4 +233,4 @@ def _work(output: Connection, own: dict[str, str], arguments: list[str]) -> None
         os.dup2(output.fileno(), descriptor)
     output.close()
     sys.argv = ["worker", str(_FAULTY), str(_JOB), *arguments]
-    worker.main()
+    worker_main.main()

@@ -10,8 +10,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.lab.handover import AROUND
-from offbeat.lab.repeat import Repeat, behind_faults, reached, repeats
+from offbeat.lab.run_result import Repeat, behind_faults, reached, repeats
+from offbeat.lab.swap_cost import AROUND
 from offbeat.scenario import Replay, Scenario
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import msgspec
 from benchmarks import cell
 from benchmarks.books import Books, books
 from offbeat.fabric import Elastic, ParameterServer
-from offbeat.fault import Fault, Link, Script, Stranger, Target
-from offbeat.lab import machine
+from offbeat.fault_spec import Fault, Link, Script, Stranger, Target
+from offbeat.lab import hardware
 from offbeat.plan import Plan
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, RoundRobin
 
@@ -316,7 +316,7 @@ def read(path: Path) -> Result:
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Result)
     return Result(
-        date=machine.date(), versions=machine.versions(), hardware=machine.hardware(), timeout_s=cell.TIMEOUT_S
+        date=hardware.date(), versions=hardware.versions(), hardware=hardware.hardware(), timeout_s=cell.TIMEOUT_S
     )
 
 
@@ -339,6 +339,7 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, help="keep what each cell wrote and said, in a folder of its own here")
     parser.add_argument("--keep", action="store_true", help="with --only: keep cells that are there")
     asked = parser.parse_args()
+    cell.preload()
     result, lock = read(asked.result), threading.Lock()
     done = set() if asked.only and not asked.keep else {one.key for one in result.cells}
     cells = [(policy, case) for policy, case in selected(asked.only) if (policy, case.target, case.name) not in done]

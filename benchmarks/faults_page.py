@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from benchmarks.cell import WORKERS
 from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, applies, read, why_not, why_not_elastic
-from offbeat.fault import Target
+from offbeat.fault_spec import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

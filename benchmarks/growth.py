@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.fabric import ParameterServer
-from offbeat.lab import machine
+from offbeat.lab import hardware
 from offbeat.plan import Plan
 from offbeat.scenario import Scenario
 from offbeat.sim import Known, predict
@@ -102,9 +102,9 @@ def run(workers: Sequence[int] = WORKERS) -> Growth:
     """All plans with all numbers of workers."""
     return Growth(
         command=COMMAND,
-        date=machine.date(),
-        versions=machine.versions(),
-        hardware=machine.hardware(),
+        date=hardware.date(),
+        versions=hardware.versions(),
+        hardware=hardware.hardware(),
         cells=[measure(row, count) for row in PLANS for count in workers],
     )
 

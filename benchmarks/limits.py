@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.page import RESULTS, measured
-from offbeat.lab import limits, plots, results
+from offbeat.lab import lower_bounds, plots, results
 from offbeat.lab.jobs import jobs
 from offbeat.scenario import Scenario
 
@@ -19,7 +19,7 @@ def main() -> None:
     for name in measured():
         path = RESULTS / f"{name}.json"
         report = results.read(path)
-        report = limits.again(report, jobs(Scenario.from_toml(report.scenario), SCENARIOS))
+        report = lower_bounds.again(report, jobs(Scenario.from_toml(report.scenario), SCENARIOS))
         results.write(report, path)
         plots.draw(report, path.with_suffix(".png"))
 

@@ -12,10 +12,10 @@ import msgspec
 from benchmarks import growth, threads
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
 from offbeat.lab import results
-from offbeat.lab.courses import brief
-from offbeat.lab.predicted import errors
-from offbeat.lab.repeat import behind_faults, reached
-from offbeat.lab.table import table
+from offbeat.lab.predictions import errors
+from offbeat.lab.result_table import table
+from offbeat.lab.run_result import behind_faults, reached
+from offbeat.report.formatting import brief
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.cli.threads import SAID, share_of_cores
-from offbeat.lab import machine
+from offbeat.lab import hardware
 from offbeat.report import Records
 from offbeat.report.records import Step
 
@@ -95,9 +95,9 @@ def run() -> Threads:
         pairs.append(Pair(before=round(found[own], 2), after=round(found[None], 2), load=load))
     return Threads(
         command=COMMAND,
-        date=machine.date(),
-        versions=machine.versions(),
-        hardware=machine.hardware(),
+        date=hardware.date(),
+        versions=hardware.versions(),
+        hardware=hardware.hardware(),
         script=SCRIPT,
         workers=WORKERS,
         steps=STEPS,

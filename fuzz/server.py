@@ -16,9 +16,9 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-with atheris.instrument_imports(include=["offbeat.fabric.server", "offbeat.sync"]):
+with atheris.instrument_imports(include=["offbeat.server", "offbeat.sync"]):
     from offbeat.errors import PeerError
-    from offbeat.fabric.server import messages
+    from offbeat.protocol import messages
     from tests.fabric.garbage import torment
 
 DECODERS = (

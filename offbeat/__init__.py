@@ -15,25 +15,25 @@ if sys.platform != "linux":
         "machine, a Linux container, or WSL 2."
     )
 
+from offbeat.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from offbeat.checkpoints import Checkpoints
+    from offbeat.batching import BatchTuning
     from offbeat.codec import Cast, Dense
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup
-    from offbeat.pacing import BatchTuning
     from offbeat.plan import Plan
-    from offbeat.replica import Replica
-    from offbeat.run import Run, init
+    from offbeat.run.checkpoints import Checkpoints
+    from offbeat.run.replica import Replica
+    from offbeat.run.run import Run, init
     from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, RoundRobin
-
-__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "ASP": "offbeat.sync",
     "BSP": "offbeat.sync",
-    "BatchTuning": "offbeat.pacing",
+    "BatchTuning": "offbeat.batching",
     "ByProgress": "offbeat.control",
     "Cast": "offbeat.codec",
-    "Checkpoints": "offbeat.checkpoints",
+    "Checkpoints": "offbeat.run.checkpoints",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
     "Elastic": "offbeat.fabric",
@@ -45,12 +45,12 @@ _HOMES = {
     "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
     "ProcessGroup": "offbeat.fabric",
-    "Replica": "offbeat.replica",
+    "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
-    "Run": "offbeat.run",
+    "Run": "offbeat.run.run",
     "SSP": "offbeat.sync",
     "WaitThreshold": "offbeat.control",
-    "init": "offbeat.run",
+    "init": "offbeat.run.run",
 }
 
 __all__ = [

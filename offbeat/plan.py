@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import tomli_w
 
-from offbeat import toml_text
+from offbeat import toml_reader
+from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
-from offbeat.pacing import KEEPS, BatchTuning, Keeps
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Plan:
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
         for f in dataclasses.fields(self):
-            toml_text.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
+            toml_reader.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
         local = isinstance(self.sync, LocalSGD)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
@@ -285,7 +285,7 @@ def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
     Raises:
         PlanError: if the text is not TOML, or a key or value is unknown.
     """
-    table = toml_text.decode(text, "plan", PlanError)
+    table = toml_reader.decode(text, "plan", PlanError)
     fields = {f.name for f in dataclasses.fields(Plan)}
     values = {}
     for key, value in table.items():
@@ -355,7 +355,7 @@ def part_of(room: str, table: Any) -> Any:
     Raises:
         PlanError: if there is no such part, or a value cannot be; the text ends with the path.
     """
-    toml_text.check_values(table, "plan", f"plan.{room}", PlanError)
+    toml_reader.check_values(table, "plan", f"plan.{room}", PlanError)
     return _part(table, room, _KINDS[room], f"plan.{room}", f"plan.{room}")
 
 

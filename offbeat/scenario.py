@@ -35,9 +35,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from offbeat import toml_text
+from offbeat import toml_reader
 from offbeat.errors import ScenarioError, brief
-from offbeat.fault import Fault
+from offbeat.fault_spec import Fault
+from offbeat.model_profiles import TimedLayer, scaled, timed
+from offbeat.straggler_model import Straggle
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 
 System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
@@ -74,14 +76,6 @@ class About(_Table, frozen=True, kw_only=True):
         ),
     ]
     description: str = ""
-
-
-class Straggle(_Table, frozen=True, kw_only=True):
-    """Each step of each worker, with `probability`, takes U(`low`, `high`) times its mean computation longer."""
-
-    probability: Annotated[float, msgspec.Meta(gt=0, le=1)]
-    low: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.5
-    high: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 2.0
 
 
 class Impair(_Table, frozen=True, kw_only=True):
@@ -159,6 +153,17 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     fixed: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     bucket_bytes: Size | None = None
 
+    def layers(self) -> list[TimedLayer]:
+        """Its layers, scaled and timed."""
+        if self.profile is not None:
+            return timed(self.profile, scale=self.scale, forward_s=self.forward_s, backward_s=self.backward_s)
+        return [
+            TimedLayer(
+                one.name, scaled([tuple(shape) for shape in one.shapes], self.scale), one.forward_s, one.backward_s
+            )
+            for one in self.layer
+        ]
+
     def work_of(self, count: int) -> float:
         """How long a step of `count` samples computes, relative to one of `batch`."""
         return self.fixed + (1 - self.fixed) * count / self.batch
@@ -233,7 +238,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
             ScenarioError: if the text is not TOML, a key or value is unknown, or what it describes cannot be built;
                 the text ends with the path of the value.
         """
-        table = toml_text.decode(text, "scenario", ScenarioError)
+        table = toml_reader.decode(text, "scenario", ScenarioError)
         _check_keys(table, msgspec.inspect.type_info(cls), "")
         try:
             scenario = msgspec.convert(table, cls, strict=True)
@@ -396,7 +401,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
         if is_restarted and isinstance(self.workload, Replay):
             raise ScenarioError(
                 "Cannot start a replay again: it has nothing to save, so it would begin anew. Use a script, with "
-                f"offbeat.lab.snapshots, or another system ({path}.system)."
+                f"offbeat.lab.peer_checkpoint, or another system ({path}.system)."
             )
 
 

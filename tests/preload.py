@@ -3,11 +3,11 @@
 import torch
 import torch.nn.parallel
 
-import offbeat.run
-import offbeat.serve
+import offbeat.cli.shard_main
+import offbeat.run.run
 from tests import warm
 
-offbeat.serve.prepare_process()
+offbeat.cli.shard_main.prepare_process()
 warm.everywhere()
 torch.set_num_threads(1)
 

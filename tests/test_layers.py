@@ -1,8 +1,10 @@
-"""Imports go strictly down the tiers, and no room of tier 1 imports another."""
+"""The architecture as imports have it: they go strictly down, and each file has a line in its room's docstring."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,69 +12,63 @@ import pytest
 import offbeat
 
 ROOT = Path(offbeat.__file__).parent
-TIERS = {
-    "errors": -1,
-    "sealed": -1,
-    "toml_text": 0,
-    "addition": 0,
-    "clock": 0,
-    "exits": 0,
-    "topology": 0,
-    "layout": 0,
-    "payload": 0,
-    "fault": 0,
-    "rng": 0,
-    "naming": 0,
-    "sync": 1,
-    "codec": 1,
-    "pacing": 1,
-    "control": 1.5,
-    "history": 1.5,
-    "wire": 2,
-    "fabric": 2.5,
-    "plan": 3,
-    "scenario": 3,
-    "audit": 3.1,
-    "luck": 3.1,
-    "profiles": 3.1,
-    "engine": 4,
-    "sim": 4,
-    "serve": 3.5,
-    "course": 4.5,
-    "loader": 6,
-    "leased": 6.1,
-    "replica": 6,
-    "wrappers": 6,
-    "unprepared": 6,
-    "rendezvous": 6,
-    "trainable": 6.2,
-    "data": 6.3,
-    "exchanging": 6.3,
-    "crossing": 6.4,
-    "membership": 6.4,
-    "swapping": 6.45,
-    "uneven": 6.45,
-    "run": 6.5,
-    "checkpoints": 6.6,
-    "report": 7,
-    "lab": 7,
-    "cli": 7.5,
-    "__main__": 7.6,
-    "testing": 9,
-    "": 10,
+# Each line imports from those below it alone; what stands in one line does not import each other. The files at the
+# root that are not named are nouns: they import each other alone.
+LINES = [
+    {"__main__"},
+    {"testing"},
+    {"cli"},
+    {"lab"},
+    {"report", "audit"},
+    {"run"},
+    {"loading", "sim"},
+    {"engine"},
+    {"scenario"},
+    {"plan"},
+    {"fabric"},
+    {"server"},
+    {"diagnosis"},
+    {"wire"},
+    {"coordinator"},
+    {"control"},
+    {"history"},
+    {"protocol"},
+    {"sync", "codec", "batching"},
+]
+LEVELS = {room: level for level, line in enumerate(reversed(LINES), 1) for room in line}
+NOUNS = {
+    "clock",
+    "errors",
+    "exit_codes",
+    "fault_spec",
+    "float_sum",
+    "layout",
+    "model_profiles",
+    "payload",
+    "pending",
+    "rng",
+    "safe_read",
+    "short_name",
+    "straggler_model",
+    "tensors",
+    "toml_reader",
+    "topology",
+    "version",
 }
-# `wire` starts in a few milliseconds beside every worker, the command line answers at once: neither may load torch.
-LIGHT = ("wire", "report", "cli")
+# `wire` and `diagnosis` start in a few milliseconds beside every worker, the command line answers at once: neither may
+# load torch.
 NOT_A_ROOM = {"utils", "common", "helpers", "base", "core", "misc"}
+FILES = sorted(ROOT.rglob("*.py"))
+ROOMS = sorted({path.parent for path in FILES if path.parent != ROOT})
 
 
-def module_of(path: Path) -> str:
+def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "" if parts == ("__init__",) else parts[0]
 
 
 def imports(path: Path) -> list[tuple[str, int]]:
-    """Rooms of offbeat that a file imports anywhere in it, with the line."""
+    """Rooms of offbeat that a file imports anywhere in it, for its types alone as well, with the line."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
@@ -85,22 +81,23 @@ def imports(path: Path) -> list[tuple[str, int]]:
             ]
         for name in names:
             if name == "offbeat" or name.startswith("offbeat."):
-                room = name.split(".")[1] if "." in name else ""
-                found.append((room if room in TIERS else "", node.lineno))  # type: ignore[attr-defined]
+                found.append((name.split(".")[1] if "." in name else "", node.lineno))  # type: ignore[attr-defined]  # noqa: PERF401
     return found
-
-
-FILES = sorted(ROOT.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path: Path) -> None:
-    here = module_of(path)
-    assert here in TIERS, f"{here} has no tier: give it one here and in the design"
+    here = room_of(path)
+    if not here:
+        return  # the public names, loaded when they are first used
+    assert here in NOUNS or here in LEVELS, f"{here} has no level: give it one here and in the design"
     for room, line in imports(path):
-        if room in (here, ""):
-            continue  # "" is the version and the public names, which are loaded lazily
-        assert TIERS[room] < TIERS[here], f"{path}:{line}: {here} (tier {TIERS[here]}) imports {room} ({TIERS[room]})"
+        if room == here:
+            continue
+        assert room, f"{path}:{line}: import the name from the room that defines it, not from offbeat itself"
+        assert LEVELS.get(room, 0) < LEVELS.get(here, 0) or {room, here} <= NOUNS, (
+            f"{path}:{line}: {here} imports {room}"
+        )
 
 
 def test_no_drawer_for_odds_and_ends() -> None:
@@ -108,7 +105,66 @@ def test_no_drawer_for_odds_and_ends() -> None:
     assert not names & NOT_A_ROOM
 
 
+@pytest.mark.parametrize("room", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_of_a_room_is_listed(room: Path) -> None:
+    told = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    files = [p.stem for p in room.glob("*.py") if p.name != "__init__.py"]
+    files += [p.name for p in room.iterdir() if (p / "__init__.py").exists()]
+    assert not [name for name in sorted(files) if f"`{name}`" not in told]
+
+
 def test_an_upward_edge_would_be_seen(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text("def f():\n    from offbeat.engine import Reducer\n    import offbeat.cli.run\n")
     assert imports(file) == [("engine", 2), ("cli", 3)]
+
+
+def test_circles_within_a_room_would_be_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            for one in edges.get(todo.pop(), set()) - found:
+                found.add(one)
+                todo.append(one)
+        return found
+
+    reach = {one: reached(one) for one in edges}
+    groups = {frozenset({one} | {other for other in reach[one] if one in reach.get(other, set())}) for one in edges}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def test_no_circles() -> None:
+    """Also not for types alone."""
+
+    def name(path: Path) -> str:
+        parts = ("offbeat", *path.relative_to(ROOT).with_suffix("").parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    modules = {name(path) for path in FILES}
+    edges: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.name == "__init__.py":
+            continue
+        here = edges.setdefault(name(path), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    here.add(full if full in modules else node.module)
+            elif isinstance(node, ast.Import):
+                here.update(alias.name for alias in node.names)
+    assert not circles(edges)
+
+
+def test_what_has_to_start_at_once_loads_no_torch() -> None:
+    """A sentinel starts beside every worker, and the command line answers at once."""
+    light = ("cli.app", "coordinator.coordinator", "diagnosis.sentinel", "protocol.messages", "report", "server.launch")
+    program = "".join(f"import offbeat.{name}\n" for name in light) + "import sys\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import offbeat
-from offbeat.naming import short_name
+from offbeat.short_name import short_name
 
 SHORT = {
     "RoundRobin()": offbeat.RoundRobin(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offbeat.errors import ScenarioError
-from offbeat.profiles import profile, size_bytes, timed
+from offbeat.model_profiles import profile, size_bytes
 from offbeat.scenario import LayerTable, Replay
 
 
@@ -49,7 +49,7 @@ def test_gradients_come_in_the_order_of_the_layers() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.06, 0.01])
 def test_scaled_sizes_and_times(name: str, scale: float) -> None:
     replay = Replay(profile=name, scale=scale, forward_s=0.1, backward_s=0.3)  # type: ignore[arg-type]
-    layers = timed(replay)
+    layers = replay.layers()
     assert sum(layer.forward_s for layer in layers) == pytest.approx(0.1)
     assert sum(layer.backward_s for layer in layers) == pytest.approx(0.3)
     full = 4 * sum(layer.numel for layer in profile(name))
@@ -64,7 +64,7 @@ def test_a_table_keeps_its_own_times() -> None:
         LayerTable(name="a", shapes=[[100, 3], [100]], backward_s=0.01),
         LayerTable(name="b", shapes=[[7]], backward_s=0.02, forward_s=0.03),
     ]
-    layers = timed(Replay(layer=table, scale=0.5, forward_s=9, backward_s=9))
+    layers = Replay(layer=table, scale=0.5, forward_s=9, backward_s=9).layers()
     assert [(layer.name, layer.shapes) for layer in layers] == [("a", ((50, 3), (50,))), ("b", ((4,),))]
     assert [(layer.forward_s, layer.backward_s) for layer in layers] == [(0.0, 0.01), (0.03, 0.02)]
 

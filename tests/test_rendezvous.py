@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat import rendezvous
+from offbeat.run import rendezvous
 from tests.cli.commands import clean_environment
 
 if TYPE_CHECKING:

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.engine import place
-from offbeat.engine.roll import look_at
+from offbeat.batching import Leases
+from offbeat.coordinator.coordinator import Lead
+from offbeat.diagnosis.startup_barrier import look_at
 from offbeat.errors import HistoryError, ModelError, PeerError
-from offbeat.fabric.server.lead.lead import Lead
-from offbeat.fabric.server.shard.archive import Archive
-from offbeat.fabric.server.snapshot import Snapshot, about, read
 from offbeat.history import Began, Has, Header, Log
-from offbeat.pacing import Leases
-from offbeat.sealed import MOST_BYTES, UnreadableError, open_file, read_file
+from offbeat.loading import position
+from offbeat.safe_read import MOST_BYTES, UnreadableError, open_file, read_file
+from offbeat.server.optimizers import check_hyper
+from offbeat.server.shard.snapshot_store import Archive
+from offbeat.server.snapshot import Snapshot, about, read
 from offbeat.wire.frame import head
 from tests.fabric.test_snapshot import snapshot
 from tests.history.test_log import chunk
@@ -251,18 +252,20 @@ def test_any_bit_of_a_place_in_the_data_may_be_another() -> None:
     refused = 0
     for data in flipped(whole):
         try:
-            place.for_workers(data, 0, leases)
+            position.for_workers(data, 0, leases)
         except ModelError:
             refused += 1
     assert refused > len(whole)
     for books in (b'{"0":"\xff"}', b"[" * 100_000, b'{"0":' + b"7" * 5000 + b"}"):
         with pytest.raises(ModelError, match="the checkpoint is damaged"):
-            place.for_workers(books, 0, leases)
+            position.for_workers(books, 0, leases)
 
 
 @pytest.mark.parametrize("data", [b'{"0":"\xff"}', b"[" * 100_000, b'{"0":' + b"7" * 5000 + b"}"])
 def test_a_coordinator_is_told_why_it_cannot_go_on_there(data: bytes) -> None:
-    lead = Lead(lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None)
+    lead = Lead(
+        lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None, check_hyper=check_hyper
+    )
     assert lead.go_on_in_data(data)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from offbeat import toml_text
-from offbeat.cli.names import read_part
+from offbeat import toml_reader
+from offbeat.cli.part_syntax import read_part
 from offbeat.cli.plan import read_plan
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
@@ -129,4 +129,4 @@ def test_a_file_that_is_no_plan_is_refused_in_one_sentence(
     "value", [{"a": [{"b": [[1, 2], "c"]}]}, {}, [], True, 1.5, "x" * 2000, (1 << 63) - 1, -(1 << 63) + 1]
 )
 def test_what_is_bounded_is_not_refused(value: Any) -> None:
-    toml_text.check_values(value, "plan", "plan", PlanError)
+    toml_reader.check_values(value, "plan", "plan", PlanError)

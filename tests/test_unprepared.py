@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import ModelError
-from offbeat.run import trained_unprepared
-from offbeat.unprepared import LoaderCheck
+from offbeat.loading.loader_check import LoaderCheck
+from offbeat.run.run import trained_unprepared
 from tests.cli.commands import TRAIN, script
 from tests.cli.commands import offbeat as run_command
 from tests.workers import listen, run_workers

@@ -71,7 +71,7 @@ def is_ours(command: Any) -> bool:
     if not isinstance(command, list) or len(command) < 3 or command[0] != sys.executable:
         return False
     options = [one for one in command[1:] if one not in ("-u", "-P")]
-    return options[:2] in (["-m", "offbeat.serve"], ["-m", "offbeat.cli.worker"], ["-c", _COMMAND])
+    return options[:2] in (["-m", "offbeat.cli.shard_main"], ["-m", "offbeat.cli.worker_main"], ["-c", _COMMAND])
 
 
 ColdPopen = subprocess.Popen
@@ -269,7 +269,7 @@ def _become(request: Request, fds: dict[int, int]) -> NoReturn:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's own does so itself
         everywhere()
-        if "offbeat.cli.worker" in request.arguments:
+        if "offbeat.cli.worker_main" in request.arguments:
             stand_by()  # it may start a server when it has threads
         code = _run(request.arguments)
     except BaseException:
@@ -369,9 +369,15 @@ def main() -> None:
     sys.path.pop(0)  # the folder of the tests: commands run elsewhere
     import torch  # noqa: F401
 
-    for name in ("offbeat.run", "offbeat.serve", "offbeat.cli.app", "offbeat.cli.worker", "offbeat.fabric.server"):
+    for name in (
+        "offbeat.run.run",
+        "offbeat.cli.shard_main",
+        "offbeat.cli.app",
+        "offbeat.cli.worker_main",
+        "offbeat.server",
+    ):
         importlib.import_module(name)
-    offbeat_serve = importlib.import_module("offbeat.serve")
+    offbeat_serve = importlib.import_module("offbeat.cli.shard_main")
     offbeat_serve.prepare_process()
     with contextlib.suppress(EOFError, ConnectionError):
         _serve(link)

@@ -28,8 +28,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.engine import Awaited
-from offbeat.fault import LASTING, LOG, read_fired
+from offbeat.diagnosis.wait import Awaited
+from offbeat.fault_spec import LASTING, LOG, read_fired
 
 RANKS, STEPS = 6, 3000
 BATCH = 32

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.lab.peers import bind
 from offbeat.lab.recorder import Recorder, Work, alone_s
+from offbeat.lab.systems import bind
 
 BATCH = 16
 

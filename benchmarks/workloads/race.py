@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from offbeat.lab.peers import bind
+from offbeat.lab.peer_checkpoint import Snapshots
 from offbeat.lab.recorder import Recorder, Work, alone_s, begun
-from offbeat.lab.snapshots import Snapshots
-from offbeat.luck import Straggler
+from offbeat.lab.systems import bind
+from offbeat.straggler_model import Straggler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

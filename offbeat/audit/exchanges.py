@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
+    from offbeat.audit.findings import Verdict
     from offbeat.audit.replicas import Diary
-    from offbeat.audit.verdict import Verdict
 
     Place = tuple[int, int, int]  # model, step, and how many checkpoints had been taken over
     Took = list[tuple[Diary, int]]  # who took part, and which of its records says so

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from offbeat.audit.findings import Verdict
     from offbeat.audit.replicas import Diary
-    from offbeat.audit.verdict import Verdict
     from offbeat.history import Replaced
 
 

@@ -19,7 +19,7 @@ from offbeat.sync import LocalSGD
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from offbeat.audit.verdict import Verdict
+    from offbeat.audit.findings import Verdict
     from offbeat.history import Log
     from offbeat.sync import Policy
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.audit.decisions import Decisions, Update
-    from offbeat.audit.verdict import Verdict
+    from offbeat.audit.findings import Verdict
+    from offbeat.audit.policy_replay import Decisions, Update
     from offbeat.history import Has, Made, Serves, Used
     from offbeat.sync import Push
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.audit.contributions import listed
-from offbeat.audit.decisions import Decisions
 from offbeat.audit.exchanges import check_exchanges
+from offbeat.audit.findings import Verdict
+from offbeat.audit.log_files import find_jobs
+from offbeat.audit.policy_replay import Decisions
 from offbeat.audit.replacements import check_replaced
 from offbeat.audit.replicas import Diary, check_borders, check_replicas, read_diary
-from offbeat.audit.sources import find_jobs
 from offbeat.audit.updates import Fates, Held, check_shards
-from offbeat.audit.verdict import Verdict
 from offbeat.history import Adopts, Began, Ended, Made, Noticed, Replaced, Returns, Serves, Told
 
 if TYPE_CHECKING:
     import os
 
     from offbeat.audit.contributions import Contribution
-    from offbeat.audit.sources import Job
+    from offbeat.audit.log_files import Job
     from offbeat.history import Log
 
 

@@ -1,6 +1,19 @@
-"""The command line: `offbeat run | serve | top | plan | lab | report | doctor | bench | certs`.
+"""The command line: `offbeat run`, `serve`, `top`, `swap`, `plan`, `simulate`, `lab`, `report` and more.
 
-One file per command. Names (of policies, codecs, fabrics) exist only here and in TOML.
+One file per command, and `app` - the table of all commands. Names (of policies, codecs, fabrics) exist only here and in
+TOML: `part_syntax` reads them.
+
+* `run` - start local workers: `launch` starts and ends them, `worker_main` is what each is, `threads` says how many
+  threads each gets, `shards` looks after their servers, `live_table` shows how they train, `join_target` finds the job
+  that others join
+* `serve` - one shard of a parameter server by itself; `shard_main` - the process of a shard, whoever starts it
+* `top` - look at a job: `status_client` asks it, `top_view` draws the answer; `job_address` - where a job is
+* `swap` - have another policy decide; `plan` - write, read and compare plans
+* `simulate`, `lab` - predict and measure a scenario
+* `report`, `verify_run` - what a run's records and history say
+* `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`
+* `doctor` - what works on this machine; `certs` - certificates for development
+* `timeout` - the option of that name of several commands
 """
 
 from __future__ import annotations

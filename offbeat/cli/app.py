@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import offbeat
 from offbeat.cli.bench import app as bench_app
 from offbeat.cli.certs import certs
 from offbeat.cli.doctor import doctor
@@ -23,6 +22,7 @@ from offbeat.cli.swap import swap
 from offbeat.cli.top import top
 from offbeat.cli.verify_run import verify_run
 from offbeat.errors import OffbeatError
+from offbeat.version import __version__
 
 app = typer.Typer(
     name="offbeat",
@@ -47,7 +47,7 @@ app.add_typer(bench_app, name="bench")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"offbeat {offbeat.__version__}")
+        typer.echo(f"offbeat {__version__}")
         raise typer.Exit
 
 

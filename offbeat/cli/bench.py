@@ -14,7 +14,7 @@ from rich.table import Table
 from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
-    from offbeat.cli.speed import Row
+    from offbeat.cli.wire_benchmark import Row
 
 app = typer.Typer(help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
 
@@ -32,7 +32,7 @@ def wire(
     tls: Annotated[bool, typer.Option("--tls", help="Measure with mutual TLS, too.")] = False,
 ) -> None:
     """Measure links between two processes on loopback: throughput against bare sockets, requests, memory."""
-    from offbeat.cli.speed import measure
+    from offbeat.cli.wire_benchmark import measure
 
     if json is not None and not json.parent.is_dir():
         raise NetworkError(f"Cannot write {json}: there is no folder {json.parent}. Make it, or choose another.")
@@ -60,32 +60,32 @@ def _write(path: Path, rows: list[Row], seconds: float, repeats: int) -> None:
 
     import msgspec
 
-    from offbeat.cli import speed
-    from offbeat.lab import machine
+    from offbeat.cli import wire_benchmark
+    from offbeat.lab import hardware
 
     here = Path("/proc/sys/net/ipv4")
     report: dict[str, Any] = {
         "format": 1,
         "name": "wire",
-        "command": machine.command_line(),
-        "date": machine.date(),
+        "command": hardware.command_line(),
+        "date": hardware.date(),
         "versions": {
-            **machine.versions(),
+            **hardware.versions(),
             "xxhash": importlib.metadata.version("xxhash"),
             "openssl": ssl.OPENSSL_VERSION,
         },
         "hardware": {
-            **machine.hardware(),
+            **hardware.hardware(),
             "congestion_control": (here / "tcp_congestion_control").read_text().strip(),
             "slow_start_after_idle": int((here / "tcp_slow_start_after_idle").read_text()),
         },
         "settings": {
             "seconds": seconds,
             "repeats": repeats,
-            "message_bytes": speed.MESSAGE_BYTES,
-            "block_bytes": speed.BLOCK_BYTES,
-            "window_bytes": speed.LIMITS.window_bytes,
-            "links_for_memory": speed.LINKS,
+            "message_bytes": wire_benchmark.MESSAGE_BYTES,
+            "block_bytes": wire_benchmark.BLOCK_BYTES,
+            "window_bytes": wire_benchmark.LIMITS.window_bytes,
+            "links_for_memory": wire_benchmark.LINKS,
         },
         "rows": [asdict(row) | {"median": row.median} for row in rows],
     }

@@ -49,7 +49,7 @@ def run(
     """
     import msgspec
 
-    from offbeat.lab import machine, plots, results, rounds
+    from offbeat.lab import hardware, plots, results, runner
 
     parsed, text = read_scenario(scenario)
     changes = {name: value for name, value in (("repeats", repeats), ("steps", steps)) if value is not None}
@@ -92,8 +92,8 @@ def run(
 
         signal.signal(signal.SIGTERM, _stop)
         try:
-            report = rounds.run(
-                parsed, text, scenario.parent, command=machine.command_line(), tell=tell, keep=keep, fail=fail
+            report = runner.run(
+                parsed, text, scenario.parent, command=hardware.command_line(), tell=tell, keep=keep, fail=fail
             )
         except OffbeatError:
             if failed == len(parsed.row):
@@ -134,10 +134,10 @@ def show(scenario: ScenarioFile) -> None:
     names = ", ".join(host.name for host in parsed.topology.hosts)
     console.print(f"\n{drawing + names if parsed.loopback else parsed.topology.draw()}\n", markup=False)
     if isinstance(workload, Replay):
-        from offbeat import profiles
+        from offbeat import model_profiles
 
-        layers = profiles.timed(workload)
-        size_bytes = profiles.size_bytes(layers)
+        layers = workload.layers()
+        size_bytes = model_profiles.size_bytes(layers)
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
         bound_s = parsed.workers.allreduce_bound_s(size_bytes)
         name = workload.profile or "a table of layers"
@@ -164,11 +164,11 @@ def clean(
     force: Annotated[bool, typer.Option("--force", help="Remove what living labs hold, too.")] = False,
 ) -> None:
     """Remove what a dead lab left behind, and nothing else."""
-    from offbeat.lab import state
+    from offbeat.lab import lab_registry
     from offbeat.lab.network import require_rights
 
     require_rights()
-    removed, kept = state.clean(force=force)
+    removed, kept = lab_registry.clean(force=force)
     for claim in removed:
         typer.echo(f"removed lab {claim.lab} of process {claim.owner_pid}: {len(claim.namespaces)} namespaces")
     for claim in kept:
@@ -184,7 +184,7 @@ def read_scenario(path: Path) -> tuple[Scenario, str]:
         ScenarioError: if the file cannot be read, or holds no scenario.
     """
     from offbeat.scenario import Scenario
-    from offbeat.toml_text import read_text
+    from offbeat.toml_reader import read_text
 
     text = read_text(path, "scenario", _WAY_OUT, ScenarioError)
     try:
@@ -201,7 +201,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def _show_table(report: Report) -> None:
-    from offbeat.lab.table import table as cells_of
+    from offbeat.lab.result_table import table as cells_of
 
     console = Console(width=max(_LEAST_WIDTH, Console().width))
     unbounded = console.options.update(width=_UNBOUNDED_WIDTH)

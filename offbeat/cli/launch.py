@@ -29,15 +29,15 @@ from rich.console import Console
 
 from offbeat.cli.shards import LocalShards
 from offbeat.cli.threads import share_of_cores, workers_here
-from offbeat.cli.worker import REFUSED, VICTIM
-from offbeat.exits import LEFT, UNPREPARED, how_it_ended
+from offbeat.cli.worker_main import REFUSED, VICTIM
+from offbeat.exit_codes import LEFT, UNPREPARED, how_it_ended
 from offbeat.report.records import OF_JOB, Event, append
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from offbeat.cli.joining import Joining
+    from offbeat.cli.join_target import Joining
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _SHARD_HURRY_S = 0.4  # for shards to end because their workers have
@@ -155,7 +155,14 @@ class Launch:
             first = self._job.joining.first_rank
         for local_rank in range(self._job.workers):
             rank = first + local_rank
-            command = [sys.executable, "-u", "-m", "offbeat.cli.worker", str(self._job.script), *self._job.arguments]
+            command = [
+                sys.executable,
+                "-u",
+                "-m",
+                "offbeat.cli.worker_main",
+                str(self._job.script),
+                *self._job.arguments,
+            ]
             process = subprocess.Popen(
                 command,
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
@@ -200,7 +207,7 @@ class Launch:
         """Start the shards; how the workers find them."""
         if not self._job.servers:
             return {}
-        from offbeat.serve import RESTARTS, Settings  # not needed otherwise
+        from offbeat.server.launch import RESTARTS, Settings
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat import toml_text
+from offbeat import toml_reader
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def read_plan(path: Path, **instead: Any) -> Plan:
     """
     from offbeat.plan import Plan
 
-    text = toml_text.read_text(path, "plan", "Write one with `offbeat plan show > plan.toml`.", PlanError)
+    text = toml_reader.read_text(path, "plan", "Write one with `offbeat plan show > plan.toml`.", PlanError)
     try:
         return Plan.from_toml(text, **instead)
     except PlanError as error:

@@ -14,9 +14,9 @@ from rich.table import Table
 from offbeat.errors import ScenarioError
 from offbeat.report import Records
 from offbeat.report.compare import ComparedRun, comparison, figures
-from offbeat.report.ending import Stall, ending, read_stalls
+from offbeat.report.html_report import page
 from offbeat.report.nonfinite import nonfinite
-from offbeat.report.page import page
+from offbeat.report.outcome import Stall, ending, read_stalls
 from offbeat.report.records import End, Event, Start, Step
 from offbeat.report.trace import trace
 

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from offbeat.cli.joining import look_for
+from offbeat.cli.join_target import look_for
 from offbeat.cli.launch import Job, Launch
-from offbeat.cli.live import LiveView, final_table
+from offbeat.cli.live_table import LiveView, final_table
 from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.cli.timeout import check_timeout
@@ -85,7 +85,7 @@ def run(
     Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
-    from offbeat.cli.names import read_part
+    from offbeat.cli.part_syntax import read_part
     from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 

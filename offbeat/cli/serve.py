@@ -12,7 +12,7 @@ import typer
 
 from offbeat.cli.timeout import check_timeout
 from offbeat.errors import NetworkError
-from offbeat.wire import eager
+from offbeat.wire import busy_poll
 
 TokenFile = Annotated[
     Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
@@ -51,8 +51,9 @@ def serve(
     Workers find it with `ParameterServer(addresses=("host:port",))` or OFFBEAT_SERVERS=host:port,host:port, the first
     shard first, and with the same OFFBEAT_JOB and OFFBEAT_TOKEN.
     """
-    from offbeat.serve import Settings, prepare_process
-    from offbeat.serve import serve as serve_job
+    from offbeat.cli.shard_main import prepare_process
+    from offbeat.cli.shard_main import serve as serve_job
+    from offbeat.server.launch import Settings
 
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
     settings = Settings(
@@ -76,7 +77,7 @@ def serve(
         sys.stdout.flush()
 
     prepare_process()
-    eager.run(serve_job(settings, say))
+    busy_poll.run(serve_job(settings, say))
 
 
 def read_token(path: Path) -> str:

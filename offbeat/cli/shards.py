@@ -2,7 +2,7 @@
 
 A shard is a process that serves, and one that looks after it and starts it again when it is killed. `offbeat run`
 looks after the second: it starts those that `--servers` asks for, and whoever else starts one below it leaves a note
-(`offbeat.serve.RestartNote`), so that it knows of all.
+(`offbeat.server.launch.RestartNote`), so that it knows of all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offbeat.errors import NetworkError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.serve import Settings, ShardProcess
+    from offbeat.server.launch import Settings, ShardProcess
 
 _LOOK_S = 0.25  # between two looks at the notes
 _POLL_S = 0.1
@@ -68,7 +68,7 @@ class LocalShards:
         self._looked_s = now_s
         if not self._returning and not any(self._folder.iterdir()):
             return ""
-        from offbeat.serve import RestartNote
+        from offbeat.server.launch import RestartNote
 
         try:
             for note in RestartNote.left_behind(self._folder):
@@ -101,7 +101,7 @@ class LocalShards:
             one.process.wait()
 
     def _begin(self, settings: Settings) -> ShardProcess:
-        from offbeat.serve import ShardProcess  # not needed by a job without shards
+        from offbeat.server.launch import ShardProcess
 
         started = ShardProcess(environment=self._environment, own_session=True)
         self._processes.append(started)

@@ -43,7 +43,7 @@ def simulate(
     import msgspec
 
     from offbeat.lab import results
-    from offbeat.lab.predicted import known_of, predictions
+    from offbeat.lab.predictions import known_of, predictions
 
     parsed, _ = read_scenario(scenario)
     check_writable(json)
@@ -88,11 +88,11 @@ def _why_not(measured: Report | None, digest: str) -> str:
 def _read_result(path: Path) -> Report:
     import msgspec
 
-    from offbeat import toml_text
+    from offbeat import toml_reader
     from offbeat.lab import results
 
     way_out = "Name a file that `offbeat lab run` wrote (--like)."
-    text = toml_text.read_bytes(path, "result", way_out, ScenarioError, _MOST_BYTES)
+    text = toml_reader.read_bytes(path, "result", way_out, ScenarioError, _MOST_BYTES)
     try:
         return results.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:

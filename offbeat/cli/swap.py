@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat.cli.target import (
+from offbeat.cli.job_address import (
     Authority,
     Certificate,
     JobName,
@@ -23,11 +23,11 @@ from offbeat.cli.target import (
     is_without_server,
 )
 from offbeat.errors import NetworkError, OffbeatError, PlanError
-from offbeat.wire import wish
+from offbeat.wire import swap_request
 
 if TYPE_CHECKING:
-    from offbeat.cli.target import Target
-    from offbeat.fabric.server.messages import Swapped
+    from offbeat.cli.job_address import Target
+    from offbeat.protocol.plan_swap import Swapped
 
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
 _GOOD_BYE_S = 0.5
@@ -60,7 +60,7 @@ def swap(
     """
     import tomli_w
 
-    from offbeat.cli.names import read_part
+    from offbeat.cli.part_syntax import read_part
     from offbeat.plan import table_of
 
     parts = {"sync": table_of(read_part("sync", policy))}
@@ -91,14 +91,14 @@ def _wish(folder: Path, part: str) -> str:
     """
     from offbeat.report.records import has_ended
 
-    wished = wish.leave(folder, part)
+    wished = swap_request.leave(folder, part)
     told_s = time.monotonic() + _QUIET_S
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
-        while (granted := wish.answered(folder, wished)) is None:
+        while (granted := swap_request.answered(folder, wished)) is None:
             if has_ended(folder / "metrics.jsonl"):
                 raise NetworkError(f"Cannot swap the policy of the job in {folder}: it has ended.")
-            if wish.is_left(folder, wished) and not is_without_server(str(folder)):
+            if swap_request.is_left(folder, wished) and not is_without_server(str(folder)):
                 raise NetworkError(
                     f"Cannot swap the policy of the job in {folder}: all have gone over to a server before they took "
                     "this up. Ask again: the server will be asked."
@@ -113,7 +113,7 @@ def _wish(folder: Path, part: str) -> str:
                 )
             time.sleep(_LOOK_S)
     finally:
-        wish.take_back(folder, wished)
+        swap_request.take_back(folder, wished)
     if granted.refusal:
         raise PlanError(granted.refusal)
     return granted.text
@@ -126,7 +126,8 @@ async def _ask(target: Target, part: str) -> Swapped:
         NetworkError: if nobody can be reached there, or there is no answer.
         PeerError: if it is another job, or there are other credentials.
     """
-    from offbeat.fabric.server.messages import Swap, pack
+    from offbeat.protocol.messages import pack
+    from offbeat.protocol.plan_swap import Swap
 
     line = _Line()
     link = await dial(target, lambda link: line, "operator")
@@ -158,7 +159,8 @@ class _Line:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """The answer is here."""
-        from offbeat.fabric.server.messages import Swapped, to_worker
+        from offbeat.protocol.messages import to_worker
+        from offbeat.protocol.plan_swap import Swapped
 
         message: Any = to_worker(metadata)
         if isinstance(message, Swapped) and not self.answer.done():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by either of them torch goes
 _WORKER = b"\0-m\0offbeat.cli.worker\0"
-_SENTINEL = b'run_module("offbeat.wire"'  # one is a child of each worker, whoever started that
+_SENTINEL = b'run_module("offbeat.diagnosis"'  # one is a child of each worker, whoever started that
 
 
 def share_of_cores(workers: int, others: int = 0) -> tuple[dict[str, str], str]:

@@ -14,17 +14,17 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from offbeat.cli.onlooker import JobEnded, JobOnlooker
-from offbeat.cli.picture import Picture, lasting
-from offbeat.cli.target import Authority, Certificate, JobName, JobPlace, Key, TokenFile, credentials_of, given
+from offbeat.cli.job_address import Authority, Certificate, JobName, JobPlace, Key, TokenFile, credentials_of, given
+from offbeat.cli.status_client import JobEnded, JobOnlooker
+from offbeat.cli.top_view import Picture, lasting
 from offbeat.errors import NetworkError
+from offbeat.report.formatting import listed
 from offbeat.report.prometheus import Figures
-from offbeat.report.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from offbeat.report.sight import Scene
+    from offbeat.report.job_status import Scene
 
 _INTERVAL_S = 0.5
 _PATIENCE_S = 10.0  # for the answer, where there is only one look

@@ -3,9 +3,9 @@
 A person does, with `run.swap` or `offbeat swap`; or a controller does, which is a part of the plan.
 
 * `controller` - the nouns: what a controller is told, and what it answers
-* `logbook` - what it is told with a server, kept from what happens to workers and what is decided about them
-* `roundbook` - what it is told without one, kept from how long each worker computed between two exchanges
-* `past` - what both keep: readings, swaps, and the pace under each policy
+* `event_metrics` - what it is told with a server, kept from what happens to workers and what is decided about them
+* `round_metrics` - what it is told without one, kept from how long each worker computed between two exchanges
+* `metrics_history` - what both keep: readings, swaps, and the pace under each policy
 * `threshold` - looser while workers wait for each other, tighter again when they would not
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
 
@@ -15,8 +15,8 @@ simulator.
 
 from offbeat.control.by_progress import ByProgress
 from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
-from offbeat.control.logbook import Logbook
-from offbeat.control.roundbook import Roundbook
+from offbeat.control.event_metrics import Logbook
+from offbeat.control.round_metrics import Roundbook
 from offbeat.control.threshold import WaitThreshold
 
 __all__ = [

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from offbeat.addition import add_up
+from offbeat.float_sum import add_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Where the parameters of one bucket were after the last average (see `local`), and how far they have come since."""
+"""Where one bucket's parameters were after the last average (see `local_sgd`), and how far they have come since."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.engine.flat import view_in
+from offbeat.engine.bucket_buffer import view_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

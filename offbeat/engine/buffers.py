@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.engine.ignored import ignored_names
+from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from offbeat.fabric import Fabric, Pending
+    from offbeat.fabric import Fabric
+    from offbeat.pending import Pending
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """One model's exchange, on whichever kind of fabric is at work; what the front end and its hooks keep hold of.
 
-Which of the two it is, and what goes over from one to the other, is another's to say (`offbeat.crossing`).
+Which of the two it is, and what goes over from one to the other, is another's to say (`offbeat.run.fabric_migration`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.engine.meter import Meter
-    from offbeat.engine.share import Share
-    from offbeat.engine.swaps_alone import SwapsAlone
-    from offbeat.engine.swaps_together import SwapsTogether
+    from offbeat.engine.allreduce_switch import SwapsTogether
+    from offbeat.engine.batch_accounting import Share
+    from offbeat.engine.server_switch import SwapsAlone
+    from offbeat.engine.step_metrics import Meter
     from offbeat.layout import Layout
     from offbeat.plan import Plan
 

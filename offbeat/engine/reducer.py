@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import inquiry, saved, sparse
-from offbeat.engine.arrivals import Arrivals
-from offbeat.engine.channel import Channel
-from offbeat.engine.exchanger import RUN_IS_CLOSED
-from offbeat.engine.flat import Entry, Flat
-from offbeat.engine.flight import Flight
-from offbeat.engine.share import Share
-from offbeat.engine.times import Times
+from offbeat.engine import sparse, state_checks, worker_questions
+from offbeat.engine.batch_accounting import Share
+from offbeat.engine.bucket_buffer import Entry, Flat
+from offbeat.engine.bucket_exchange import Flight
+from offbeat.engine.communicator import Channel
+from offbeat.engine.gradient_order import Arrivals
+from offbeat.engine.step_times import Times
+from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, NumericsError
 from offbeat.layout import Layout, arrange
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.codec import Codec, State
+    from offbeat.diagnosis.wait import Waiter
     from offbeat.engine.buffers import Buffers
-    from offbeat.engine.control import Control
-    from offbeat.engine.meter import Meter
-    from offbeat.engine.waiting import Waiter
+    from offbeat.engine.control_group import Control
+    from offbeat.engine.step_metrics import Meter
     from offbeat.fabric import Fabric
     from offbeat.plan import Plan
 
@@ -213,20 +213,20 @@ class Reducer:
         Raises:
             ModelError: if it is damaged, or of another model.
         """
-        self._channel.step = saved.whole(state["step"], "step")
+        self._channel.step = state_checks.whole(state["step"], "step")
         if "layout" in state:  # else it was written before this was kept: the next backward learns the order
             self._load_layout(state["layout"])
         for name, tensors in state["codec"].items():
             for key in tensors:
-                saved.copy_(self._states[name][key], tensors, name, key)
+                state_checks.copy_(self._states[name][key], tensors, name, key)
 
     def _load_layout(self, state: Mapping[str, Any]) -> None:
         """Have each gradient lie where it lay: where it lies decides in which order the workers' are added."""
-        order, expected = saved.texts(state["order"], "order of gradients"), state["expected"]
+        order, expected = state_checks.texts(state["order"], "order of gradients"), state["expected"]
         if len(order) != len(self._entries) or set(order) != self._entries.keys():
             return  # other parameters are trained now
-        version = saved.whole(state["version"], "version of the layout")
-        counts = {name: saved.whole(expected[name], f"gradients of {name}", least=1) for name in order}
+        version = state_checks.whole(state["version"], "version of the layout")
+        counts = {name: state_checks.whole(expected[name], f"gradients of {name}", least=1) for name in order}
         for name, count in counts.items():
             self._entries[name].expected = count
         self._arrivals = None if state["learnt"] is True else Arrivals(self._parameters)
@@ -382,7 +382,7 @@ class Reducer:
         """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
         tail = flight.arrive()
         if not tail.in_step:
-            raise inquiry.different_batches(self._control, step=self.step, stamp=self.share.stamp)
+            raise worker_questions.different_batches(self._control, step=self.step, stamp=self.share.stamp)
         self.called = self.called or tail.called
         self._sums.add(tail.weight * self._channel.world)
         flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
@@ -411,7 +411,9 @@ class Reducer:
         self._landmark = next((entry for entry in self._entries.values() if entry.parameter.grad is not None), None)
         if unused and not self._told_unused and weight and self.share.absent is None:
             self._told_unused = True
-            self._tell(step, "unused", f"step {step}: no gradient for {inquiry.some(unused)}; they contribute zeros.")
+            self._tell(
+                step, "unused", f"step {step}: no gradient for {worker_questions.some(unused)}; they contribute zeros."
+            )
 
     def _learn(self, arrivals: Arrivals) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
@@ -446,7 +448,7 @@ class Reducer:
 
     def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:
         step = self.step - 1
-        text = f"step {step}: {inquiry.nonfinite(self._control, places, mine)}"
+        text = f"step {step}: {worker_questions.nonfinite(self._control, places, mine)}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.addition import add_up
+from offbeat.float_sum import add_up
 from offbeat.payload import Contribution, Gather
 
 if TYPE_CHECKING:
-    from offbeat.engine.flat import Entry
-    from offbeat.engine.share import Share
+    from offbeat.engine.batch_accounting import Share
+    from offbeat.engine.bucket_buffer import Entry
 
 
 def sparse_names(module: torch.nn.Module) -> set[str]:

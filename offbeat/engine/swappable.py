@@ -1,7 +1,7 @@
 """One model's exchange, of whose two kinds the policy may be swapped: gradients in every step, or changes now and then.
 
 Behind the first stands an exchanger of gradients; for the second a `Local` stands around that. Where one ends and the
-other begins is another's to say: `swaps_alone` where there is a server, `swaps_together` where there is none.
+other begins is another's to say: `server_switch` where there is a server, `allreduce_switch` where there is none.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from offbeat.engine import saved
-from offbeat.engine.local import Local
+from offbeat.engine import state_checks
+from offbeat.engine.local_sgd import Local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from offbeat.engine.exchanger import Exchanger
-    from offbeat.engine.local import Averaging
-    from offbeat.engine.waiting import Waiter
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine.local_sgd import Averaging
+    from offbeat.engine.synchronizer import Exchanger
     from offbeat.layout import Layout
     from offbeat.plan import Plan
     from offbeat.sync import LocalSGD
@@ -150,7 +150,7 @@ class Swappable(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         if self._local is not None:
-            self._local.ahead = saved.whole(state.get("ahead", 0), "steps ahead")
+            self._local.ahead = state_checks.whole(state.get("ahead", 0), "steps ahead")
         self._now.load_state_dict(state)
 
     def close(self) -> None:

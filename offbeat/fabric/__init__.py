@@ -1,20 +1,19 @@
 """Where is it summed?
 
-* `fabric` - the nouns: `FabricSpec` describes, what `Binds` makes a `Fabric`, which has handles, and `Pending` is an
-  exchange under way
+* `fabric` - the nouns: `FabricSpec` describes, what `Binds` makes a `Fabric`, which has handles
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
-* `elastic` - all-reduce that goes on without the workers it loses; `tries` - what it exchanges, again if need be;
-  `circle` - who is left, and how they find together
-* `server` - parameters and optimizer at a sharded server
+* `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
+  `elastic_group` - who is left, and how they find together
+* `parameter_server` - the description of a sharded server (`offbeat.server`)
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """
 
-from offbeat.fabric.circle import Circle
 from offbeat.fabric.elastic import Elastic
-from offbeat.fabric.fabric import Binds, Fabric, FabricSpec, Offers, Pending
+from offbeat.fabric.elastic_group import Circle
+from offbeat.fabric.fabric import Binds, Fabric, FabricSpec, Offers
 from offbeat.fabric.in_memory import InMemory, Meeting
+from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
-from offbeat.fabric.server import ParameterServer
 
 __all__ = [
     "Binds",
@@ -26,7 +25,6 @@ __all__ = [
     "Meeting",
     "Offers",
     "ParameterServer",
-    "Pending",
     "ProcessGroup",
     "never_destroy",
 ]

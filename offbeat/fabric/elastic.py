@@ -1,7 +1,7 @@
 """All-reduce that goes on without the workers it loses.
 
 A Gloo group is of no use any more once one of its workers is gone. Those that are left then form a new *circle* (see
-`circle`), make new groups, and redo what was under way:
+`elastic_group`), make new groups, and redo what was under way:
 
     completed by all            nothing to do
     completed by some           one of these supplies the others with the result, so that all have the same
@@ -26,10 +26,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError
-from offbeat.fabric.circle import Stand
+from offbeat.fabric.elastic_group import Stand
 from offbeat.fabric.fabric import Offers
 from offbeat.fabric.process_group import never_destroy
-from offbeat.fabric.tries import Gathered, Summed, Supply, Told
+from offbeat.fabric.retryable import Gathered, Summed, Supply, Told
 from offbeat.payload import Sum
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from offbeat.fabric.circle import Circle
-    from offbeat.fabric.fabric import Pending
-    from offbeat.fabric.tries import Tried
+    from offbeat.fabric.elastic_group import Circle
+    from offbeat.fabric.retryable import Tried
     from offbeat.payload import Payload, Reply
+    from offbeat.pending import Pending
 
 _AT_ONCE = timedelta(milliseconds=1)
 

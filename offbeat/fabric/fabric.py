@@ -2,7 +2,7 @@
 
 `FabricSpec` is the frozen description in a plan; `bind` makes the `Fabric`, which has handles. Call order on a fabric:
 
-1. (all ranks) `start`, `broadcast` and `gather_bytes` in the same order on every rank, if `offers.ordered`
+1. (all ranks) `start` and `broadcast` in the same order on every rank, if `offers.ordered`
 2. (each rank) `Pending.wait` until it says True, then `Pending.result`
 3. (each rank) `close`
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from offbeat.payload import Gather, Payload, Reply, Sum
+from offbeat.payload import Gather, Payload, Sum
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
+
+    from offbeat.pending import Pending
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,6 @@ class Offers:
     ordered: bool = True
     exact: bool = True
     served: bool = False
-
-
-class Pending(Protocol):
-    """An exchange under way."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes this worker puts on the network for it, by the algorithm's count."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Block until it is done (True) or `timeout` has passed (False); the exchange goes on either way.
-
-        Raises:
-            NetworkError: if the connection to another worker broke.
-        """
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-
-    def result(self) -> Reply:
-        """The reply; only after `wait` returned True."""
 
 
 class Fabric(Protocol):

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import NetworkError
-from offbeat.fabric.fabric import Offers, Pending
+from offbeat.fabric.fabric import Offers
 from offbeat.payload import Contribution, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from offbeat.pending import Pending
 
 _NEVER = timedelta(days=365)
 

@@ -31,7 +31,7 @@ import msgspec
 
 from offbeat.errors import HistoryError
 from offbeat.history.records import FORMAT, READS, Ended, Header, Kind, Record
-from offbeat.sealed import UnreadableError, decode, open_file
+from offbeat.safe_read import UnreadableError, decode, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -69,7 +69,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path, name: str, *, kind: Kind, job: str, rank: int = 0) -> None:
-        from offbeat import __version__
+        from offbeat.version import __version__
 
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._fd = _create(folder, name)

@@ -139,7 +139,7 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
         asked: whether the policy was asked; it is not before all workers of the beginning are there.
         change, ends: of a contribution: it is a change of the worker's own, not a gradient; it is the last of those.
         apart: how many of the actions, the first ones, are about what an earlier policy had workers bring (see
-            `offbeat.sync.apart`).
+            `offbeat.sync.transition`).
     """
 
     model: _Model

@@ -5,25 +5,38 @@ are compared. The lab builds each host as a network namespace, joins them by vet
 namespace of its own, shapes both directions of every link with a token bucket (tbf), starts one worker per host inside,
 and measures. Nothing is built in the machine's own network, so two labs never meet and nothing outside can notice.
 
-=================  ==================================================================================================
-`namespace.py`     run a function inside a network namespace
-`enter.py`         run a program inside a network namespace, and end it with its parent (a program by itself)
-`network.py`       build and remove the network of one scenario
-`emulator.py`      a bad link, packet by packet: delay, loss, damage, one-way partitions (a program by itself)
-`emulated.py`      a link that can be made bad at any time
-`state.py`         who built what, so that `offbeat lab clean` removes what a dead lab left and nothing else
-`reaper.py`        the watcher that cleans up when the lab itself is killed (a program by itself)
-`probe.py`         what the links really carry (a program by itself)
-`refusals.py`      what this machine cannot measure, and what measuring takes
-`launch.py`        one worker per host with the environment of torchrun
-`peers.py`         offbeat and the systems it is compared with, behind one function
-`replay.py`        the worker program that replays a profile
-`recorder.py`      what a worker measures, as JSON lines
-`results.py`       the records of a result file
-`predicted.py`     what the simulator says of a scenario
-`rounds.py`        run every row of a scenario, interleaved and repeated
-`plots.py`         the picture of a result file
-=================  ==================================================================================================
+The network:
+
+* `network` - build and remove the network of one scenario
+* `namespace` - run a function inside a network namespace; `netns_exec` - run a program inside one, and end it with its
+  parent (a program by itself)
+* `emulator` - a bad link, packet by packet: delay, loss, damage, one-way partitions (a program by itself);
+  `emulated_link` - a link that can be made bad at any time
+* `lab_registry` - who built what, so that `offbeat lab clean` removes what a dead lab left and nothing else; `reaper` -
+  cleans up when the lab itself is killed (a program by itself)
+* `goodput` - do the links carry what the scenario promises? `bandwidth_probe` - measures one (a program by itself)
+
+A run:
+
+* `runner` - run every row of a scenario, interleaved and repeated
+* `refusals` - what this machine cannot measure, and what measuring takes
+* `jobs` - what the programs of one row are told; `command_lines` - their commands and environment
+* `launch` - one worker per host with the environment of torchrun
+* `systems` - offbeat and the systems it is compared with, behind one function
+* `replay` - the worker program that replays a profile; `peer_checkpoint` - from what a script under torchrun goes on
+* `fault_injection` - the faults of a run
+* `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is
+* `hardware` - the machine it was measured on
+
+What comes of it:
+
+* `results` - the records of a result file; `run_result` - what one run of one row amounts to
+* `gradient_check` - whether the system that was measured summed rightly
+* `swap_cost`, `fault_cost` - what a plan swap or a fault cost
+* `lower_bounds` - how fast a row could be at best, from its `demand`
+* `predictions` - what the simulator says of a scenario
+* `result_table` - a result file as a table; `plots` - as a picture; `timeline_plot` - over time, where something went
+  wrong
 
 This file imports nothing, so that the programs start at once.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, ScenarioError
-from offbeat.lab import programs
+from offbeat.lab import command_lines
 from offbeat.lab.network import bucket_bytes
 from offbeat.topology import queue_bytes
 
@@ -22,7 +22,7 @@ LEAST_SHARE = 0.85
 ATTEMPTS = 3
 """A machine that was busy for a second is no reason to refuse a scenario of half an hour."""
 _PORT = 29_400
-_PROBE = str(Path(__file__).resolve().with_name("probe.py"))
+_PROBE = str(Path(__file__).resolve().with_name("bandwidth_probe.py"))
 _GRACE_S = 20.0
 _SETTLE_S = 0.3
 _SETTLE_MAX_S = 6.0
@@ -127,7 +127,7 @@ def _times(network: Network, seconds: float) -> tuple[float, float]:
 
 
 def _start(network: Network, host: str, *arguments: str) -> subprocess.Popen[str]:
-    command = programs.entered(network.namespace(host), [sys.executable, "-S", "-I", _PROBE, *arguments])
+    command = command_lines.entered(network.namespace(host), [sys.executable, "-S", "-I", _PROBE, *arguments])
     return subprocess.Popen(
         command, env=network.mark(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
     )

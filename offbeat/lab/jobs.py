@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import tomli_w
 
-from offbeat import toml_text
+from offbeat import toml_reader
 from offbeat.errors import PlanError, ScenarioError
-from offbeat.lab import programs
-from offbeat.lab.limits import Demand
+from offbeat.lab import command_lines
+from offbeat.lab.demand import Demand
 from offbeat.lab.recorder import SNAPSHOT, WORK, Work
 from offbeat.scenario import Replay, Row, Scenario, Script
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.fault import Fault, Part
+    from offbeat.fault_spec import Fault, Part
     from offbeat.lab.launch import Place
     from offbeat.sync import Policy
 
@@ -63,14 +63,14 @@ class Job:
         """The worker program and its arguments."""
         workload = self.scenario.workload
         if isinstance(workload, Replay):
-            return self._faulty("-m", "offbeat.lab.replay") or programs.module("offbeat.lab.replay")
+            return self._faulty("-m", "offbeat.lab.replay") or command_lines.module("offbeat.lab.replay")
         script = find(workload.path, self.folder)
         if script is None:
             raise ScenarioError(
                 f"Cannot run the script {workload.path!r}: it is neither in {self.folder} nor in {Path.cwd()}. "
                 "Give its path from one of the two (workload.path)."
             )
-        return self._faulty(str(script), *workload.args) or programs.script(script, *workload.args)
+        return self._faulty(str(script), *workload.args) or command_lines.script(script, *workload.args)
 
     @property
     def parts(self) -> set[Part]:
@@ -112,7 +112,7 @@ class Job:
     def _faulty(self, *program: str) -> list[str]:
         """The command that runs a program with its faults; nothing if it has none."""
         # By its name: the lab stands below `offbeat.testing`, which is a program like any other here.
-        return programs.module("offbeat.testing.faulty", *program) if self.faults else []
+        return command_lines.module("offbeat.testing.run_with_faults", *program) if self.faults else []
 
     def environment(self, run_dir: Path) -> dict[str, str]:
         """Variables for all workers; offbeat writes its metrics to `run_dir`."""
@@ -225,6 +225,6 @@ def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
                 f"Give its path from one of the two, or write the plan as a table (row[{index}].plan)."
             )
         way_out = f"Name a TOML file, or write the plan as a table (row[{index}].plan)."
-        return toml_text.read_text(path, f"plan of row {row.name!r},", way_out, ScenarioError)
+        return toml_reader.read_text(path, f"plan of row {row.name!r},", way_out, ScenarioError)
     size = scenario.workload.bucket_bytes
     return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

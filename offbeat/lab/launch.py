@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import WorkerLostError
-from offbeat.exits import how_it_ended
-from offbeat.lab import programs, recorder, state
+from offbeat.exit_codes import how_it_ended
+from offbeat.lab import command_lines, lab_registry, recorder
 from offbeat.lab.network import INTERFACE
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ class Shards:
         lab: str | None = None,
         is_struck: bool = False,
     ) -> None:
-        from offbeat.serve import RESTARTS, Settings, start_shard  # stands on torch, which takes seconds to load
+        from offbeat.server.launch import RESTARTS, Settings, start_shard
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        mark = {state.MARK: lab} if lab is not None else {}
+        mark = {lab_registry.MARK: lab} if lab is not None else {}
         try:
             for index, place in enumerate(places):
                 settings = Settings(
@@ -110,8 +110,8 @@ class Shards:
                 with (folder / f"shard{index}.log").open("wb") as log:
                     process, address = start_shard(
                         settings,
-                        wrap=lambda command, place=place: programs.entered(place.namespace, command),  # type: ignore[misc]
-                        environment={**programs.environment(), **mark},
+                        wrap=lambda command, place=place: command_lines.entered(place.namespace, command),  # type: ignore[misc]
+                        environment={**command_lines.environment(), **mark},
                         output=log,
                     )
                 self._processes.append(process)
@@ -166,15 +166,15 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         port = MASTER_PORT if lab is not None else _free_port()
         together = {
-            **programs.environment(),
+            **command_lines.environment(),
             "WORLD_SIZE": str(len(self.places)),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self.places[0].address,
             "MASTER_PORT": str(port),
             "PYTHONUNBUFFERED": "1",
-            **({state.MARK: lab} if lab is not None else {}),
-            **(programs.TORCHRUN if are_restarted else {}),
+            **({lab_registry.MARK: lab} if lab is not None else {}),
+            **(command_lines.TORCHRUN if are_restarted else {}),
             **environment,
         }
         try:
@@ -182,12 +182,12 @@ class Workers:
                 program = command
                 if are_restarted:
                     store = f"{self.places[0].address}:{port}"
-                    program = programs.under_torchrun(
+                    program = command_lines.under_torchrun(
                         command, nodes=len(self.places), address=place.address, store=store, is_first=rank == 0
                     )
                 self._processes.append(
                     self._start(
-                        programs.entered(place.namespace, program),
+                        command_lines.entered(place.namespace, program),
                         self.log(rank),
                         {
                             **together,

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, ScenarioError
-from offbeat.lab import programs, state
-from offbeat.lab.emulated import Emulated, whole_frames
+from offbeat.lab import command_lines, lab_registry
+from offbeat.lab.emulated_link import Emulated, whole_frames
 from offbeat.lab.namespace import inside
 from offbeat.topology import queue_bytes
 
@@ -60,7 +60,7 @@ class Network:
     """
 
     def __init__(
-        self, topology: Topology, *, emulated: Collection[str] = (), directory: Path = state.RUN_DIRECTORY
+        self, topology: Topology, *, emulated: Collection[str] = (), directory: Path = lab_registry.RUN_DIRECTORY
     ) -> None:
         require_rights()
         check_topology(topology)
@@ -72,13 +72,13 @@ class Network:
         self._rates_mbps = {host.name: topology.uplink(host.name).rate_mbps for host in topology.hosts}
         self._index = {host.name: index for index, host in enumerate(topology.hosts)}
         self._switch = f"offbeat-{self.lab}-switch"
-        state.clean(directory=directory)
-        self._claim = state.Claim.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
-        self._record = state.write(self._claim, directory)
-        self.scratch = state.scratch_of(self.lab, directory)
+        lab_registry.clean(directory=directory)
+        self._claim = lab_registry.Claim.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
+        self._record = lab_registry.write(self._claim, directory)
+        self.scratch = lab_registry.scratch_of(self.lab, directory)
         self._reaper = subprocess.Popen(
-            programs.module("offbeat.lab.reaper", str(self._record)),
-            env=programs.environment(),
+            command_lines.module("offbeat.lab.reaper", str(self._record)),
+            env=command_lines.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -121,13 +121,13 @@ class Network:
 
     def mark(self) -> dict[str, str]:
         """Environment for a process of this lab, by which `offbeat lab clean` knows it."""
-        return {**programs.environment(), state.MARK: self.lab}
+        return {**command_lines.environment(), lab_registry.MARK: self.lab}
 
     def close(self) -> None:
         """Remove every host and link, and end what still runs inside; closing twice is allowed."""
         for emulator in self._emulators.values():
             emulator.close()
-        state.remove(self._claim, self._directory)
+        lab_registry.remove(self._claim, self._directory)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
         self._reaper.wait()

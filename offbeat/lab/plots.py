@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.courses import brief
+from offbeat.report.formatting import brief
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def draw(report: Report, path: Path) -> None:
     curves = any(raw.metrics for raw in report.raw)
     struck = {row.row: found for row in report.rows if (found := _happened(row, "fault"))}
     if struck:
-        from offbeat.lab.courses import draw_courses
+        from offbeat.lab.timeline_plot import draw_courses
 
         figure = Figure(figsize=(10, 1.7 * len(report.rows) + 1), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)

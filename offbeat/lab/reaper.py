@@ -9,16 +9,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offbeat.lab import state
+from offbeat.lab import lab_registry
 
 
 def main(record: Path) -> None:
     """Wait for the end of the input, then remove what the record still claims."""
     while sys.stdin.buffer.read(4096):
         pass
-    claim = state.read(record)
+    claim = lab_registry.read(record)
     if claim is not None:
-        state.remove(claim, record.parent)
+        lab_registry.remove(claim, record.parent)
 
 
 if __name__ == "__main__":

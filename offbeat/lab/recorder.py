@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.scenario import Replay, Straggle
+from offbeat.scenario import Replay
+from offbeat.straggler_model import Straggle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ class Work(msgspec.Struct, frozen=True):
     replay: Replay | None = None
     straggle: Straggle | None = None
     save_every: int | None = None
-    """Steps between two snapshots, for `offbeat.lab.snapshots`; None: it keeps none."""
+    """Steps between two snapshots, for `offbeat.lab.peer_checkpoint`; None: it keeps none."""
 
     @classmethod
     def from_environment(cls) -> Work:

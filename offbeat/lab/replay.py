@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbeat import profiles
+from offbeat import model_profiles
 from offbeat.errors import ScenarioError
-from offbeat.lab import proof
-from offbeat.lab.peers import Bound, bind
+from offbeat.lab import gradient_check
 from offbeat.lab.recorder import Recorder, Work
-from offbeat.luck import Straggler, jitter
+from offbeat.lab.systems import Bound, bind
+from offbeat.straggler_model import Straggler, jitter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class Pace:
 class ReplayLayer(torch.nn.Module):
     """Parameters of the true shapes; the pattern of gradients for them; no function of the input."""
 
-    def __init__(self, layer: profiles.TimedLayer, pace: Pace, generator: torch.Generator) -> None:
+    def __init__(self, layer: model_profiles.TimedLayer, pace: Pace, generator: torch.Generator) -> None:
         super().__init__()
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
@@ -88,9 +88,9 @@ class ReplayModel(torch.nn.Sequential):
     """A profile's layers, one after the other."""
 
     def __init__(
-        self, layers: Sequence[profiles.TimedLayer], *, rank: int, compute_factor: float, sigma: float = 0.0
+        self, layers: Sequence[model_profiles.TimedLayer], *, rank: int, compute_factor: float, sigma: float = 0.0
     ) -> None:
-        pace, generator = Pace(compute_factor), proof.patterns(rank)
+        pace, generator = Pace(compute_factor), gradient_check.patterns(rank)
         super().__init__()
         self._pace, self._sigma, self._rank = pace, sigma, rank
         for layer in layers:
@@ -131,14 +131,14 @@ def main() -> None:
         raise ScenarioError("Cannot replay: no workload is given. Start it with `offbeat lab run` (workload).")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    layers = profiles.timed(work.replay)
+    layers = work.replay.layers()
     model = ReplayModel(layers, rank=rank, compute_factor=work.compute_factor, sigma=work.replay.jitter)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
     bound = bind(work.system, model, optimizer, bucket_bytes=work.bucket_bytes, loader=loader(work, world))
     compute_s = (work.replay.forward_s + work.replay.backward_s) * work.compute_factor
     if work.replay.profile is None:
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers) * work.compute_factor
-    recorder = Recorder(compute_s=compute_s, gradient_bytes=profiles.size_bytes(layers), work=work)
+    recorder = Recorder(compute_s=compute_s, gradient_bytes=model_profiles.size_bytes(layers), work=work)
     straggler = Straggler(work.straggle, rank)
     averages = averages_gradients(bound)
     error, digest = 0.0, ""
@@ -151,13 +151,13 @@ def main() -> None:
         time.sleep(straggler.lost_s(compute_s))
         if averages and step in (work.warmup_steps - 2, steps - 1):
             shares = data.shares(world)
-            error, digest = proof.check(emitting(model), world=world, tolerance=work.tolerance, shares=shares)
+            error, digest = gradient_check.check(emitting(model), world=world, tolerance=work.tolerance, shares=shares)
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(count)
     if not averages:
         bound.settle()
-        error, digest = proof.check_sum(
+        error, digest = gradient_check.check_sum(
             emitting(model), data.sums(world), lr=_LR, steps=steps, tolerance=data.tolerance(work.tolerance)
         )
     recorder.finish(digest=digest, gradient_error=error)
@@ -206,7 +206,9 @@ class Data:
 
     def tolerance(self, tolerance: float | None) -> float | None:
         """What may be off per step."""
-        return tolerance if tolerance is None or self._batches is None else max(tolerance, proof.TUNED_TOLERANCE)
+        return (
+            tolerance if tolerance is None or self._batches is None else max(tolerance, gradient_check.TUNED_TOLERANCE)
+        )
 
     def close(self) -> None:
         """Leave the loop over the data."""

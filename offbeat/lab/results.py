@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.courses import brief
 from offbeat.lab.recorder import Begun, End, Metric, Note, Step
+from offbeat.report.formatting import brief
 from offbeat.sim import Prediction
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
 
     `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of one `repeat`, from the first measured
     step of any worker to the end of the last one. `share` of the link's rate is that of the busier direction;
-    `variation` and `idle_share` (see `offbeat.lab.sampler`) are means of both directions. These three are medians over
-    all repeats.
+    `variation` and `idle_share` (see `offbeat.lab.link_sampler`) are means of both directions. These three are medians
+    over all repeats.
     """
 
     row: str

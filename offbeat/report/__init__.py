@@ -1,23 +1,23 @@
 """What people look at during and after a run, made from the records in its folder.
 
 * `records` - the lines of metrics.jsonl, read while they are written
-* `tally` - what they add up to per worker, and who sets the pace
-* `ending` - how the run ended, from last words and stall reports
+* `per_worker` - what they add up to per worker, and who sets the pace
+* `outcome` - how the run ended, from last words and stall reports
 * `nonfinite` - logged values that became NaN or Inf
-* `words` - numbers and ranks in sentences
+* `formatting` - numbers and ranks in sentences
 * `job_events` - what happened to the whole job, once each, in order of time
 * `time_bins` - sums and quantiles over equal bins of time or steps
 * `trace` - trace.json, for Perfetto
-* `page` - report.html with plots, self-contained
+* `html_report` - report.html with plots, self-contained
 * `timeline` - the whole run on one axis of time, as SVG; `plots` - the other plots; `buckets` - the time of each bucket
 * `compare` - several runs beside each other
-* `sight` - a job as its parameter server sees it; `overview` - one without a server, as the workers' hub sees it
+* `job_status` - a job as its parameter server sees it; `hub_status` - one without a server, as the workers' hub sees it
 * `prometheus` - the same as figures for Prometheus
 
 Nothing here loads torch.
 """
 
+from offbeat.report.per_worker import Tally, pace, tally
 from offbeat.report.records import Records
-from offbeat.report.tally import Tally, pace, tally
 
 __all__ = ["Records", "Tally", "pace", "tally"]

@@ -7,10 +7,10 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offbeat.report.html_report import HEAD, amount_of_bytes
 from offbeat.report.job_events import began_s, trained_s
-from offbeat.report.page import HEAD, amount_of_bytes
+from offbeat.report.per_worker import tally
 from offbeat.report.records import Log, Step
-from offbeat.report.tally import tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

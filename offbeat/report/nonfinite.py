@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.report.formatting import listed, ranks
 from offbeat.report.records import Log, Start
-from offbeat.report.words import listed, ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

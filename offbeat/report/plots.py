@@ -14,8 +14,8 @@ from offbeat.report.time_bins import band
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat.report.per_worker import Tally
     from offbeat.report.records import Record
-    from offbeat.report.tally import Tally
 
 # Okabe and Ito's palette: told apart by everyone; readable on white and on dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B0A200")

@@ -12,15 +12,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.report.sight import ENDS
+from offbeat.report.job_status import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client import Metric
 
-    from offbeat.report.sight import Scene, Seen
-    from offbeat.wire.status import Status
+    from offbeat.protocol.worker_status import Status
+    from offbeat.report.job_status import Scene, Seen
 
 PHASES = (
     "computing", "held", "pushing", "pushed", "pulling", "waiting", "starting", "exchanging", "busy", "paused",

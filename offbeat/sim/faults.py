@@ -3,7 +3,8 @@
 A fault strikes when the named worker has computed the gradient of the named step, and before it brings it, as
 `offbeat.testing.faults` has it; an exception in the forward pass, or the data, strikes before that.
 
-* stopped, the GIL held: `Stopped`. Slow: stopped again and again, for moments as long as `outside.py` has them.
+* stopped, the GIL held: `Stopped`. Slow: stopped again and again, for moments as long as the
+  program `process_faults_main.py` has them.
 * a link on which nothing passes, in both directions or one: `Cut`, until a connection finds out that it is whole. One
   direction is as bad as both: without acknowledgements nothing more is sent.
 * `slow-link`: `Slowed`.
@@ -22,21 +23,21 @@ import math
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from offbeat.errors import ScenarioError
-from offbeat.fault import PASSING, Fault, Stranger
-from offbeat.sim.notice import JOIN_S, START_S, TIMEOUT_S, gone_s, silent_s, through_s
-from offbeat.sim.troubles import SERVER, Cut, Slowed, Stopped
+from offbeat.fault_spec import PASSING, Fault, Stranger
+from offbeat.sim.detection_times import JOIN_S, START_S, TIMEOUT_S, gone_s, silent_s, through_s
+from offbeat.sim.disturbances import SERVER, Cut, Slowed, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.sim.troubles import Trouble, Troubles
+    from offbeat.sim.disturbances import Trouble, Troubles
 
 UNTIMED = frozenset({"disk", "clock", "nan", "inf", "huge", "stale", *PASSING, *get_args(Stranger)})
 """Kinds that are played as if nothing happened."""
 BLOCKED = frozenset({"partition", "deaf", "mute"})
 """Kinds after which nothing passes a link."""
 _EARLY = frozenset({"forward", "loader"})  # before the step is computed
-_MOMENT_S = 0.02  # in which a slow process runs (`offbeat.testing.faults.outside`)
+_MOMENT_S = 0.02  # in which a slow process runs (`offbeat.testing.faults.process_faults_main`)
 
 
 class Cluster(Protocol):

@@ -14,12 +14,12 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.sim.fair import shares
+from offbeat.sim.max_min_fair import shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.sim.fair import Way
+    from offbeat.sim.max_min_fair import Way
     from offbeat.sim.timeline import Timeline
 
 _EPSILON = 1e-6  # bytes

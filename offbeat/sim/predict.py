@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat import profiles
-from offbeat.addition import add_up
+from offbeat import model_profiles
 from offbeat.errors import ScenarioError
 from offbeat.fabric import Elastic
+from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
-from offbeat.sim import replicated
-from offbeat.sim.cost import others_s
-from offbeat.sim.course import Course
+from offbeat.sim import allreduce
+from offbeat.sim.compute_time import Course
+from offbeat.sim.fault_cost import others_s
 from offbeat.sim.faults import Faults, check
 from offbeat.sim.links import Links
-from offbeat.sim.served import Served
-from offbeat.sim.sizes import buckets, narrowing
+from offbeat.sim.message_sizes import buckets, narrowing
+from offbeat.sim.parameter_server import Served
 from offbeat.sync import BSP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.fault import Fault
+    from offbeat.fault_spec import Fault
     from offbeat.plan import Plan
     from offbeat.scenario import Row, Scenario
-    from offbeat.sim.played import Played
+    from offbeat.sim.result import Played
 
 _PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
 
@@ -43,7 +43,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         wait_share: part of their time that workers do not compute.
         staleness: mean of it, and `most_stale` the maximum.
         simulated_s: virtual seconds until the last worker had done its last step.
-        others_s: for each fault that struck, in order of time, as `offbeat.lab.recovery` has it: how much longer than
+        others_s: for each fault that struck, in order of time, as `offbeat.lab.fault_cost` has it: how much longer than
             usual the longest step took of a worker that it did not strike; None if none of them ended a step behind it.
         faults: what these were, in words.
     """
@@ -87,10 +87,10 @@ class Known:
                 "gradients have, is not in the scenario. Name a result that was measured with it: --like RESULT.json "
                 "(workload.path)."
             )
-        layers = profiles.timed(workload)
+        layers = workload.layers()
         compute_s = add_up(layer.forward_s + layer.backward_s for layer in layers)
         factors = [host.compute_factor for host in scenario.workers.hosts]
-        return cls([compute_s * factor for factor in factors], profiles.size_bytes(layers), workload.batch)
+        return cls([compute_s * factor for factor in factors], model_profiles.size_bytes(layers), workload.batch)
 
     def for_workers(self, count: int) -> Known:
         """The same for another number of workers, which are like these in turn."""
@@ -173,7 +173,7 @@ def _played(
             batch=known.batch,
             faults=faults,
         ).play()
-    return replicated.play(
+    return allreduce.play(
         courses,
         links,
         buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),

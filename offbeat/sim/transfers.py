@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from offbeat.sim.contributor import PARTS, Contributor, Update
-from offbeat.sim.fair import Way
+from offbeat.sim.disturbances import SERVER
 from offbeat.sim.flows import Flows
-from offbeat.sim.troubles import SERVER
+from offbeat.sim.max_min_fair import Way
+from offbeat.sim.worker import PARTS, Contributor, Update
 from offbeat.sync import Ending, Pushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.sim.disturbances import Troubles
     from offbeat.sim.links import Links
     from offbeat.sim.timeline import Timeline
-    from offbeat.sim.troubles import Troubles
     from offbeat.sync import Apply, Push
 
 _WEIGHTS = (0.5, 1.0, 2.0)

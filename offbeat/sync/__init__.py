@@ -10,13 +10,11 @@
 * `ksync` - the first k make the update: backup workers
 * `round_robin` - workers take turns on the link
 * `local_sgd` - workers step by themselves, and average now and then
-* `hybrid` - one policy within groups of workers, another between groups; `group` - one of those
-* `apart` - what belongs to no round any more after a swap
-* `books` - what became of each contribution, kept from events and actions alone: what policies are checked by
+* `hybrid` - one policy within groups of workers, another between groups; `hybrid_group` - one of those
+* `transition` - contributions that belong to no round any more after a swap
 """
 
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
-from offbeat.sync.apart import Apart
 from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
 from offbeat.sync.dssp import DSSP
@@ -28,6 +26,7 @@ from offbeat.sync.policy import Contributes, Policy, adoption, on, settle
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
 from offbeat.sync.state import Member, PolicyMisstep, State
+from offbeat.sync.transition import Apart
 
 __all__ = [
     "ASP",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.addition import add_up
 from offbeat.errors import PlanError
+from offbeat.float_sum import add_up
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
-from offbeat.sync.group import Part, begun, blamed, inner_member, still_true, stuck_in, told, without
+from offbeat.sync.hybrid_group import Part, begun, blamed, inner_member, still_true, stuck_in, told, without
 from offbeat.sync.local_sgd import LocalSGD
 from offbeat.sync.policy import Policy, settle
 from offbeat.sync.state import State, changed, observe

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from offbeat.addition import add_up
 from offbeat.errors import PlanError
+from offbeat.float_sum import add_up
 from offbeat.sync.actions import Apply, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.state import changed
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offbeat.addition import add_up
+from offbeat.float_sum import add_up
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
 from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
 

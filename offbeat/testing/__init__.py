@@ -3,11 +3,16 @@
 Each takes an instance and raises `AssertionError` with one sentence where it breaks a rule of its room. They need
 nothing but offbeat and torch, so they run under any test runner.
 
-    codec.py    check_codec: rules of `offbeat.codec.codec`
-    controller.py  check_controller: rules of `offbeat.control.controller`
-    fabric.py   check_fabric: rules of `offbeat.fabric.fabric`
-    policy.py   check_policy: rules of `offbeat.sync.policy`; `play` is one interleaving, `books` what it is checked
-                against, `purity` whether a policy decides from the state alone
+* `codec` - `check_codec`: rules of `offbeat.codec.codec`
+* `controller` - `check_controller`: rules of `offbeat.control.controller`
+* `fabric` - `check_fabric`: rules of `offbeat.fabric.fabric`
+* `policy` - `check_policy`: rules of `offbeat.sync.policy`; `interleaving` plays one, `purity_check` sees whether a
+  policy decides from the state alone
+
+And what goes wrong, on purpose:
+
+* `faults` - faults at (worker, step); `run_with_faults` runs a script with them
+* `chaos_proxy` - a TCP proxy that does to the bytes what a network should not
 """
 
 from __future__ import annotations

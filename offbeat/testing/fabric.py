@@ -12,7 +12,8 @@ from offbeat.clock import to_timedelta
 from offbeat.payload import Gather, Reply, Sum, Total
 
 if TYPE_CHECKING:
-    from offbeat.fabric import Fabric, Pending
+    from offbeat.fabric import Fabric
+    from offbeat.pending import Pending
 
 _SHORT = timedelta(milliseconds=20)
 _LATE_S = 0.3

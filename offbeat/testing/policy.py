@@ -2,7 +2,7 @@
 
 `check_policy` plays a server and its workers in virtual time, thousands of times, each time with other luck: unequal
 and equal times, workers that come, go, crash and hang in every phase, another policy in between, memory that is lost.
-What is promised is read off `books`, which are kept from the events and actions alone.
+What is promised is read off `offbeat.audit.invariants`, which are kept from the events and actions alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from offbeat.sync import ASP, BSP, SSP, KSync
-from offbeat.testing.play import Play
+from offbeat.testing.interleaving import Play
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -27,8 +27,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from offbeat.errors import PeerError
+from offbeat.protocol.worker_status import Status
 from offbeat.wire.frame import Frame, encode
-from offbeat.wire.status import Status
 
 MAX_TEXT = 8192
 MAX_WORLD = 4096

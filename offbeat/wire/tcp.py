@@ -28,9 +28,10 @@ Everything happens on one event loop. A training process has one in a thread:
     link = loop.run(connect(...))                        # a coroutine, from any other thread
     loop.call(link.send, metadata, body)                 # a function; calls of one thread stay in order
 
-Who dials (`dial`) draws the session's name, and dials again whenever the connection is lost, for as long as the other
-side is not given up (`Limits.timeout`); who listens (`door`) keeps the session for as long, or, if who dialled hung up,
-for `Limits.grace`. How they prove who they are stands in `handshake`, what may break and what not in `session`.
+Who dials (`connector`) draws the session's name, and dials again whenever the connection is lost, for as long as the
+other side is not given up (`Limits.timeout`); who listens (`listener`) keeps the session for as long, or, if who
+dialled hung up, for `Limits.grace`. How they prove who they are stands in `handshake`, what may break and what not in
+`session`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
+from offbeat.wire.connector import Dialler
 from offbeat.wire.credentials import Credentials, require_credentials
-from offbeat.wire.dial import Dialler
-from offbeat.wire.door import Door, Listener
 from offbeat.wire.link import Link
+from offbeat.wire.listener import Door, Listener
 from offbeat.wire.messages import Claim
 from offbeat.wire.session import Limits
 

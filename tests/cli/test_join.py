@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.cli.joining import look_for
+from offbeat.cli.join_target import look_for
 from offbeat.errors import NetworkError
 from tests.cli.commands import offbeat, script, start
 

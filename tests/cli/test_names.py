@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import offbeat
-from offbeat.cli.names import read_part
+from offbeat.cli.part_syntax import read_part
 from offbeat.codec import Cast
 from offbeat.errors import PlanError
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, RoundRobin

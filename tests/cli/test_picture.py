@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from offbeat.cli.picture import Picture, how_far, state
-from offbeat.wire.status import Happening, Status
+from offbeat.cli.top_view import Picture, how_far, state
+from offbeat.protocol.worker_status import Happening, Status
 from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
-    from offbeat.report.sight import Scene
+    from offbeat.report.job_status import Scene
 
 
 def drawn(*scenes: Scene, width: int = 80, height: int = 24, is_terminal: bool = True, silent_s: float = 0.0) -> str:

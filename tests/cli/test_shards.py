@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from offbeat.cli.shards import LocalShards
-from offbeat.serve import RestartNote, Settings
+from offbeat.server.launch import RestartNote, Settings
 from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descendants, script
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _serves(pid: int, *, kept: bool) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return False
-    return b"offbeat.serve" in command and (b"kept" in command) == kept
+    return b"offbeat.cli.shard_main" in command and (b"kept" in command) == kept
 
 
 @pytest.fixture

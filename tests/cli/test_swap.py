@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.exits import how_it_ended
+from offbeat.exit_codes import how_it_ended
 from tests.cli.commands import offbeat, script, start
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from offbeat import Plan
 from offbeat.cli import launch, threads
-from offbeat.cli.joining import Joining
-from offbeat.serve import Settings, start_shard
+from offbeat.cli.join_target import Joining
+from offbeat.server.launch import Settings, start_shard
 from tests.cli.commands import script
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_the_workers_of_this_machine_are_found() -> None:
     sleeps = "import time; print(flush=True); time.sleep(60)"
     # The other one has its sentinel; torchrun may have started it, which gives no hint.
     other = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {SENTINEL!r}])\ntime = 0\n{sleeps}"
-    commands = (["-c", sleeps, "-m", "offbeat.cli.worker", "train.py"], ["-c", other], ["-c", sleeps])
+    commands = (["-c", sleeps, "-m", "offbeat.cli.worker_main", "train.py"], ["-c", other], ["-c", sleeps])
     processes = [
         subprocess.Popen([sys.executable, *one], stdout=subprocess.PIPE, start_new_session=True) for one in commands
     ]
@@ -101,7 +101,7 @@ def test_the_workers_of_this_machine_are_found() -> None:
             process.communicate()
 
 
-SENTINEL = 'import time; time.sleep(60)  # as in watch.py: runpy.run_module("offbeat.wire"'
+SENTINEL = 'import time; time.sleep(60)  # as in sentinel_client.py: runpy.run_module("offbeat.diagnosis"'
 
 
 def test_a_shard_computes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,18 +25,20 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.cli import target
+from offbeat.cli import job_address
 from offbeat.cli.certs import make
-from offbeat.cli.onlooker import JobEnded, Onlooker
-from offbeat.cli.target import Target, find
+from offbeat.cli.job_address import Target, find
+from offbeat.cli.status_client import JobEnded, Onlooker
 from offbeat.cli.top import epitaph, top
-from offbeat.engine.server import _leave_address
+from offbeat.engine.server_session import _leave_address
 from offbeat.errors import NetworkError, PeerError
-from offbeat.fabric.server import Client, Shard, messages
-from offbeat.serve import Settings, start_shard
+from offbeat.protocol import messages
+from offbeat.server.client.client import Client
+from offbeat.server.launch import Settings, start_shard
+from offbeat.server.shard.shard import Shard
 from offbeat.sync import SSP
 from offbeat.wire.credentials import Certificates, Token
-from offbeat.wire.loop import Loop
+from offbeat.wire.loop_thread import Loop
 from offbeat.wire.tcp import connect, listen
 from tests.cli.commands import COMMAND, clean_environment, offbeat, script, start
 from tests.fabric.links import Parts
@@ -69,7 +71,11 @@ def test_a_run_folder_tells_how_to_get_in(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "server.json"):
         target = find(str(where), {"key": "mine.pem", "certificate": "mine too.pem"})
         assert (target.address, target.job, target.token) == ("127.0.0.1:7000", JOB, SECRET)
-        assert (target.certificate, target.key, target.folder) == ("mine too.pem", "mine.pem", str(tmp_path))
+        assert (target.certificate, target.key, target.folder) == (
+            "mine too.pem",
+            "mine.pem",
+            str(tmp_path),
+        )
 
 
 def test_with_an_address_the_environment_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +95,11 @@ def test_certificates_are_found_from_any_folder(tmp_path: Path, monkeypatch: pyt
     settings = Settings(job=JOB, certificate="own/c.pem", key="/own/c.key")
     _leave_address(tmp_path / "server.json", ["127.0.0.1:7000"], settings)
     target = find(str(tmp_path), {})
-    assert (target.certificate, target.key, target.authority) == (str(tmp_path / "own/c.pem"), "/own/c.key", "")
+    assert (target.certificate, target.key, target.authority) == (
+        str(tmp_path / "own/c.pem"),
+        "/own/c.key",
+        "",
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"address": 3, "job": "x"}', "\udcff", '{"job": "x"}'])
@@ -145,7 +155,7 @@ class Served:
             return list(pool.map(Worker, self.clients))
 
     def end(self) -> None:
-        """As `offbeat.serve` does."""
+        """As `offbeat.cli.shard_main` does."""
         for client in self.clients:
             client.close()
         self.loop.call(self.listener.close)
@@ -257,7 +267,7 @@ def test_workers_do_not_notice_that_one_is_given_up(served: Served) -> None:
 
 
 def test_a_server_that_is_lost(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_DIAL", target._DIAL / 10)
+    monkeypatch.setattr(job_address, "_DIAL", job_address._DIAL / 10)
     with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
         looker.look(10.0)
         served.loop.call(served.listener.close)
@@ -355,7 +365,7 @@ def test_over_tls(encrypted: Served, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_DIAL", target._DIAL / 10)
+    monkeypatch.setattr(job_address, "_DIAL", job_address._DIAL / 10)
     folder = leave_address(tmp_path, "127.0.0.1:1")
     with pytest.raises(NetworkError, match=r"Cannot reach 127\.0\.0\.1:1 .* has probably ended: `offbeat report "):
         top(job=str(folder))

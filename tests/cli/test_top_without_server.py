@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from offbeat.cli import onlooker as onlooker_module
-from offbeat.cli.onlooker import HubOnlooker, JobEnded, JobOnlooker
-from offbeat.cli.target import find_hub
+from offbeat.cli import status_client as onlooker_module
+from offbeat.cli.job_address import find_hub
+from offbeat.cli.status_client import HubOnlooker, JobEnded, JobOnlooker
 from offbeat.cli.top import top
+from offbeat.diagnosis.hub import Hub
 from offbeat.engine import leave_file
 from offbeat.errors import NetworkError, PeerError
-from offbeat.wire.hub import Hub
-from offbeat.wire.loop import Loop
+from offbeat.protocol.worker_status import Status
+from offbeat.wire.loop_thread import Loop
 from offbeat.wire.messages import Words
-from offbeat.wire.status import Status
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import Served, leave_address
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from offbeat.report.sight import Scene
+    from offbeat.report.job_status import Scene
 
 TOKEN = b"t" * 32
 
@@ -184,7 +184,7 @@ def test_a_job_that_goes_over_to_a_server_and_back(
 
 
 def test_a_server_that_another_run_left_behind_is_passed_over(job: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.cli.target._DIAL", onlooker_module._DIAL / 10)
+    monkeypatch.setattr("offbeat.cli.job_address._DIAL", onlooker_module._DIAL / 10)
     leave_address(job.folder, "127.0.0.1:1")
     with JobOnlooker(str(job.folder), {}) as looker:
         assert where(looker)[0].fabric == "Elastic()"

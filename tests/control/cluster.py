@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.fabric import ParameterServer
-from offbeat.luck import jitter
 from offbeat.plan import Plan
-from offbeat.sim.course import Course
+from offbeat.sim.compute_time import Course
+from offbeat.sim.disturbances import Slowed, Stopped, Troubles
 from offbeat.sim.links import Links
-from offbeat.sim.served import Served
-from offbeat.sim.troubles import Slowed, Stopped, Troubles
+from offbeat.sim.parameter_server import Served
+from offbeat.straggler_model import jitter
 
 if TYPE_CHECKING:
     from offbeat.control import Controller
-    from offbeat.sim.played import Played
+    from offbeat.sim.result import Played
     from offbeat.sync import Policy, Push
 
 WORLD, COMPUTE_S, BATCH = 8, 0.1, 64

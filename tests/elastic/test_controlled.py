@@ -17,7 +17,7 @@ from torch import nn
 import offbeat
 from offbeat.control import ByProgress, WaitThreshold
 from offbeat.sync import BSP, LocalSGD, OuterSGD
-from offbeat.wire import wish
+from offbeat.wire import swap_request
 from tests.elastic.test_join import wait_for
 from tests.workers import listen, run_workers
 
@@ -138,11 +138,11 @@ def be_asked_from_outside(fabric: str, folder: Path) -> tuple[str, str, str]:
         while run.plan.controller is not None:
             assert time.monotonic() < deadline_s, "nobody has looked"
             if left is None and run.rank == 1 and run.plan.sync != BSP():
-                left = wish.leave(folder, '[sync]\nkind = "LocalSGD"\nevery = 2\n')
+                left = swap_request.leave(folder, '[sync]\nkind = "LocalSGD"\nevery = 2\n')
             prepared(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    granted = wish.answered(folder, left) if left is not None else None
+    granted = swap_request.answered(folder, left) if left is not None else None
     return repr(run.plan.sync), repr(run.plan.controller), "" if granted is None else granted.text
 
 

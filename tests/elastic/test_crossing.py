@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.audit import verify
-from offbeat.engine.served import Served
-from offbeat.engine.server import Server
+from offbeat.engine.server_session import Server
+from offbeat.engine.server_sync import Served
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, SSP

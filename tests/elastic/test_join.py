@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.engine import Claim, Control, Job, Newcomer, Reception, Waiter
+from offbeat.diagnosis.wait import Waiter
+from offbeat.engine import Claim, Control, Job, Newcomer, Reception
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.fabric import Circle, InMemory
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
-    from offbeat.pacing import Keeps
+    from offbeat.batching import Keeps
     from offbeat.sync import Policy
 
 SAMPLES, EPOCHS = 1600, 2

@@ -21,7 +21,7 @@ import offbeat
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
-    from offbeat.pacing import Keeps
+    from offbeat.batching import Keeps
 
 WORLD = 4
 

@@ -6,8 +6,8 @@ import threading
 from datetime import timedelta
 
 from offbeat.clock import WallClock
-from offbeat.engine import Waiter
-from offbeat.engine.border import Border
+from offbeat.diagnosis.wait import Waiter
+from offbeat.engine.sync_point import Border
 
 WAITER = Waiter(clock=WallClock(), timeout=timedelta(seconds=5))
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.engine import Meter, MetricsFile, Waiter, samples_in
+from offbeat.diagnosis.wait import Waiter
+from offbeat.engine import Meter, MetricsFile, samples_in
 from offbeat.report.records import Log, Records
 from tests.workers import run_workers
 

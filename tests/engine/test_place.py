@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from offbeat.engine import place
-from offbeat.fabric.server import Enrol
-from offbeat.fabric.server.client.hands import Hand
-from offbeat.fabric.server.lead.dealer import Dealer
-from offbeat.pacing import Lease, Leases, Over, Piece
+from offbeat.batching import Lease, Leases, Over, Piece
+from offbeat.coordinator.data_leases import Dealer
+from offbeat.loading import position
+from offbeat.protocol.data_leases import Enrol
+from offbeat.server.client.lease_queue import Hand
 
 SAMPLES = 23
 LEASES = Leases(SAMPLES, seed=3)
@@ -50,7 +50,7 @@ def test_there_and_back_each_sample_is_there_once(dealt: int) -> None:
         assert isinstance(lease, Lease)
         drawn += LEASES.indices(lease).tolist()
         pool, _ = LEASES.acknowledge(pool, [lease.number])
-    books = place.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
+    books = position.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
     there = dealer()
     for worker in (0, 1):
         there.enrol(worker, about(), together=False, world=2)
@@ -68,7 +68,7 @@ def test_what_workers_hold_when_they_leave_the_server_counts_as_used() -> None:
     assert isinstance(held, Lease)
     assert isinstance(undrawn, Lease)
     there.give_back(1, 0, [undrawn.number])
-    state = place.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
+    state = position.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
     pool = LEASES.from_plain(state["leases"])
     left: list[int] = []
     while True:
@@ -88,7 +88,7 @@ def test_an_epoch_that_all_are_about_to_begin_is_begun() -> None:
         if isinstance(lease, Lease):
             pool, _ = LEASES.acknowledge(pool, [lease.number])
     assert pool.epoch == 0
-    books = place.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
+    books = position.for_coordinator({0: (about(), LEASES, {"leases": LEASES.to_plain(pool)})})
     there = dealer()
     for worker in (0, 1):
         there.enrol(worker, about(), together=False, world=2)
@@ -106,7 +106,7 @@ def test_who_was_dealt_the_end_of_an_epoch_beforehand_begins_it_with_the_others(
         ahead += there.take(0, 0)
     for worker, deals in ((0, ahead), (1, leases[1])):
         there.give_back(worker, 0, [deal.number for deal in deals if isinstance(deal, Lease)])
-    state = place.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
+    state = position.for_workers(msgspec.json.encode(there.to_plain()).decode(), 0, LEASES)
     pool = LEASES.from_plain(state["leases"])
     assert pool.reached(SAMPLES) == 0.0, "what came back is not computed"
     given = dict.fromkeys((0, 1), 0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from offbeat.engine.resources import EVERY_S, ResourceSampler
+from offbeat.engine.resource_usage import EVERY_S, ResourceSampler
 
 
 def test_it_counts_this_process_and_what_was_sent_since_the_last_look() -> None:

@@ -15,7 +15,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.clock import WallClock
-from offbeat.engine import Awaited, Roll, Waiter
+from offbeat.diagnosis.startup_barrier import Roll
+from offbeat.diagnosis.wait import Awaited, Waiter
 from offbeat.errors import WorkerLostError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.engine.share import Drawn, Share
+from offbeat.engine.batch_accounting import Drawn, Share
 
 
 def drawn(*sizes: int) -> Share:

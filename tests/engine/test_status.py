@@ -9,9 +9,9 @@ import time
 import pytest
 
 import offbeat
-from offbeat.engine import status as status_module
-from offbeat.engine.status import StatusReporter, happenings, named_values, shortened
-from offbeat.wire.status import Status, read_status
+from offbeat.engine import status_reporter as status_module
+from offbeat.engine.status_reporter import StatusReporter, happenings, named_values, shortened
+from offbeat.protocol.worker_status import Status, read_status
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.engine import Meter, MetricsFile, Waiter
-from offbeat.engine.times import Times, folded
+from offbeat.diagnosis.wait import Waiter
+from offbeat.engine import Meter, MetricsFile
+from offbeat.engine.step_times import Times, folded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.clock import WallClock
-from offbeat.engine import Awaited, Nobody, Waiter
+from offbeat.diagnosis.wait import Awaited, Nobody, Waiter
 from offbeat.errors import NetworkError, WorkerLostError
 
 if TYPE_CHECKING:
-    from offbeat.engine.waiting import Findings
+    from offbeat.diagnosis.wait import Findings
     from offbeat.payload import Reply
 
 

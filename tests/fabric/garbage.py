@@ -13,41 +13,34 @@ import msgspec
 import torch
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.fabric.server import Shard
-from offbeat.fabric.server.deals import Books, Crowded, Return, Take
-from offbeat.fabric.server.messages import (
+from offbeat.protocol.checkpoints import Fetch, Put, PutAll, Replace
+from offbeat.protocol.data_leases import Books, Crowded, Return, Take
+from offbeat.protocol.messages import pack, to_worker
+from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
+from offbeat.protocol.shards import Enlist, Filled, Nearly, Whole
+from offbeat.protocol.status import Look
+from offbeat.protocol.training import (
     About,
     Announce,
     Ask,
     BlockOf,
     Details,
-    Enlist,
-    Fetch,
     Fill,
-    Filled,
     Go,
     Granted,
-    Look,
-    Nearly,
     Open,
     Opened,
     Part,
     PieceOf,
     Pulled,
-    Put,
-    PutAll,
-    Replace,
     Values,
-    Whole,
-    pack,
-    to_worker,
 )
-from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
+from offbeat.server.shard.shard import Shard
 from offbeat.sync import ASP, BSP, SSP, KSync
 from tests.fabric.links import Parts
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.messages import Scene
+    from offbeat.protocol.status import Scene
     from offbeat.sync import Policy
 
 POLICIES: tuple[Policy, ...] = (BSP(), ASP(), SSP(1), KSync(2), KSync(2, late="carry"))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
-from offbeat.fabric.server import Client, Shard
+from offbeat.server.client.client import Client
+from offbeat.server.shard.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.batching import BatchTuning, Keeps
     from offbeat.history import Record
-    from offbeat.pacing import BatchTuning, Keeps
     from offbeat.sync import Policy
 
 

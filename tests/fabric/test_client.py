@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.fabric.server import Client, cut
-from offbeat.fabric.server.messages import Details, Go, Opened, Values
-from offbeat.fabric.server.optimizers import Hyper, OptimizerSpec
 from offbeat.layout import arrange
-from offbeat.wire.loop import Loop
+from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
+from offbeat.protocol.training import Details, Go, Opened, Values
+from offbeat.server.blocks import cut
+from offbeat.server.client.client import Client
+from offbeat.wire.loop_thread import Loop
 from tests.fabric.links import kind_of
 
 if TYPE_CHECKING:

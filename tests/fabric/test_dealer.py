@@ -8,10 +8,10 @@ from collections import Counter
 import msgspec
 import pytest
 
+from offbeat.batching import BatchTuning, Lease, Leases, Over
+from offbeat.coordinator.data_leases import Dealer
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.fabric.server.deals import Deal, Dealt, Enrol, dealt, leases_of
-from offbeat.fabric.server.lead.dealer import Dealer
-from offbeat.pacing import BatchTuning, Lease, Leases, Over
+from offbeat.protocol.data_leases import Deal, Dealt, Enrol, dealt, leases_of
 
 SAMPLES = 37
 

@@ -9,33 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.fabric.server import Shard
-from offbeat.fabric.server.messages import (
-    About,
-    Admit,
-    Applied,
-    Back,
-    Begin,
-    Fill,
-    Gone,
-    Nearly,
-    Open,
-    Opened,
-    Part,
-    Parted,
-    Released,
-    Values,
-    Whole,
-    Withdrawn,
-    from_guest,
-    pack,
-)
+from offbeat.protocol.messages import from_guest, pack
+from offbeat.protocol.shards import Admit, Applied, Begin, Gone, Nearly, Parted, Released, Whole, Withdrawn
+from offbeat.protocol.training import About, Back, Fill, Open, Opened, Part, Values
+from offbeat.server.shard.shard import Shard
 from tests.fabric.garbage import DETAILS, HYPER, LR, SIZES, Guest, Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.fabric.server.messages import Decision
+    from offbeat.protocol.messages import Decision
 
 HERE = msgspec.structs.replace(DETAILS, world=1, shards=2)
 

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server import messages
-from offbeat.report.sight import sight_of
+from offbeat.protocol import messages
+from offbeat.report.job_status import sight_of
 from tests.fabric.garbage import DETAILS, torment
 
 if TYPE_CHECKING:

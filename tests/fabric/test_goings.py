@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from offbeat.fabric.server.lead.coordinator import Coordinator
+from offbeat.coordinator.policy_runner import Coordinator
 from offbeat.sync import ASP, Evict, Policy, State
 from tests.fabric.links import Together
 from tests.fabric.test_shard import Worker, workers
@@ -18,7 +18,7 @@ from tests.fabric.test_shard import Worker, workers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from offbeat.fabric.server.messages import Seen
+    from offbeat.protocol.status import Seen
     from offbeat.sync import Action
 
 

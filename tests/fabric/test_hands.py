@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offbeat.fabric.server.client.hands import Hands
-from offbeat.fabric.server.deals import Deal, Dealt, Enrol, FromData, Take
-from offbeat.pacing import Lease, Over
+from offbeat.batching import Lease, Over
+from offbeat.protocol.data_leases import Deal, Dealt, Enrol, FromData, Take
+from offbeat.server.client.lease_queue import Hands
 
 ABOUT = Enrol(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
 

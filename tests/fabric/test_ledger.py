@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.fabric.server.shard.ledger import Give, Keep, Ledger, Make, Undo
+from offbeat.server.shard.update_scheduler import Give, Keep, Ledger, Make, Undo
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:

@@ -8,29 +8,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.fabric.server import cut, describe, optimizers
-from offbeat.fabric.server.checkpoint import from_bytes, gather, scatter, to_bytes
-from offbeat.fabric.server.messages import (
-    About,
-    Admit,
-    Applied,
-    BlockOf,
-    Committed,
-    Details,
-    Gone,
-    PieceOf,
-    Released,
-    Withdrawn,
-)
-from offbeat.fabric.server.shard.table import Table
-from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 from offbeat.layout import arrange
+from offbeat.protocol.shards import Admit, Applied, Committed, Gone, Released, Withdrawn
+from offbeat.protocol.training import About, BlockOf, Details, PieceOf
+from offbeat.server import optimizers
+from offbeat.server.blocks import cut
+from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_bytes
+from offbeat.server.optimizers import describe
+from offbeat.server.shard.model_shard import Table
+from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 from offbeat.sync import BSP
 from tests.fabric.links import Together
 from tests.fabric.test_shard import SOON, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
 
     Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -71,7 +65,7 @@ def gradients(first: int, last: int) -> list[torch.Tensor]:
 class Alone:
     """A shard's table, and the one worker that brings to it."""
 
-    def __init__(self, optimizer: optimizers.OptimizerSpec) -> None:
+    def __init__(self, optimizer: OptimizerSpec) -> None:
         parameters = {name: torch.zeros(numel) for name, numel in NUMEL.items()}
         self.blocks = cut(arrange(parameters, bucket_bytes=1 << 20), 64)
         names = tuple(NUMEL)
@@ -86,9 +80,7 @@ class Alone:
         self._clock = 0
         self.table.decide(Admit(0, 0, 0))
 
-    def step(
-        self, gradient: torch.Tensor, hyper: tuple[optimizers.Hyper, ...], half: torch.Tensor | None = None
-    ) -> None:
+    def step(self, gradient: torch.Tensor, hyper: tuple[Hyper, ...], half: torch.Tensor | None = None) -> None:
         """One update.
 
         Args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offbeat.fabric.server.lead.questions import Questions
-from offbeat.fabric.server.messages import Ask
+from offbeat.coordinator.questions import Questions
+from offbeat.protocol.training import Ask
 
 
 def test_nothing_stays_of_what_only_a_lost_worker_has_asked() -> None:

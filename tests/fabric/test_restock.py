@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.batching import BatchTuning, Leases
+from offbeat.coordinator.coordinator import Lead
 from offbeat.errors import ModelError, PeerError
-from offbeat.fabric.server.deals import Dealt, dealt
-from offbeat.fabric.server.lead.lead import Lead
-from offbeat.pacing import BatchTuning, Leases
+from offbeat.protocol.data_leases import Dealt, dealt
+from offbeat.server.optimizers import check_hyper
 from tests.fabric.test_dealer import SAMPLES, Class
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.lead.dealer import Dealer
+    from offbeat.coordinator.data_leases import Dealer
 
 _ODD = [
     -1,
@@ -151,7 +152,9 @@ def test_any_json_is_a_pool_or_a_refusal(plain: Any) -> None:
 @settings(max_examples=100)
 @given(place=st.binary(max_size=40) | st.sampled_from([b"[" * 100_000, b"\xff", b"{}", b"null", b"{}{}", b'{"0":']))
 def test_any_bytes_are_answered_with_a_sentence(place: bytes) -> None:
-    lead = Lead(lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None)
+    lead = Lead(
+        lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None, check_hyper=check_hyper
+    )
     assert lead.go_on_in_data(place) or place == b"{}"
 
 

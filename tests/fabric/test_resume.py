@@ -11,16 +11,18 @@ import msgspec
 import pytest
 
 from offbeat.control import WaitThreshold
+from offbeat.coordinator.policy_runner import Coordinator
+from offbeat.coordinator.reconnect import Losses, Verdict, judge
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server import Shard
-from offbeat.fabric.server.deals import Dealt, Enrol
-from offbeat.fabric.server.lead.coordinator import Coordinator
-from offbeat.fabric.server.lead.resume import Losses, Verdict, judge
-from offbeat.fabric.server.messages import Back, Enlist, Go, Open, details_of, from_chief, pack
-from offbeat.fabric.server.shard.archive import Archive
-from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot
 from offbeat.plan import Plan
+from offbeat.protocol.data_leases import Dealt, Enrol
+from offbeat.protocol.messages import details_of, from_chief, pack
+from offbeat.protocol.shards import Enlist
+from offbeat.protocol.training import Back, Go, Open
+from offbeat.server.shard.shard import Shard
+from offbeat.server.shard.snapshot_store import Archive
+from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot
 from offbeat.sync import ASP, BSP, Apply, Ready
 from tests.fabric.garbage import DETAILS, Guest, Line, Worker
 from tests.fabric.links import Parts

@@ -14,25 +14,29 @@ import msgspec
 import pytest
 import torch
 
+from offbeat.coordinator.policy_runner import Coordinator
 from offbeat.errors import DisagreementError, ModelError, NetworkError, PeerError
-from offbeat.fabric.server import About, cut, deal, describe, hyper, optimizers
-from offbeat.fabric.server.blocks import Block, Piece
-from offbeat.fabric.server.deals import Enrol
-from offbeat.fabric.server.lead.coordinator import Coordinator
-from offbeat.fabric.server.memory import bytes_of
-from offbeat.fabric.server.messages import Part, Whole, pack
-from offbeat.fabric.server.shard.store import Store
 from offbeat.layout import arrange
+from offbeat.protocol.data_leases import Enrol
+from offbeat.protocol.messages import pack
+from offbeat.protocol.optimizer_spec import OptimizerSpec
+from offbeat.protocol.shards import Whole
+from offbeat.protocol.training import About, Part
+from offbeat.server import optimizers
+from offbeat.server.blocks import Block, Piece, cut, deal
+from offbeat.server.optimizers import describe, hyper
+from offbeat.server.shard.parameter_store import Store
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
+from offbeat.tensors import bytes_of
 from tests.fabric.links import Together, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from offbeat.fabric.server import Client
-    from offbeat.fabric.server.client.exchange import Exchange
-    from offbeat.fabric.server.client.place import Place
-    from offbeat.fabric.server.messages import FromShard
+    from offbeat.protocol.messages import FromShard
+    from offbeat.server.client.client import Client
+    from offbeat.server.client.model_state import Place
+    from offbeat.server.client.requests import Exchange
 
 SOON = timedelta(seconds=10)
 
@@ -142,7 +146,7 @@ def test_every_optimizer_that_can_be_held_is_taken(kind: Any) -> None:
 
 
 def test_an_optimizer_is_not_made_another_by_a_flag() -> None:
-    spec = optimizers.OptimizerSpec("AdamW", ({"lr": 0.1, "decoupled_weight_decay": False},), (("a",),))
+    spec = OptimizerSpec("AdamW", ({"lr": 0.1, "decoupled_weight_decay": False},), (("a",),))
     with pytest.raises(PeerError, match="Cannot make AdamW from these hyper-parameters"):
         optimizers.check_spec(spec)
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.fabric.server.messages import Saved, from_guest, pack
-from offbeat.fabric.server.shard.archive import Archive
-from offbeat.fabric.server.shard.keeping import Keeping, Rhythm
-from offbeat.fabric.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
+from offbeat.protocol.messages import from_guest, pack
+from offbeat.protocol.shards import Saved
+from offbeat.server.shard.snapshot_builder import Keeping, Rhythm
+from offbeat.server.shard.snapshot_store import Archive
+from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
 
 if TYPE_CHECKING:
     from pathlib import Path

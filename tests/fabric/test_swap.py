@@ -12,9 +12,9 @@ import torch
 
 from offbeat.errors import NetworkError
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server import Client
-from offbeat.fabric.server.messages import Proposed
 from offbeat.plan import Plan, table_of
+from offbeat.protocol.plan_swap import Proposed
+from offbeat.server.client.client import Client
 from offbeat.sync import ASP, BSP, SSP, RoundRobin
 from tests.fabric.links import Together
 from tests.fabric.test_shard import SOON, Worker
@@ -22,7 +22,7 @@ from tests.fabric.test_shard import SOON, Worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat.fabric.server.client.exchange import Exchange
+    from offbeat.server.client.requests import Exchange
     from offbeat.sync import Policy
 
 PLAN = Plan(fabric=ParameterServer())

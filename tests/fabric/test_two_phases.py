@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.fabric.server.blocks import Block
-from offbeat.fabric.server.client.place import Place
-from offbeat.fabric.server.shard import ledger
-from offbeat.fabric.server.shard.ledger import Keep, Ledger, Make, Undo
+from offbeat.server.blocks import Block
+from offbeat.server.client.model_state import Place
+from offbeat.server.shard import update_scheduler
+from offbeat.server.shard.update_scheduler import Keep, Ledger, Make, Undo
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Shard:
             else:
                 entry = self.entries[action.worker]
                 self._give(action.worker, entry, action.step, action.block, action.number, value)
-        most = ledger._MOST_LINES * max(1, len(self.ledger._next))
+        most = update_scheduler._MOST_LINES * max(1, len(self.ledger._next))
         if not self.ledger._unkept:
             assert all(len(self.ledger._journal.of(one)) <= most for one in self.values)
 
@@ -110,7 +110,7 @@ class Worker:
 
 
 class Job:
-    """A coordinator that decides at random, with the books of `offbeat.fabric.server.lead`."""
+    """A coordinator that decides at random, with the books of `offbeat.coordinator`."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -398,11 +398,11 @@ def play(chance: random.Random) -> Job:
 @settings(max_examples=100, deadline=None)
 @given(chance=st.randoms(use_true_random=False))
 def test_no_half_of_a_contribution_is_anywhere(most: int, chance: random.Random) -> None:
-    before, ledger._MOST_LINES = ledger._MOST_LINES, most
+    before, update_scheduler._MOST_LINES = update_scheduler._MOST_LINES, most
     try:
         play(chance)
     finally:
-        ledger._MOST_LINES = before
+        update_scheduler._MOST_LINES = before
 
 
 def test_what_is_played_has_what_it_is_about() -> None:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import ScenarioError
-from offbeat.fault import AGE, Fault, read_fired, unfired
+from offbeat.fault_spec import AGE, Fault, read_fired, unfired
 from offbeat.testing.faults import Script, assert_fired
-from offbeat.testing.faults.within import Injected
+from offbeat.testing.faults.in_process import Injected
 from tests.workers import run_workers
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.fault import Fault, Link
+from offbeat.fault_spec import Fault, Link
 from offbeat.testing.faults.links import Proxies
-from offbeat.testing.faults.strangers import dial
+from offbeat.testing.faults.unauthorized_peers import dial
 from offbeat.wire.credentials import Token
 from offbeat.wire.session import Limits
 from tests.wire.peers import play, serving, until

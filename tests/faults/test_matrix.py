@@ -17,7 +17,7 @@ from benchmarks.faults import CASES, POLICIES, Case, judge, play, selected
 from benchmarks.faults_page import page
 from benchmarks.workloads.marked import Held
 from offbeat.audit import Contribution
-from offbeat.fault import Fault, Fired, Link, Process, Script, Stranger
+from offbeat.fault_spec import Fault, Fired, Link, Process, Script, Stranger
 from offbeat.testing.faults import assert_fired, environment
 from tests.cli.commands import COMMAND, TRAIN, clean_environment, script
 
@@ -72,7 +72,7 @@ def test_a_script_under_offbeat_run_is_struck_as_well(tmp_path: Path) -> None:
     train, log = script(tmp_path, TRAIN), tmp_path / "log"
     asked = [Fault(worker=1, step=2, kind="forward")]
     process = subprocess.run(
-        [*COMMAND, "run", "--workers", "2", str(ROOT / "offbeat/testing/faulty.py"), str(train)],
+        [*COMMAND, "run", "--workers", "2", str(ROOT / "offbeat/testing/run_with_faults.py"), str(train)],
         cwd=tmp_path,
         env={**clean_environment(), **environment(asked, log)},
         capture_output=True,

@@ -9,10 +9,10 @@ import torch
 
 from offbeat.engine import Diary
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server.messages import About
-from offbeat.fabric.server.optimizers import hyper
 from offbeat.history import Ended, Header, Log, Record, write_log
 from offbeat.plan import Plan
+from offbeat.protocol.training import About
+from offbeat.server.optimizers import hyper
 from tests.fabric.links import Together
 from tests.fabric.test_shard import SOON, Worker
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from offbeat.audit import contributions, verify
+from offbeat.audit.findings import Verdict
 from offbeat.audit.updates import Fates
-from offbeat.audit.verdict import Verdict
 from offbeat.history import Began, Ended, Has, Log, Made, Told, actions_of, event_of, told
 from offbeat.sync import (
     ASP,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.audit.findings import Verdict
 from offbeat.audit.replacements import check_replaced
 from offbeat.audit.replicas import Diary
-from offbeat.audit.verdict import Verdict
 from offbeat.history import Has, Replaced
 
 LIFE = 7

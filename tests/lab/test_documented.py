@@ -9,23 +9,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import pytest
 
-from offbeat.fault import Fault, Link, Process, Stranger
-from offbeat.fault import Script as Within
-from offbeat.lab import launch, rounds
+from offbeat.fault_spec import Fault, Link, Process, Stranger
+from offbeat.fault_spec import Script as Within
+from offbeat.lab import launch, runner
 from offbeat.lab.jobs import jobs
-from offbeat.scenario import (
-    About,
-    Hosts,
-    HostTable,
-    Impair,
-    LayerTable,
-    Replay,
-    Rounds,
-    Row,
-    Scenario,
-    Script,
-    Straggle,
-)
+from offbeat.scenario import About, Hosts, HostTable, Impair, LayerTable, Replay, Rounds, Row, Scenario, Script
+from offbeat.straggler_model import Straggle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +105,6 @@ def test_the_script_runs_and_learns(tmp_path: Path, row: int) -> None:
     assert isinstance(scenario.workload, Script)
     (tmp_path / "runs").mkdir()
     places = launch.loopback_places([host.name for host in scenario.topology.hosts])
-    done = rounds.run_once(jobs(scenario, tmp_path)[row], places, tmp_path / "runs", 0, None)
+    done = runner.run_once(jobs(scenario, tmp_path)[row], places, tmp_path / "runs", 0, None)
     assert done.time_to(scenario.workload) is not None
     assert all(len(worker.step_s) == scenario.run.steps for worker in done.workers)

@@ -14,29 +14,29 @@ import pytest
 from matplotlib.figure import Figure
 
 from offbeat.errors import ScenarioError
-from offbeat.fault import Fault, Fired
-from offbeat.lab import launch, plots, results, rounds
-from offbeat.lab.courses import draw_courses, steps_per_s
+from offbeat.fault_spec import Fault, Fired
+from offbeat.lab import launch, plots, results, runner
 from offbeat.lab.emulator import Direction, Law
+from offbeat.lab.fault_cost import recoveries
+from offbeat.lab.fault_injection import Strikes
 from offbeat.lab.jobs import jobs
-from offbeat.lab.predicted import known_of, predictions
+from offbeat.lab.predictions import known_of, predictions
 from offbeat.lab.recorder import Step
-from offbeat.lab.recovery import recoveries
 from offbeat.lab.results import Raw
-from offbeat.lab.strikes import Strikes
+from offbeat.lab.timeline_plot import draw_courses, steps_per_s
 from offbeat.scenario import Scenario
 from tests.lab.rights import needs_root
 
 if TYPE_CHECKING:
     from offbeat.lab.recorder import Line
-    from offbeat.lab.repeat import Repeat
+    from offbeat.lab.run_result import Repeat
 
 # Six steps of the smallest model.
 SCRIPT = """
 import time, torch
-from offbeat.lab.peers import bind
+from offbeat.lab.systems import bind
 from offbeat.lab.recorder import Recorder, Work
-from offbeat.lab.snapshots import Snapshots
+from offbeat.lab.peer_checkpoint import Snapshots
 work = Work.from_environment()
 model = torch.nn.Linear(8, 1)
 torch.nn.init.zeros_(model.weight)
@@ -97,7 +97,7 @@ def run(folder: Path, row: int, *faults: dict[str, Any], steps: int = 20) -> Rep
     runs = folder / "runs"
     runs.mkdir()
     places = launch.loopback_places(["h0", "h1", *(["s0"] if job.served else [])])
-    return rounds.run_once(job, places, runs, 0, None)
+    return runner.run_once(job, places, runs, 0, None)
 
 
 @pytest.mark.timeout(60)
@@ -137,7 +137,7 @@ def test_a_replay_from_which_one_is_killed_is_a_result(tmp_path: Path) -> None:
     job = jobs(scenario, tmp_path)[1]
     runs = tmp_path / "runs"
     runs.mkdir()
-    done = rounds.run_once(job, launch.loopback_places(["h0", "h1", "s0"]), runs, 0, None)
+    done = runner.run_once(job, launch.loopback_places(["h0", "h1", "s0"]), runs, 0, None)
     assert [worker.rank for worker in done.workers] == [0]
 
 
@@ -296,7 +296,7 @@ class TestALinkOfTheNetwork:
     @pytest.mark.timeout(120)
     def test_it_is_struck_and_mended(self, tmp_path: Path) -> None:
         (tmp_path / "work.py").write_text(SCRIPT.replace("PAUSE_S", "0.0"))
-        report = rounds.run(
+        report = runner.run(
             Scenario.from_toml(NAMESPACES), NAMESPACES, tmp_path, command="test", tell=lambda row, repeat: None
         )
         assert any(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.lab.handover import course, handovers, swaps
 from offbeat.lab.recorder import Line, Step
+from offbeat.lab.swap_cost import course, handovers, swaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,17 +14,17 @@ import pytest
 
 from offbeat.cli import lab as cli
 from offbeat.errors import DisagreementError, NetworkError, ScenarioError, WorkerLostError
-from offbeat.lab import launch, limits, results, rounds, state
+from offbeat.lab import lab_registry, launch, lower_bounds, results, runner
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
-from offbeat.profiles import size_bytes, timed
+from offbeat.model_profiles import size_bytes
 from offbeat.scenario import Replay, Scenario
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
 from tests.lab.rights import needs_root, soon
 
 if TYPE_CHECKING:
-    from offbeat.lab.repeat import Repeat
     from offbeat.lab.results import Report
+    from offbeat.lab.run_result import Repeat
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -103,7 +103,7 @@ def run_first_row(folder: Path, path: Path) -> Repeat:
     job = jobs(Scenario.from_toml(path.read_text()), folder)[0]
     runs = folder / "runs"
     runs.mkdir()
-    return rounds.run_once(job, launch.loopback_places(["h0", "h1"]), runs, 0, None)
+    return runner.run_once(job, launch.loopback_places(["h0", "h1"]), runs, 0, None)
 
 
 def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_show_says_what_run_would_refuse(
     assert any("needs root, pyroute2 and 301 namespaces, and /dev/net/tun for links" in line for line in lines)
     assert "left out of ddp: sigkill of worker 0 at its step 5, which takes others that go on" in lines
     with pytest.raises(NetworkError, match="as user 1000"):
-        rounds.run(*(cli.read_scenario(tmp_path / "many.toml")), tmp_path, command="", tell=lambda row, repeat: None)
+        runner.run(*(cli.read_scenario(tmp_path / "many.toml")), tmp_path, command="", tell=lambda row, repeat: None)
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(
@@ -310,7 +310,7 @@ def test_who_did_not_settle_is_told_to(tmp_path: Path) -> None:
     path = scenario(tmp_path, text, digest="os.environ['RANK']")
     job = jobs(Scenario.from_toml(path.read_text()), tmp_path)[1]
     with pytest.raises(DisagreementError, match=r"row 'ours': .*call bound\.settle\(\) in the script"):
-        rounds.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
+        runner.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
 
 
 def test_a_script_that_records_nothing_is_named(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_replay_that_sums_wrongly_fails(tmp_path: Path) -> None:
     text = REPLAY.replace("rate_mbps = 100", 'network = "loopback"')
     job = dataclasses.replace(jobs(Scenario.from_toml(text), tmp_path)[0], tolerance=1e-12)
     with pytest.raises(WorkerLostError, match=r"the mean gradient of .* is wrong by"):
-        rounds.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
+        runner.run_once(job, launch.loopback_places(["h0", "h1"]), tmp_path, 0, None)
 
 
 class TestInNamespaces:
@@ -376,7 +376,7 @@ class TestInNamespaces:
 
     def check(self, report: Report, wanted: Scenario) -> None:
         assert isinstance(wanted.workload, Replay)
-        gradient_bytes = size_bytes(timed(wanted.workload))
+        gradient_bytes = size_bytes(wanted.workload.layers())
         wire_s = wanted.topology.allreduce_bound_s(gradient_bytes)
         assert {raw.digest for raw in report.raw} == {report.raw[0].digest}
         assert all(85 <= goodput <= 97 for goodput in report.goodput_mbps.values()), "85: what the lab itself refuses"
@@ -401,7 +401,7 @@ class TestInNamespaces:
         code, output = offbeat("lab", "run", path, "--json", "a.json", "--png", "a.png", folder=tmp_path, timeout_s=170)
         assert code == 0, output
         report = results.read(tmp_path / "a.json")
-        assert report.bounds == {"ddp": limits.ALLREDUCE, "offbeat": limits.TOGETHER}
+        assert report.bounds == {"ddp": lower_bounds.ALLREDUCE, "offbeat": lower_bounds.TOGETHER}
         ring, server = report.links
         assert [(use.row, use.host) for use in (ring, server)] == [("ddp", "h0"), ("offbeat", "s0")]
         sent_bytes = sum(raw.bytes_sent for raw in report.raw if raw.row == "offbeat")
@@ -417,10 +417,10 @@ class TestInNamespaces:
         path = scenario(tmp_path, text, script="import time\ntime.sleep(300)")
         with start("lab", "run", path, "--json", "out.json", folder=tmp_path) as process:
             try:
-                claims: list[state.Claim] = []
+                claims: list[lab_registry.Claim] = []
 
                 def begun() -> bool:
-                    claims[:] = [claim for claim in state.leftovers() if claim.owner_pid == process.pid]
+                    claims[:] = [claim for claim in lab_registry.leftovers() if claim.owner_pid == process.pid]
                     return sum("work.py" in _command(pid) for pid in descendants(process.pid)) == 2
 
                 assert soon(begun, within_s=40)
@@ -434,13 +434,13 @@ class TestInNamespaces:
                 process.kill()
             assert soon(lambda: not alive(family))
             assert soon(lambda: not any(place.exists() for place in namespaces))
-            assert not state.path_of(claims[0].lab).exists()
+            assert not lab_registry.path_of(claims[0].lab).exists()
             assert not (tmp_path / "out.json").exists()
 
     def test_clean_says_what_it_removed_and_what_it_kept(self, tmp_path: Path) -> None:
         """A claim of this living test is kept."""
-        claim = state.Claim.mine(f"{os.getpid():08x}"[-8:], [])
-        path = state.write(claim)
+        claim = lab_registry.Claim.mine(f"{os.getpid():08x}"[-8:], [])
+        path = lab_registry.write(claim)
         try:
             code, output = offbeat("lab", "clean", folder=tmp_path)
             assert code == 0, output

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from offbeat.errors import WorkerLostError
-from offbeat.lab import programs
+from offbeat.lab import command_lines
 from offbeat.lab.jobs import jobs
 from offbeat.lab.launch import LAST_LINES, Shards, Workers, loopback_places, places
 from offbeat.lab.network import INTERFACE, Network
@@ -96,7 +96,7 @@ def test_all_processes_of_all_systems_have_the_same_threads(tmp_path: Path, monk
 
     monkeypatch.setattr(Workers, "_start", start)
     monkeypatch.setattr("os.killpg", lambda pid, number: None)
-    monkeypatch.setattr("offbeat.serve.start_shard", start_shard)
+    monkeypatch.setattr("offbeat.server.launch.start_shard", start_shard)
     (tmp_path / "work.py").write_text("")
     rows = "".join(f'[[row]]\nname = "{system}"\nsystem = "{system}"\n' for system in get_args(System))
     made = loopback_places(["h0", "h1"])
@@ -183,8 +183,8 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """The kernel sees to it, outside of namespaces as well."""
     code = f"""
 import os, subprocess, sys
-from offbeat.lab import programs
-worker = subprocess.Popen(programs.entered(None, [sys.executable, "-S", "-c", "print('up', flush=True); {SLEEP}"]))
+from offbeat.lab import command_lines
+worker = subprocess.Popen(command_lines.entered(None, [sys.executable, "-S", "-c", "print('up', flush=True); {SLEEP}"]))
 print(worker.pid, flush=True)
 worker.wait()
 """
@@ -199,7 +199,7 @@ worker.wait()
 
 def test_a_worker_of_a_dead_launcher_does_not_start(tmp_path: Path) -> None:
     """The launcher died before the worker could ask the kernel for its signal."""
-    command = programs.entered(None, [sys.executable, "-S", "-c", "print('it started')"])
+    command = command_lines.entered(None, [sys.executable, "-S", "-c", "print('it started')"])
     command[command.index(str(os.getpid()))] = "1"
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout) == (1, "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import RESULTS, measured
-from offbeat.lab import limits, results
+from offbeat.lab import lower_bounds, results
 from offbeat.lab.jobs import jobs
 from offbeat.lab.results import Raw
 from offbeat.scenario import Scenario
@@ -46,15 +46,15 @@ RAW = {
 )
 def test_a_server(servers: int, compute_s: float, together: bool, wanted_s: float) -> None:
     scenario = Scenario.from_toml(TEXT.format(servers=servers))
-    limit_s, words = limits.served(scenario, compute_s=compute_s, size_bytes=1.25e6, workers=8, together=together)
+    limit_s, words = lower_bounds.served(scenario, compute_s=compute_s, size_bytes=1.25e6, workers=8, together=together)
     assert limit_s == pytest.approx(wanted_s)
-    assert words == (limits.TOGETHER if together else limits.ONE_BY_ONE)
+    assert words == (lower_bounds.TOGETHER if together else lower_bounds.ONE_BY_ONE)
 
 
 @pytest.mark.parametrize(("compute_s", "wanted_s"), [(0.4, 0.4), (0.01, 2 * 7 / 8 * D_S)])
 def test_a_ring(compute_s: float, wanted_s: float) -> None:
     workers = Scenario.from_toml(TEXT.format(servers=1)).workers
-    assert limits.allreduce(workers, compute_s=compute_s, size_bytes=1.25e6)[0] == pytest.approx(wanted_s)
+    assert lower_bounds.allreduce(workers, compute_s=compute_s, size_bytes=1.25e6)[0] == pytest.approx(wanted_s)
 
 
 RING_S = 2 * 7 / 8 * D_S
@@ -85,7 +85,7 @@ def test_a_row_is_bounded_by_what_it_sends(tmp_path: Path, row: str, fault: str,
     text = TEXT.format(servers=1).replace('system = "ddp"', f"{row}\n{fault}\n[run]\nsteps = 40")
     (job,) = jobs(Scenario.from_toml(text), tmp_path)
     raw = [Raw(**(RAW | {"rank": rank})) for rank in range(8)]  # type: ignore[arg-type]
-    assert limits.limit(job, raw)[0] == pytest.approx(wanted_s)
+    assert lower_bounds.limit(job, raw)[0] == pytest.approx(wanted_s)
 
 
 @pytest.mark.parametrize("name", measured())
@@ -93,7 +93,7 @@ def test_no_row_that_was_measured_passes_its_limit(name: str) -> None:
     """And each file says what follows from its raw records: `python -m benchmarks.limits` writes it."""
     report = results.read(RESULTS / f"{name}.json")
     assert {row.row: row.percent_of_bound for row in report.rows if row.percent_of_bound > 100} == {}
-    again = limits.again(report, jobs(Scenario.from_toml(report.scenario), SCENARIOS))
+    again = lower_bounds.again(report, jobs(Scenario.from_toml(report.scenario), SCENARIOS))
     assert again.bounds == report.bounds, "run `make limits`"
     for row, found in zip(report.rows, again.rows, strict=True):
         assert row.bound_s == pytest.approx(found.bound_s)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.lab import programs
+from offbeat.lab import command_lines
 from offbeat.lab.network import Network
 from offbeat.plan import Plan
 from offbeat.topology import Topology
@@ -61,7 +61,7 @@ class Machines:
         own = ["unshare", "--uts", "--mount", "bash", "-c", MACHINE, "bash", host, str(self.folder / host), command]
         environment = clean_environment() | self.network.mark() | {"PATH": self._path, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            programs.entered(self.network.namespace(host), own),
+            command_lines.entered(self.network.namespace(host), own),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import NetworkError, ScenarioError
-from offbeat.lab import goodput, network, programs, state
+from offbeat.lab import command_lines, goodput, lab_registry, network
 from offbeat.lab.namespace import DIRECTORY, inside
 from offbeat.lab.network import Network, bucket_bytes
 from offbeat.topology import Host, Link, Topology
@@ -35,7 +35,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     yield owner
     owner.end()
     assert soon(lambda: not alive({owner.reaper}))
-    state.clean(force=True, directory=tmp_path)
+    lab_registry.clean(force=True, directory=tmp_path)
 
 
 def carried(net: Network, least_mbps: Mapping[str, float], *, seconds: float = 1.5) -> dict[str, float]:
@@ -110,9 +110,9 @@ def test_hosts_are_alone(tmp_path: Path) -> None:
 def test_closing_removes_everything(tmp_path: Path) -> None:
     net = Network(Topology.star(["a", "b"], rate_mbps=100), directory=tmp_path)
     assert len(namespaces_of(net.lab)) == 3
-    assert [claim.lab for claim in state.leftovers(tmp_path)] == [net.lab]
+    assert [claim.lab for claim in lab_registry.leftovers(tmp_path)] == [net.lab]
     inhabitant = subprocess.Popen(
-        programs.entered(net.namespace("a"), [sys.executable, "-S", "-c", "import time; time.sleep(300)"]),
+        command_lines.entered(net.namespace("a"), [sys.executable, "-S", "-c", "import time; time.sleep(300)"]),
         env=net.mark(),
     )
     inode = os.stat(DIRECTORY / net.namespace("a")).st_ino
@@ -146,7 +146,7 @@ def test_a_lab_that_is_ended_leaves_nothing(owner: Owner, number: signal.Signals
     owner.process.send_signal(number)
     owner.process.wait(10)
     assert soon(lambda: not namespaces_of(owner.lab) and not alive({*owner.workers, owner.reaper}))
-    assert not state.path_of(owner.lab, owner.folder).exists()
+    assert not lab_registry.path_of(owner.lab, owner.folder).exists()
 
 
 def test_what_a_dead_lab_left_is_cleaned(owner: Owner) -> None:
@@ -155,18 +155,18 @@ def test_what_a_dead_lab_left_is_cleaned(owner: Owner) -> None:
     owner.process.kill()
     owner.process.wait(10)
     assert len(namespaces_of(owner.lab)) == 3, "the fault did not fire"
-    removed, kept = state.clean(directory=owner.folder)
+    removed, kept = lab_registry.clean(directory=owner.folder)
     assert ([claim.lab for claim in removed], kept) == ([owner.lab], [])
     assert namespaces_of(owner.lab) == set()
-    assert not state.path_of(owner.lab, owner.folder).exists()
+    assert not lab_registry.path_of(owner.lab, owner.folder).exists()
 
 
 def test_cleaning_spares_the_living(owner: Owner) -> None:
-    removed, kept = state.clean(directory=owner.folder)
+    removed, kept = lab_registry.clean(directory=owner.folder)
     assert (removed, [claim.lab for claim in kept]) == ([], [owner.lab])
     assert len(namespaces_of(owner.lab)) == 3
     assert alive(set(owner.workers)) == set(owner.workers)
-    removed, kept = state.clean(force=True, directory=owner.folder)
+    removed, kept = lab_registry.clean(force=True, directory=owner.folder)
     assert ([claim.lab for claim in removed], kept) == ([owner.lab], [])
     assert namespaces_of(owner.lab) == set()
     assert soon(lambda: not alive(set(owner.workers)))
@@ -179,7 +179,7 @@ def test_cleaning_spares_what_no_lab_made(tmp_path: Path) -> None:
     name = f"offbeat-theirs-{os.getpid()}"
     netns.create(name)
     try:
-        state.clean(force=True, directory=tmp_path)
+        lab_registry.clean(force=True, directory=tmp_path)
         assert (DIRECTORY / name).exists()
     finally:
         netns.remove(name)

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import claims, page
 from benchmarks.claims import Claim
 from offbeat.lab import results
-from offbeat.lab.repeat import Reached, Repeat, behind_faults, reached, repeats
+from offbeat.lab.result_table import table
 from offbeat.lab.results import LinkUse, Report
-from offbeat.lab.table import table
+from offbeat.lab.run_result import Reached, Repeat, behind_faults, reached, repeats
 from offbeat.scenario import Scenario
 from tests.lab.test_results import raw
 

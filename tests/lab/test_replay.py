@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from offbeat.errors import NumericsError
-from offbeat.lab import proof
+from offbeat.lab import gradient_check
 from offbeat.lab.replay import Pace, ReplayModel, emitting
-from offbeat.luck import jitter
-from offbeat.profiles import TimedLayer
+from offbeat.model_profiles import TimedLayer
 from offbeat.scenario import Replay
+from offbeat.straggler_model import jitter
 
 LAYERS = [
     TimedLayer("first", ((4, 3), (4,)), 0.01, 0.03),
@@ -34,7 +34,7 @@ def run(model: ReplayModel, step: int) -> None:
 
 
 def check(model: ReplayModel, *, world: int, tolerance: float | None) -> tuple[float, str]:
-    return proof.check(emitting(model), world=world, tolerance=tolerance)
+    return gradient_check.check(emitting(model), world=world, tolerance=tolerance)
 
 
 def averaged(world: int, step: int) -> ReplayModel:
@@ -205,7 +205,7 @@ def sums(counts: list[list[int]], batch: int) -> list[float]:
 
 def test_what_a_server_applied_is_known_from_the_parameters() -> None:
     counts = [[8, 8, 10, 9, 10], [8, 8, 6, 7, 6]]
-    error, _ = proof.check_sum(emitting(trained(counts, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-5)
+    error, _ = gradient_check.check_sum(emitting(trained(counts, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-5)
     assert error < 1e-5
 
 
@@ -214,7 +214,7 @@ def test_one_contribution_too_few_or_too_many_is_found(change: int) -> None:
     counts = [[8] * 5, [8] * 5]
     spoilt = [[8, 8, 8 + change, 8, 8], [8] * 5]
     with pytest.raises(NumericsError, match="A contribution was lost, applied twice, or wrongly weighed"):
-        proof.check_sum(emitting(trained(spoilt, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-3)
+        gradient_check.check_sum(emitting(trained(spoilt, 8)), sums(counts, 8), lr=0.1, steps=5, tolerance=1e-3)
 
 
 def test_a_smaller_batch_takes_less_but_for_what_every_step_takes() -> None:

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from offbeat.errors import ScenarioError, WorkerLostError
-from offbeat.lab import plots, results, rounds
+from offbeat.lab import plots, results, runner
 from offbeat.lab.recorder import Begun, End, Line, Metric, Note, Step
-from offbeat.lab.repeat import Repeat
 from offbeat.lab.results import Raw, Record, Report, Spread
+from offbeat.lab.run_result import Repeat
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def measure(
 
     (folder / "work.py").write_text("")
     text = SCENARIO.format(network=network, path="work.py", target=target)
-    monkeypatch.setattr(rounds, "run_once", run_once)
+    monkeypatch.setattr(runner, "run_once", run_once)
     told: list[tuple[str, int]] = []
-    made = rounds.run(
+    made = runner.run(
         Scenario.from_toml(text),
         text,
         folder,
@@ -143,11 +143,11 @@ class Kept:
             return Repeat([raw(row, index, rank, STEPS[row][index]) for rank in range(2)], buckets=4)
 
         (folder / "work.py").write_text("")
-        monkeypatch.setattr(rounds, "run_once", run_once)
+        monkeypatch.setattr(runner, "run_once", run_once)
 
     def run(self) -> Report:
         text = SCENARIO.format(network='network = "loopback"', path="work.py", target="")
-        return rounds.run(
+        return runner.run(
             Scenario.from_toml(text),
             text,
             self._folder,

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from offbeat.lab import programs
+from offbeat.lab import command_lines
+from offbeat.lab.link_sampler import Sampler, Traffic, figures, idle_share, traffic, variation, whole_time
 from offbeat.lab.network import Network
-from offbeat.lab.sampler import Sampler, Traffic, figures, idle_share, traffic, variation, whole_time
 from offbeat.topology import Topology
 from tests.lab.rights import needs_root, soon
 
@@ -71,7 +71,7 @@ class TestLinks:
             begin_s = time.perf_counter()
             with Sampler("s0", *network.port("s0"), interval_s=0.01) as sampler:
                 send = [sys.executable, "-S", "-c", SEND, network.address("h0")]
-                subprocess.run(programs.entered(network.namespace("s0"), send), check=True, timeout=20)
+                subprocess.run(command_lines.entered(network.namespace("s0"), send), check=True, timeout=20)
                 # What is between two samples is shared out, so that a part of it may be still to come.
                 assert soon(lambda: sum(sampler.between(begin_s, time.perf_counter()).received_bytes) >= 576)
                 assert soon(lambda: sum(sampler.between(begin_s, time.perf_counter()).sent_bytes) >= 1042)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from offbeat.cli.lab import _show_table
 from offbeat.lab import plots, results
-from offbeat.lab.table import table
+from offbeat.lab.result_table import table
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks/results"
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json") if path.with_suffix(".png").exists())

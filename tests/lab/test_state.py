@@ -9,23 +9,23 @@ import msgspec
 import pytest
 
 from offbeat.errors import NetworkError
-from offbeat.lab import state
+from offbeat.lab import lab_registry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_a_claim_comes_back(tmp_path: Path) -> None:
-    claim = state.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"])
-    path = state.write(claim, tmp_path / "new")
-    assert path == state.path_of("0123abcd", tmp_path / "new")
-    assert state.read(path) == claim
-    assert state.leftovers(tmp_path / "new") == [claim]
+    claim = lab_registry.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"])
+    path = lab_registry.write(claim, tmp_path / "new")
+    assert path == lab_registry.path_of("0123abcd", tmp_path / "new")
+    assert lab_registry.read(path) == claim
+    assert lab_registry.leftovers(tmp_path / "new") == [claim]
     assert claim.owner_lives
 
 
 def test_a_number_used_again_is_not_the_owner() -> None:
-    mine = state.Claim.mine("0123abcd", [])
+    mine = lab_registry.Claim.mine("0123abcd", [])
     assert mine.owner_pid == os.getpid()
     assert not msgspec.structs.replace(mine, owner_started_ticks=mine.owner_started_ticks - 1).owner_lives
 
@@ -34,11 +34,11 @@ def test_an_owner_that_ended_but_was_not_buried_does_not_live() -> None:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write_end, msgspec.json.encode(state.Claim.mine("0123abcd", [])))
+        os.write(write_end, msgspec.json.encode(lab_registry.Claim.mine("0123abcd", [])))
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as written:
-        claim = msgspec.json.decode(written.read(), type=state.Claim)
+        claim = msgspec.json.decode(written.read(), type=lab_registry.Claim)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert claim.owner_pid == child
     assert not claim.owner_lives
@@ -57,21 +57,21 @@ def test_an_owner_that_ended_but_was_not_buried_does_not_live() -> None:
     ],
 )
 def test_a_forged_record_is_not_obeyed(tmp_path: Path, change: dict[str, object]) -> None:
-    claim = msgspec.structs.replace(state.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"]), **change)
-    path = state.path_of("0123abcd", tmp_path)
+    claim = msgspec.structs.replace(lab_registry.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"]), **change)
+    path = lab_registry.path_of("0123abcd", tmp_path)
     path.write_bytes(msgspec.json.encode(claim))
     with pytest.raises(NetworkError, match="Cannot trust the record"):
-        state.clean(force=True, directory=tmp_path)
+        lab_registry.clean(force=True, directory=tmp_path)
     assert path.exists()
 
 
 def test_half_a_record_is_named(tmp_path: Path) -> None:
-    path = state.path_of("0123abcd", tmp_path)
+    path = lab_registry.path_of("0123abcd", tmp_path)
     path.write_text('{"lab": "0123abcd", ')
     with pytest.raises(NetworkError, match=f"Cannot read the record {path} of a lab: .* Remove the file by hand"):
-        state.leftovers(tmp_path)
+        lab_registry.leftovers(tmp_path)
 
 
 def test_a_record_that_goes_away_while_we_look_is_none(tmp_path: Path) -> None:
-    assert state.read(state.path_of("0123abcd", tmp_path)) is None
-    assert state.leftovers(tmp_path / "nowhere") == []
+    assert lab_registry.read(lab_registry.path_of("0123abcd", tmp_path)) is None
+    assert lab_registry.leftovers(tmp_path / "nowhere") == []

@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.pacing.equalise import Cost, shares
+from offbeat.batching.balance import Cost, shares
 
 if TYPE_CHECKING:
-    from offbeat.pacing import BatchTuning, Tuning
+    from offbeat.batching import BatchTuning, Tuning
 
 
 @dataclass

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from offbeat.pacing import Lease, Leases, Over, Wait
-from offbeat.pacing.pool import audit
+from offbeat.batching import Lease, Leases, Over, Wait
+from offbeat.batching.lease_state import audit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

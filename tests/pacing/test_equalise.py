@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offbeat.pacing.equalise import Cost, shares, split
+from offbeat.batching.balance import Cost, shares, split
 
 
 def longest_s(costs: list[Cost], batches: list[int] | list[float]) -> float:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from offbeat.pacing.fit import Fit
+from offbeat.batching.cost_model import Fit
 
 
 def steps(batches: list[int], a: float, s: float, *, noise: float = 0.0, seed: int = 0, fit: Fit | None = None) -> Fit:

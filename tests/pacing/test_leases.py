@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from offbeat.batching import Lease, Leases, Over, Piece, Pool, Tally, Wait
+from offbeat.batching.lease_state import Held, audit
 from offbeat.errors import ModelError
-from offbeat.pacing import Lease, Leases, Over, Piece, Pool, Tally, Wait
-from offbeat.pacing.pool import Held, audit
 from tests.pacing.histories import History
 
 if TYPE_CHECKING:

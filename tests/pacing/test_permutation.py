@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.pacing.permutation import shuffled
+from offbeat.batching.permutation import shuffled
 
 
 def order(samples: int, seed: int = 0, epoch: int = 0) -> list[int]:

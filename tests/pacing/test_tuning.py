@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from offbeat.batching import BatchTuning, Machine, Tuning
 from offbeat.errors import ModelError, PlanError
-from offbeat.pacing import BatchTuning, Machine, Tuning
 from tests.pacing.cluster import Cluster
 
 EQUAL = dict.fromkeys(range(8), 1.0)

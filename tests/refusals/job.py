@@ -11,25 +11,15 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.fabric.server import Client, cut, describe
-from offbeat.fabric.server.messages import (
-    About,
-    Announce,
-    BlockOf,
-    Details,
-    Go,
-    Open,
-    Part,
-    PieceOf,
-    Pulled,
-    Values,
-    pack,
-    to_worker,
-)
 from offbeat.layout import arrange
-from offbeat.serve import Settings, start_shard
+from offbeat.protocol.messages import pack, to_worker
+from offbeat.protocol.training import About, Announce, BlockOf, Details, Go, Open, Part, PieceOf, Pulled, Values
+from offbeat.server.blocks import cut
+from offbeat.server.client.client import Client
+from offbeat.server.launch import Settings, start_shard
+from offbeat.server.optimizers import describe
 from offbeat.wire.credentials import Token
-from offbeat.wire.loop import Loop
+from offbeat.wire.loop_thread import Loop
 from offbeat.wire.tcp import connect
 from tests.fabric.test_shard import Worker
 

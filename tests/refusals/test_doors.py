@@ -9,8 +9,8 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, PeerError
-from offbeat.fabric.server.messages import Filled, Save, Whole
-from offbeat.serve import Settings, start_shard
+from offbeat.protocol.shards import Filled, Save, Whole
+from offbeat.server.launch import Settings, start_shard
 from offbeat.wire.credentials import Certificates, Token
 from tests.cli.commands import offbeat as command
 from tests.refusals.job import (

@@ -8,23 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from offbeat.fabric.server.deals import Books, Crowded, Enrol, Return, Take
-from offbeat.fabric.server.messages import (
-    About,
-    Admit,
-    Announce,
-    Ask,
-    Enlist,
-    Fill,
-    Filled,
-    Gone,
-    Look,
-    Open,
-    Part,
-    Pulled,
-    Whole,
-    pack,
-)
+from offbeat.protocol.data_leases import Books, Crowded, Enrol, Return, Take
+from offbeat.protocol.messages import pack
+from offbeat.protocol.shards import Admit, Enlist, Filled, Gone, Whole
+from offbeat.protocol.status import Look
+from offbeat.protocol.training import About, Announce, Ask, Fill, Open, Part, Pulled
 from offbeat.wire.frame import HEADER_BYTES, VERSION, Frame, Kind, encode
 from offbeat.wire.messages import Claim, Welcome
 from offbeat.wire.messages import Refused as TurnedAway

@@ -8,31 +8,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from offbeat.coordinator.hyperparameters import Schedules
+from offbeat.coordinator.questions import Questions
+from offbeat.coordinator.replacements import Replacements
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.fabric.server.deals import Restock
-from offbeat.fabric.server.lead.questions import Questions
-from offbeat.fabric.server.lead.replacements import Replacements
-from offbeat.fabric.server.lead.schedules import Schedules
-from offbeat.fabric.server.messages import (
-    Ask,
-    Back,
-    Look,
-    MayPut,
-    Open,
-    Opened,
-    Put,
-    PutAll,
-    Replace,
-    Sight,
-    Told,
-    pack,
-)
-from offbeat.fabric.server.messages.checkpoints import LOADING
+from offbeat.protocol.checkpoints import LOADING, MayPut, Put, PutAll, Replace
+from offbeat.protocol.data_leases import Restock
+from offbeat.protocol.messages import pack
+from offbeat.protocol.status import Look, Sight
+from offbeat.protocol.training import Ask, Back, Open, Opened, Told
 from tests.refusals.job import BAD, GOOD, HYPER, Heard, Job, announce, details, in_log, join, own_address, wait_for
 from tests.refusals.test_models import opened
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.client.exchange import Exchange
+    from offbeat.server.client.requests import Exchange
     from offbeat.wire.link import Link
 
 BLOCK_BYTES = 56

@@ -12,17 +12,9 @@ import psutil
 import pytest
 
 import offbeat
-from offbeat.fabric.server.messages import (
-    Back,
-    Fill,
-    Go,
-    Open,
-    Opened,
-    PieceOf,
-    Refused,
-    pack,
-)
-from offbeat.fabric.server.shard.table import _memory_bytes
+from offbeat.protocol.messages import pack
+from offbeat.protocol.training import Back, Fill, Go, Open, Opened, PieceOf, Refused
+from offbeat.server.shard.model_shard import _memory_bytes
 from tests.refusals.job import (
     BAD,
     GOOD,

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.fabric.server.messages import (
-    Ask,
-    Fill,
-    Go,
-    Look,
-    Open,
-    Pulled,
-    Refused,
-    pack,
-)
+from offbeat.protocol.messages import pack
+from offbeat.protocol.status import Look
+from offbeat.protocol.training import Ask, Fill, Go, Open, Pulled, Refused
 from tests.refusals.job import (
     BAD,
     HYPER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.report.sight import Scene, Seen
+from offbeat.report.job_status import Scene, Seen
 
 SLOWEST = 2
 

@@ -10,8 +10,8 @@ import pytest
 
 from offbeat.cli.report import conclusion, write_report
 from offbeat.report import Records
-from offbeat.report.ending import Ending, ending, read_stalls
 from offbeat.report.nonfinite import nonfinite
+from offbeat.report.outcome import Ending, ending, read_stalls
 from tests.report.made_up import end, log, start, step, write
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 
 from offbeat.cli.report import conclusion, write_report
 from offbeat.report import Records
+from offbeat.report.html_report import page
 from offbeat.report.job_events import job_events, trained_s
-from offbeat.report.page import page
 from offbeat.report.records import OF_JOB, Event, append, has_ended
 from offbeat.report.trace import trace
 from tests.report.made_up import end, start, step, write

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from offbeat.report.overview import scene_of
-from offbeat.report.sight import pacemaker
+from offbeat.protocol.worker_status import Status
+from offbeat.report.hub_status import scene_of
+from offbeat.report.job_status import pacemaker
 from offbeat.wire.messages import Overview, Words
-from offbeat.wire.status import Status
 
 KNOWN = Status(step=40, exchanges=50, policy="BSP()", fabric="Elastic()", computing_s=0.1, waited_s=5.0, here_s=20.0)
 

@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from offbeat.protocol.worker_status import Status
 from offbeat.report.prometheus import PHASES, Figures
-from offbeat.wire.status import Status
 from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
-    from offbeat.report.sight import Scene
+    from offbeat.report.job_status import Scene
 
 SAID = Status(
     epochs=3.5, total_epochs=12.0, epochs_per_s=0.5, samples_per_s=320.0, cpu_cores=1.25, memory_bytes=300_000_000,

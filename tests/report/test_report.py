@@ -13,7 +13,7 @@ import pytest
 from offbeat.cli.report import conclusion, write_report
 from offbeat.errors import ScenarioError
 from offbeat.report import Records, pace, tally
-from offbeat.report.page import page
+from offbeat.report.html_report import page
 from offbeat.report.plots import colour
 from offbeat.report.trace import trace
 from tests.report.made_up import a_run, start, step, write

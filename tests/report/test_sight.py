@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from offbeat.errors import PeerError
-from offbeat.fabric.server import messages
-from offbeat.report import sight
-from offbeat.report.sight import look, pacemaker, sight_of
-from offbeat.wire.status import Happening, Status
+from offbeat.protocol import messages
+from offbeat.protocol.worker_status import Happening, Status
+from offbeat.report import job_status
+from offbeat.report.job_status import look, pacemaker, sight_of
 from tests.report.scenes import a_scene, seen
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(sight.Seen, messages.Seen), (sight.Scene, messages.Scene)])
+@pytest.mark.parametrize(("ours", "theirs"), [(job_status.Seen, messages.Seen), (job_status.Scene, messages.Scene)])
 def test_nothing_that_the_server_says_is_passed_over(ours: Any, theirs: Any) -> None:
     assert set(theirs.__struct_fields__) <= set(ours.__struct_fields__)
 
@@ -43,7 +43,7 @@ def raw(**changes: Any) -> bytes:
 
 def test_server_and_onlooker_need_not_be_of_one_version() -> None:
     got = sight_of(raw(colour="red", seen={"mood": 3}))
-    assert got.scenes[0].workers[0] == sight.Seen(worker=0, phase="held")
+    assert got.scenes[0].workers[0] == job_status.Seen(worker=0, phase="held")
 
 
 def test_many_scenes_come_as_a_body() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from offbeat.cli.live import LiveView, final_table
+from offbeat.cli.live_table import LiveView, final_table
 from offbeat.cli.report import no_step
 from offbeat.report import Records
 from tests.report.made_up import a_run, end, log, start, step, write

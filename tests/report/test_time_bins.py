@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from offbeat.cli.app import app
 from offbeat.report.buckets import bucket_times
 from offbeat.report.compare import ComparedRun, figures
+from offbeat.report.per_worker import tally
 from offbeat.report.plots import draw
 from offbeat.report.records import Record, Step
-from offbeat.report.tally import tally
 from offbeat.report.time_bins import band, edges_of, spread, with_gaps
 from tests.report.made_up import log, start, step, write
 

@@ -17,13 +17,14 @@ from torch import nn
 
 import offbeat
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server.memory import bytes_of
-from offbeat.fabric.server.messages import Part, pack
+from offbeat.protocol.messages import pack
+from offbeat.protocol.training import Part
+from offbeat.tensors import bytes_of
 from tests.cli.commands import descendants
 
 if TYPE_CHECKING:
-    from offbeat.fabric.server.client.place import Place
-    from offbeat.fabric.server.messages import Seen
+    from offbeat.protocol.status import Seen
+    from offbeat.server.client.model_state import Place
     from offbeat.sync import Policy
 
 TOKEN = "t" * 32
@@ -36,7 +37,7 @@ def serve(folder: Path, shards: int = 1, **settings: Any) -> list[int]:
     Args:
         settings: of each shard; `snapshots` is a folder that holds one for each.
     """
-    from offbeat.serve import Settings, start_shard
+    from offbeat.server.launch import Settings, start_shard
 
     where, pids = folder / "addresses", []
     if os.environ["RANK"] == "0":

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.errors import ModelError
 from offbeat.fabric import ParameterServer
-from offbeat.fabric.server.checkpoint import from_bytes, to_bytes
+from offbeat.server.optimizer_checkpoint import from_bytes, to_bytes
 from offbeat.sync import BSP, Policy
 from tests.history.test_runs import ended, recorded
 from tests.parity import jobs

@@ -30,7 +30,7 @@ def shards() -> list[int]:
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and "offbeat.serve" in (status.parent / "cmdline").read_text():
+            if int(fields[1]) == os.getpid() and "offbeat.cli.shard_main" in (status.parent / "cmdline").read_text():
                 mine.append(int(status.parent.name))
         except OSError:  # it has ended
             continue
@@ -108,7 +108,7 @@ def loses_a_worker(victim: int) -> tuple[int, bool, float]:
         while not note.exists():
             assert time.monotonic() < deadline_s, "the fault has not fired"
             time.sleep(0.01)
-        serves = "offbeat.serve" in Path(f"/proc/{note.read_text()}/cmdline").read_text()
+        serves = "offbeat.cli.shard_main" in Path(f"/proc/{note.read_text()}/cmdline").read_text()
         return run.step, serves, mean
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer, ProcessGroup
-from offbeat.serve import Settings, start_shard
+from offbeat.server.launch import Settings, start_shard
 from offbeat.sync import ASP, BSP, SSP, LocalSGD
 from tests.adding import Adding, added
 from tests.workers import listen, run_workers
@@ -343,7 +343,7 @@ def steps_of(run: offbeat.Run, folder: Path) -> Iterator[int]:
             while not (folder / "agreed").exists():
                 server = run._server
                 assert server is not None
-                server.plans.border.wait(offbeat.run._TIMEOUT / 100)
+                server.plans.border.wait(offbeat.run.run._TIMEOUT / 100)
             os._exit(1)
         yield step
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import offbeat
+from offbeat.batching import BatchTuning
 from offbeat.errors import DisagreementError, ModelError
 from offbeat.fabric import ParameterServer, ProcessGroup
-from offbeat.pacing import BatchTuning
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, Policy, RoundRobin
 from tests.served.survival import serve
 from tests.workers import run_workers

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import offbeat
-    from offbeat.fabric.server.messages import Seen
+    from offbeat.protocol.status import Seen
 
 STEPS = 40
 OUT = ("gone", "evicted")  # lost, or taken out by the policy

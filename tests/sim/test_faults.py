@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 
+from offbeat.batching import BatchTuning
 from offbeat.errors import ScenarioError
 from offbeat.fabric import Elastic, ParameterServer
-from offbeat.fault import Fault, Link, Process, Script, Stranger
-from offbeat.pacing import BatchTuning
+from offbeat.fault_spec import Fault, Link, Process, Script, Stranger
 from offbeat.plan import Plan
 from offbeat.sim import Known, Prediction, predict
+from offbeat.sim.detection_times import MEND_S, START_S, TIMEOUT_S, gone_s
 from offbeat.sim.faults import UNTIMED, check
-from offbeat.sim.notice import MEND_S, START_S, TIMEOUT_S, gone_s
 from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy, RoundRobin
 from tests.sim.worlds import world
 

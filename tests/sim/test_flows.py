@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.sim.fair import Way, shares
 from offbeat.sim.flows import Flows
+from offbeat.sim.max_min_fair import Way, shares
 from offbeat.sim.timeline import Timeline
 
 LINKS = ("a", "b", "c")

@@ -11,7 +11,7 @@ from benchmarks.claims import EXPLAINED, FAR_OFF
 from benchmarks.page import PAGE, RESULTS, measured
 from offbeat.errors import ScenarioError
 from offbeat.lab import results
-from offbeat.lab.predicted import errors, known_of, predictions
+from offbeat.lab.predictions import errors, known_of, predictions
 from offbeat.scenario import Scenario
 from offbeat.sim import is_modelled
 

@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
+from offbeat.batching import BatchTuning
 from offbeat.codec import Cast
-from offbeat.luck import Straggler
-from offbeat.pacing import BatchTuning
 from offbeat.plan import Plan
 from offbeat.sim import Known, predict
 from offbeat.sim.links import GOODPUT
-from offbeat.sim.sizes import buckets
+from offbeat.sim.message_sizes import buckets
+from offbeat.straggler_model import Straggler
 from offbeat.sync import LocalSGD
 from tests.sim.worlds import played, world
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.batching import BatchTuning
 from offbeat.fabric import ParameterServer
-from offbeat.pacing import BatchTuning
 from offbeat.plan import Plan
 from offbeat.sim import Known
-from offbeat.sim.course import Course
+from offbeat.sim.compute_time import Course
 from offbeat.sim.links import GOODPUT, Links
-from offbeat.sim.served import Served
+from offbeat.sim.parameter_server import Served
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.sim.worlds import played, world
 

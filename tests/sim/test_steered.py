@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.control import ByProgress, WaitThreshold
-from offbeat.luck import jitter
 from offbeat.plan import Plan
-from offbeat.sim import replicated
-from offbeat.sim.course import Course
+from offbeat.sim import allreduce
+from offbeat.sim.compute_time import Course
 from offbeat.sim.links import GOODPUT, Links
-from offbeat.sim.sizes import Bucket
+from offbeat.sim.message_sizes import Bucket
+from offbeat.straggler_model import jitter
 from offbeat.sync import BSP, LocalSGD
 from tests.sim.worlds import played, world
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.control import Controller
-    from offbeat.sim.played import Played
+    from offbeat.sim.result import Played
 
 WORLD, COMPUTE_S = 8, 0.1
 
@@ -42,7 +42,7 @@ def play(controller: Controller, slow: Callable[[int, int], float], steps: int =
     Args:
         slow: by how much a rank's step takes longer than usual.
     """
-    return replicated.play(
+    return allreduce.play(
         [Steps(rank, slow) for rank in range(WORLD)],
         Links(worker=(125e6,) * WORLD, servers=125e6, shards=1, queue_s=0.0),
         buckets=[Bucket(250_000.0, 1.0)],

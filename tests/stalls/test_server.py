@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import offbeat.serve as serve_module
 from offbeat.errors import OffbeatError
-from offbeat.report.ending import read_stalls
+from offbeat.report.outcome import read_stalls
+from offbeat.server import launch
 from offbeat.sync import ASP
 from tests.cli.test_serve import free_port
 from tests.served.survival import TIMEOUT_S, TOKEN, Counter, join, serve
@@ -69,13 +69,13 @@ def starts_slowly(folder: Path) -> list[str]:
     told = Reports()
     logging.getLogger("offbeat").addHandler(told)
     if os.environ["RANK"] == "0":
-        begun = serve_module.start_shard
+        begun = launch.start_shard
 
-        def start(settings: serve_module.Settings) -> Any:
+        def start(settings: launch.Settings) -> Any:
             time.sleep(5 * TIMEOUT_S)
             return begun(settings)
 
-        serve_module.start_shard = start  # type: ignore[assignment]
+        launch.start_shard = start  # type: ignore[assignment]
     with join(ASP(), folder) as run:
         Counter(run).step()
     return [text for _, text in told.texts]
@@ -98,8 +98,8 @@ def dials_early(folder: Path) -> list[str]:
         port = free_port()
         where.with_suffix(".new").write_text(str(port))
         where.with_suffix(".new").rename(where)
-        settings = serve_module.Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, port=port)
-        threading.Timer(FAULT_S, serve_module.start_shard, (settings,)).start()
+        settings = launch.Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, port=port)
+        threading.Timer(FAULT_S, launch.start_shard, (settings,)).start()
     while not where.exists():
         time.sleep(0.01)
     address = f"127.0.0.1:{where.read_text()}"

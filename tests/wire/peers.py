@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from offbeat.errors import OffbeatError
-    from offbeat.wire.door import Listener
     from offbeat.wire.link import Link
+    from offbeat.wire.listener import Listener
 
 JOB = "test"
 SOON = Limits(timeout=timedelta(seconds=2))

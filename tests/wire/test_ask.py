@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.cli.rpc import Answerer, Asker
 from offbeat.errors import NetworkError, OffbeatError, PeerError
-from offbeat.testing.proxy import Proxy
-from offbeat.wire.ask import Answerer, Asker
+from offbeat.testing.chaos_proxy import Proxy
 from offbeat.wire.tcp import connect, listen
 from tests.wire.peers import JOB, SOON, play
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.wire.culprit import END_OF_RUN, Diagnosis, explain
+from offbeat.diagnosis.explain import END_OF_RUN, Diagnosis, explain
 from offbeat.wire.messages import Roster, Words
 
 HERE = {"phase": "exchanging", "operation": "all-reduce", "step": 7}
@@ -133,7 +133,7 @@ def test_a_disagreement_has_to_settle() -> None:
 
 def test_a_stack_shows_what_the_worker_does_and_not_what_started_it() -> None:
     frames = ['File "train.py", line 12 in <module>', 'File "<frozen runpy>", line 88 in _run_code']
-    frames += ['File "/x/offbeat/cli/worker.py", line 36 in main']
+    frames += ['File "/x/offbeat/cli/worker_main.py", line 36 in main']
     stack = "Stack (most recent call first):\n" + "\n".join(frames)
     (culprit,) = look({"phase": "computing", "step": 7, "stack": stack}).culprits
     assert culprit.detail.splitlines() == ["Stack (most recent call first):", frames[0]]

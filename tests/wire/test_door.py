@@ -17,8 +17,8 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, OffbeatError, PeerError
-from offbeat.testing.proxy import Damage, Proxy
-from offbeat.wire import door, handshake
+from offbeat.testing.chaos_proxy import Damage, Proxy
+from offbeat.wire import handshake, listener
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.frame import VERSION, Frame, Reader, encode
 from offbeat.wire.messages import Claim, Hello, Message, Refused, pack, unpack
@@ -248,7 +248,7 @@ def test_old_tls_is_refused(certificates: tuple[Path, Path], caplog: pytest.LogC
 def test_plain_to_tls_and_back(
     certificates: tuple[Path, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "STRANGER_S", 0.2)
+    monkeypatch.setattr(listener, "STRANGER_S", 0.2)
     server = pair(certificates[0], "server")
     told, _ = refused(server, caplog)
     assert "hung up" in told or "does it expect TLS?" in told
@@ -419,14 +419,14 @@ def test_a_stranger_is_cut_off_without_a_word(strange: str, caplog: pytest.LogCa
 
 def test_a_flood_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle ones take every place; the oldest make room, and none stays longer than its time."""
-    monkeypatch.setattr(door, "STRANGER_S", 0.6)
+    monkeypatch.setattr(listener, "STRANGER_S", 0.6)
 
     async def story() -> None:
         async with serving() as server:
             host, _, port = server.address.rpartition(":")
-            idle = [await asyncio.open_connection(host, int(port)) for _ in range(3 * door.STRANGERS)]
+            idle = [await asyncio.open_connection(host, int(port)) for _ in range(3 * listener.STRANGERS)]
             await asyncio.sleep(0.05)
-            assert len(server.listener._strangers) <= door.STRANGERS
+            assert len(server.listener._strangers) <= listener.STRANGERS
             link = await dial(server.address)
             await until(lambda: not server.listener._strangers, "strangers stay", 3)
             assert link.connected
@@ -438,7 +438,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_stranger_that_is_slow_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGER_S", 0.3)
+    monkeypatch.setattr(listener, "STRANGER_S", 0.3)
 
     async def story() -> None:
         async with serving() as server:

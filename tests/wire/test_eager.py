@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.wire import eager
-from offbeat.wire.eager import EagerSelector
+from offbeat.wire import busy_poll
+from offbeat.wire.busy_poll import EagerSelector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,11 +101,11 @@ def test_timers_and_other_threads_are_served() -> None:
         assert loop.time() - began_s >= 0.01
         return await loop.run_in_executor(None, lambda: "done")
 
-    assert eager.run(main()) == "done"
+    assert busy_poll.run(main()) == "done"
 
 
 def test_with_one_processor_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    loop = eager.new_event_loop()
+    loop = busy_poll.new_event_loop()
     assert not isinstance(loop._selector, EagerSelector)  # type: ignore[attr-defined]
     loop.close()

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from offbeat.diagnosis import hub as hub_module
+from offbeat.diagnosis.hub import Hub
+from offbeat.diagnosis.hub_client import Uplink, enter
 from offbeat.errors import NetworkError, PeerError
+from offbeat.protocol.worker_status import Status
 from offbeat.wire import handshake
-from offbeat.wire import hub as hub_module
 from offbeat.wire.frame import Frame, Reader, encode
-from offbeat.wire.hub import Hub
+from offbeat.wire.message_stream import Talk
 from offbeat.wire.messages import Ask, AskAll, Bye, Claim, Hello, Join, Overview, Report, Roster, Words, pack, unpack
-from offbeat.wire.status import Status
-from offbeat.wire.talk import Talk
-from offbeat.wire.uplink import Uplink, enter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -13,7 +13,7 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, PeerError
-from offbeat.testing.proxy import Damage, Proxy
+from offbeat.testing.chaos_proxy import Damage, Proxy
 from offbeat.wire.credentials import Certificates
 from offbeat.wire.frame import HEADER_BYTES, Frame, Kind, encode
 from offbeat.wire.messages import Claim, Hello, Join, Welcome, pack

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import NetworkError
-from offbeat.wire.loop import Loop
+from offbeat.wire.loop_thread import Loop
 from offbeat.wire.session import Limits
 from tests.wire.peers import SOON, Taker, dial, serving
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from offbeat.wire.page import PAGE_BYTES, Page, State
+from offbeat.diagnosis.status_page import PAGE_BYTES, Page, State
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.wire.refusals import Refusals
+from offbeat.wire.rate_limited_log import Refusals
 
 if TYPE_CHECKING:
     import pytest

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.diagnosis.explain import Diagnosis, explain
+from offbeat.diagnosis.hub import Hub
+from offbeat.diagnosis.process_state import catches
+from offbeat.diagnosis.sentinel import STACK_SIGNAL
+from offbeat.diagnosis.sentinel_client import Watch
+from offbeat.diagnosis.status_page import Page
 from offbeat.errors import NetworkError
-from offbeat.wire import Diagnosis, Watch, explain
-from offbeat.wire.hub import Hub
 from offbeat.wire.messages import Roster, Words
-from offbeat.wire.page import Page
-from offbeat.wire.process import catches
-from offbeat.wire.sentinel import STACK_SIGNAL
 from tests.cli.commands import alive, descendants
 
 if TYPE_CHECKING:

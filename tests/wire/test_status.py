@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from offbeat.wire.page import PAGE_BYTES, Page
-from offbeat.wire.status import MOST_BYTES, Happening, Status, pack_status, read_status
+from offbeat.diagnosis.status_page import PAGE_BYTES, Page
+from offbeat.protocol.worker_status import MOST_BYTES, Happening, Status, pack_status, read_status
 
 FULL = Status(
     host="h" * 64,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.diagnosis.sentinel import STACK_SIGNAL
+from offbeat.diagnosis.sentinel_client import Watch
 from offbeat.errors import NetworkError
-from offbeat.wire import Watch
-from offbeat.wire.sentinel import STACK_SIGNAL
 from tests.cli.commands import alive, descendants
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def test_it_ends_with_its_worker(end: str) -> None:
         assert worker.stdout is not None
         assert worker.stdin is not None
         assert worker.stdout.readline() == "ready\n"
-        sentinels = {pid for pid in descendants(worker.pid) if "offbeat.wire" in command_of(pid)}
+        sentinels = {pid for pid in descendants(worker.pid) if "offbeat.diagnosis" in command_of(pid)}
         assert len(sentinels) == 1
         worker.stdin.close()
         deadline_s = time.monotonic() + 5

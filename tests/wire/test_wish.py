@@ -9,49 +9,49 @@ import pytest
 
 from offbeat.cli.swap import _wish
 from offbeat.errors import NetworkError
-from offbeat.wire import wish
-from offbeat.wire.wish import Granted
+from offbeat.wire import swap_request
+from offbeat.wire.swap_request import Granted
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_a_wish_is_taken_once_and_answered(tmp_path: Path) -> None:
-    left = wish.leave(tmp_path, "a part")
+    left = swap_request.leave(tmp_path, "a part")
     with pytest.raises(NetworkError, match="it has not taken up what it was asked before"):
-        wish.leave(tmp_path, "another")
-    assert wish.take(tmp_path) == left
-    assert wish.take(tmp_path) is None
-    assert wish.answered(tmp_path, left) is None
+        swap_request.leave(tmp_path, "another")
+    assert swap_request.take(tmp_path) == left
+    assert swap_request.take(tmp_path) is None
+    assert swap_request.answered(tmp_path, left) is None
     granted = Granted(left.number, "done")
-    wish.answer(tmp_path, granted)
-    assert wish.answered(tmp_path, left) == granted
+    swap_request.answer(tmp_path, granted)
+    assert swap_request.answered(tmp_path, left) == granted
 
 
 def test_of_many_at_once_one_is_left_and_the_others_are_told(tmp_path: Path) -> None:
-    def leave(part: str) -> wish.Wish | str:
+    def leave(part: str) -> swap_request.Wish | str:
         try:
-            return wish.leave(tmp_path, part)
+            return swap_request.leave(tmp_path, part)
         except NetworkError as error:
             return str(error)
 
     for _ in range(20):
         with ThreadPoolExecutor(8) as pool:
             said = list(pool.map(leave, map(str, range(8))))
-        left = wish.take(tmp_path)
+        left = swap_request.take(tmp_path)
         said.remove(left or "nothing was left")
         assert all("it has not taken up what it was asked before" in str(one) for one in said)
     assert not list(tmp_path.iterdir())
 
 
 def test_who_gives_up_takes_back_only_what_it_left(tmp_path: Path) -> None:
-    mine = wish.leave(tmp_path, "a")
-    assert wish.take(tmp_path) == mine
-    other = wish.leave(tmp_path, "b")
-    wish.take_back(tmp_path, mine)
-    assert wish.is_left(tmp_path, other)
-    wish.take_back(tmp_path, other)
-    assert wish.take(tmp_path) is None
+    mine = swap_request.leave(tmp_path, "a")
+    assert swap_request.take(tmp_path) == mine
+    other = swap_request.leave(tmp_path, "b")
+    swap_request.take_back(tmp_path, mine)
+    assert swap_request.is_left(tmp_path, other)
+    swap_request.take_back(tmp_path, other)
+    assert swap_request.take(tmp_path) is None
 
 
 def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that
     (tmp_path / "server.json").touch()
     with pytest.raises(NetworkError, match="all have gone over to a server before they took this up"):
         _wish(tmp_path, "")
-    assert wish.take(tmp_path) is None
+    assert swap_request.take(tmp_path) is None
 
 
 def test_what_nobody_has_taken_can_be_taken_back(tmp_path: Path) -> None:
-    wish.take_back(tmp_path, wish.leave(tmp_path, "a part"))
-    assert wish.take(tmp_path) is None
+    swap_request.take_back(tmp_path, swap_request.leave(tmp_path, "a part"))
+    assert swap_request.take(tmp_path) is None

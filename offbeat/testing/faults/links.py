@@ -14,9 +14,9 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.fault import Fault
+    from offbeat.fault_spec import Fault
 
-_PROGRAM = str(Path(__file__).resolve().parent.parent / "proxy.py")
+_PROGRAM = str(Path(__file__).resolve().parent.parent / "chaos_proxy.py")
 _SERVERS = "OFFBEAT_SERVERS"
 _FIRED = b"fired\n"
 

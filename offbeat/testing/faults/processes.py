@@ -1,4 +1,4 @@
-"""Faults of a process: finds it, and has `outside.py` strike it."""
+"""Faults of a process: finds it, and has `process_faults_main.py` strike it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offbeat.errors import ScenarioError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.fault import Fault
+    from offbeat.fault_spec import Fault
 
-_PROGRAM = str(Path(__file__).resolve().with_name("outside.py"))
+_PROGRAM = str(Path(__file__).resolve().with_name("process_faults_main.py"))
 _LISTENS = "0A"
 
 
@@ -54,7 +54,7 @@ def serves_at(address: str) -> int:
         if not entry.name.isdigit():
             continue
         try:
-            if b"offbeat.serve" in (entry / "cmdline").read_bytes() and _holds(entry, _listening(entry, port)):
+            if b"offbeat.cli.shard_main" in (entry / "cmdline").read_bytes() and _holds(entry, _listening(entry, port)):
                 return int(entry.name)
         except OSError:  # it has ended, or is somebody else's
             continue

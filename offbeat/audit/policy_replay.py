@@ -1,0 +1,352 @@
+"""What a coordinator decided about one model in one life of the server, held against what its policy promises.
+
+Three times, each of which would notice another mistake:
+
+* the checker of `offbeat.audit.invariants` follows events and decisions alone: each contribution is applied or dropped
+  at most once, and no worker is released that is further ahead than the bound of the policy that decided it;
+* policies are pure, so that what was decided can be decided again: the policy is asked anew after every event;
+* every decision must have been possible, as `offbeat.sync.state` sees it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offbeat.audit.invariants import Books, Broken
+from offbeat.errors import PlanError
+from offbeat.history import Adopts, Began, Returns, Told, actions_of, event_of
+from offbeat.plan import Plan
+from offbeat.sync import (
+    ASP,
+    Adopted,
+    Apply,
+    Drop,
+    Evict,
+    Grant,
+    Joined,
+    Left,
+    Paced,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    Remember,
+    State,
+    adoption,
+    on,
+)
+from offbeat.sync.state import changed, enact, observe
+from offbeat.sync.transition import Stage, bring, take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat.audit.findings import Verdict
+    from offbeat.sync import Action, Event, Policy, Push
+
+_STORY = 12  # events
+# What a damaged history can make of a rule that expects whole ones.
+_NONSENSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+
+
+class _Ahead(Broken):
+    """Of law 3."""
+
+
+@contextmanager
+def _about_pace() -> Iterator[None]:
+    """What is broken here is law 3."""
+    try:
+        yield
+    except Broken as broken:
+        raise _Ahead(str(broken), broken.rank) from broken
+
+
+@dataclass(frozen=True)
+class Update:
+    """One that was decided.
+
+    Args:
+        version: counting from 1.
+    """
+
+    version: int
+    pushes: tuple[Push, ...]
+    rate: float
+
+
+class Decisions:
+    """About one model in one life. `hear` each record of it in order.
+
+    Attributes:
+        updates: that were decided, by version.
+        weights: of contributions that were announced, in samples.
+        unarrived: contributions whose workers were gone before they had arrived.
+        arrived: those that are known to have.
+        fates: what became of each: "pending", "applied", "dropped" or "lost".
+        is_broken: what follows makes no sense any more, because of what was found.
+    """
+
+    def __init__(self, began: Began, verdict: Verdict) -> None:
+        self.began, self.model, self.life = began, began.model, began.life
+        self.updates: dict[int, Update] = {}
+        self.weights: dict[Push, float] = {}
+        self.unarrived: set[Push] = set()
+        self.arrived: set[Push] = set()
+        self.is_broken = False
+        self._verdict = verdict
+        self._books = Books()
+        self._state = State(version=began.version, past=dict(began.past), hosts=began.hosts)
+        self._version = began.version
+        self._knows_policy = True
+        self._policy = self._read(began.plan)
+        self._next_policy: str | None = None
+        self._replays = True
+        self._base: dict[int, int] = {}  # worker: version of the parameters it computes on
+        self._bases: dict[Push, int] = {}
+        self._returning: Returns | None = None
+        self._stories: dict[int, deque[str]] = {}
+        self._story: deque[str] = deque(maxlen=_STORY)
+        self._origin_s: float | None = None
+        self._began = False  # the policy is asked
+
+    @property
+    def fates(self) -> dict[Push, str]:
+        """What became of each contribution, as it was decided."""
+        return self._books.fates
+
+    @property
+    def version(self) -> int:
+        """Of the last update."""
+        return self._version
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Workers that took part when the recording ended."""
+        return tuple(sorted(self._books.accounts))
+
+    def hear(self, record: Returns | Told | Adopts) -> None:
+        """The next record."""
+        if self.is_broken:
+            return
+        if isinstance(record, Returns):
+            self._returning = record
+        elif isinstance(record, Adopts):
+            self._next_policy = record.plan
+        else:
+            self._take(event_of(record), actions_of(record), record)
+
+    # -- one event and what was decided --------------------------------------------------------------------------
+
+    def _take(self, event: Event, actions: tuple[Action, ...], record: Told) -> None:
+        verdict, before = self._verdict, self._state
+        verdict.events += 1
+        self._tell(event, actions)
+        if event.at_s < before.now_s:
+            self._fail(3, f"at {event.at_s:.3f} s an event is recorded behind one of {before.now_s:.3f} s", event)
+            return
+        try:
+            old = self._policy
+            self._adopt(event)
+            before = self._know(event)
+            state = observe(before, event)
+            after = self._ask_again(old, before, event, record) if record.asked else state
+            self._note(event, state)
+            self._began |= record.asked
+            for place, action in enumerate(actions):
+                self._enter(action, ASP() if place < record.apart else self._policy)
+                self._books.make_updates()
+            self._state = self._follow(state, actions) if after is None else after
+            self._forget(event)
+        except _Ahead as broken:
+            self._fail(3, str(broken), event, broken.rank)
+        except Broken as broken:
+            self._fail(2, str(broken), event, broken.rank)
+        except _NONSENSE as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._fail(2, f"what is recorded cannot have been ({what})", event)
+
+    def _adopt(self, event: Event) -> None:
+        if self._next_policy is None or not isinstance(event, Adopted):
+            return
+        old, self._policy, self._next_policy = self._policy, self._read(self._next_policy), None
+        if self._began:
+            self._verdict.swaps += 1
+            if self._knows_policy and adoption(old, self._policy, event.at_s) != event:
+                raise Broken(f"{self._policy!r} takes over from {old!r} by {event}, which is not how it does")
+
+    def _know(self, event: Event) -> State:
+        """The state before an event, with what was known of a worker that comes back."""
+        state, back = self._state, self._returning
+        if back is None or not isinstance(event, Joined) or back.worker != event.worker:
+            return state
+        if back.least > state.past.get(back.worker, 0):
+            state = changed(state, past={**state.past, back.worker: back.least})
+        return state
+
+    def _forget(self, event: Event) -> None:
+        back = self._returning
+        if not isinstance(event, Joined) or back is None or back.worker != event.worker:
+            return
+        self._returning = None
+        members = self._state.members
+        if back.weight is not None and back.worker in members:
+            member = changed(members[back.worker], weight=back.weight)
+            self._state = changed(self._state, members={**members, back.worker: member})
+
+    def _note(self, event: Event, state: State) -> None:
+        """What the event means for the books."""
+        books = self._books
+        if isinstance(event, Joined):
+            self._leave(event.worker)
+            books.joined(event.worker, state.members[event.worker].step, state.members[event.worker].pace)
+            self._base[event.worker] = state.version
+        match event:
+            case Ready(worker=rank, clock=clock, weight=weight) if rank in books.accounts:
+                if (rank, clock) in books.fates:
+                    raise Broken(f"contribution {(rank, clock)} is announced a second time", rank)
+                books.ready(rank, clock)
+                self.weights[(rank, clock)] = weight
+                self._bases[(rank, clock)] = self._base[rank]
+            case Pushed(worker=rank, clock=clock) if rank in books.accounts:
+                self.arrived.add((rank, clock))
+                books.pushed(rank, clock)
+            case Pulled(worker=rank) if rank in books.accounts:
+                books.pulled(rank)
+            case Paced(worker=rank, every=every) if rank in books.accounts:
+                books.paced(rank, every)
+            case Left(worker=rank):
+                self._leave(rank)
+            case Adopted(level=True):
+                books.levelled()
+        books.make_updates()
+
+    def _leave(self, rank: int) -> None:
+        account = self._books.accounts.get(rank)
+        if account is not None:
+            self.unarrived |= account.unarrived
+            self._books.left(rank)
+
+    def _enter(self, action: Action, policy: Policy) -> None:
+        """What the decision means for the books."""
+        books, verdict = self._books, self._verdict
+        match action:
+            case Grant(worker=rank):
+                self._account(rank, action)
+                books.granted(rank)
+            case Apply(pushes=pushes, rate=rate):
+                for push in pushes:
+                    self._known(push, "applied")
+                books.applied(action, policy)
+                for push in pushes:
+                    stale = max(0, self._version - self._bases.pop(push, self._version))
+                    verdict.staleness += stale
+                    verdict.stalest = max(verdict.stalest, stale)
+                self._version += 1
+                self.updates[self._version] = Update(self._version, pushes, rate)
+            case Drop(pushes=pushes):
+                for push in pushes:
+                    self._known(push, "dropped")
+                    books.dropped(push, policy)
+            case Release(worker=rank):
+                account = self._account(rank, action)
+                verdict.releases += 1
+                with _about_pace():
+                    lead = books.released(account.rank, policy)
+                self._base[rank] = self._version
+                if policy.bound is not None:
+                    verdict.lead = max(verdict.lead, lead)
+                    verdict.bound = max(verdict.bound or 0, policy.bound)
+            case Evict(worker=rank):
+                account = self._account(rank, action)
+                self.unarrived |= account.unarrived
+                with _about_pace():
+                    books.evicted(rank)
+
+    def _known(self, push: Push, fate: str) -> None:
+        if push not in self._books.fates:
+            raise Broken(f"contribution {push} is {fate}, but was never announced", push[0])
+        if self._books.fates[push] == "applied" and fate == "applied":
+            self._verdict.twice += 1
+
+    def _account(self, rank: int, action: Action) -> Any:
+        account = self._books.accounts.get(rank)
+        if account is None:
+            raise Broken(f"{action} is decided, but worker {rank} does not take part", rank)
+        return account
+
+    # -- the policy, asked again ---------------------------------------------------------------------------------
+
+    def _ask_again(self, old: Policy, before: State, event: Event, record: Told) -> State | None:
+        """The state after what the policy decides; None if that is not what is recorded, or it cannot be asked."""
+        if not (self._replays and self._knows_policy):
+            return None
+        if isinstance(event, Adopted) and self._began:
+            after, stages = take_over(old, self._policy, before, event)
+        elif isinstance(event, Ready):
+            after, stages = bring(self._policy, before, event, change=record.change, ends=record.ends)
+        else:
+            after, anything = on(self._policy, before, event)
+            stages = (Stage(before, anything),)
+        decided = tuple(a for stage in stages for a in stage.actions if not isinstance(a, Remember))
+        actions = actions_of(record)
+        if decided == actions:
+            self._verdict.replayed += 1
+            return after
+        self._replays = False  # from here on it would decide from something else that it remembers
+        ours = ", ".join(map(str, decided)) or "nothing"
+        theirs = ", ".join(map(str, actions)) or "nothing"
+        what = f"after {event} {self._policy!r} decides {ours}, but what is recorded is {theirs}"
+        self._report(_law_of(decided, actions), what, _rank_of(event))
+        return None
+
+    def _follow(self, state: State, actions: tuple[Action, ...]) -> State:
+        """The state after what is recorded."""
+        for action in actions:
+            state = enact(state, action)
+        return state
+
+    def _read(self, plan: str) -> Policy:
+        try:
+            return Plan.from_toml(plan).sync
+        except PlanError as error:
+            self._knows_policy = False
+            self._verdict.notes.append(f"What was decided is not decided again, and no bound is checked: {error}")
+            return ASP()
+
+    # -- the story -----------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event, actions: tuple[Action, ...]) -> None:
+        if self._origin_s is None:
+            self._origin_s = event.at_s
+        at_s, what = event.at_s - self._origin_s, str(event)
+        line = f"{at_s:10.3f} s  {what}: {', '.join(map(str, actions)) or 'nothing'}"
+        ranks: set[int] = {thing.worker for thing in (event, *actions) if hasattr(thing, "worker")}
+        ranks |= {push[0] for action in actions if isinstance(action, Apply | Drop) for push in action.pushes}
+        for rank in ranks:
+            self._stories.setdefault(rank, deque(maxlen=_STORY)).append(line)
+        self._story.append(line)
+
+    def story(self, rank: int | None = None) -> tuple[str, ...]:
+        """The last events about a worker; of all, if it is None."""
+        return tuple(self._story if rank is None else self._stories.get(rank, self._story))
+
+    def _fail(self, law: int, what: str, event: Event, rank: int | None = None) -> None:
+        self.is_broken = True
+        self._report(law, f"{what} (at {event})", _rank_of(event) if rank is None else rank)
+
+    def _report(self, law: int, what: str, rank: int | None) -> None:
+        self._verdict.violated(law, f"{what[0].upper()}{what[1:]}.", self.story(rank))
+
+
+def _rank_of(event: Event) -> int | None:
+    return getattr(event, "worker", None)
+
+
+def _law_of(decided: tuple[Action, ...], recorded: tuple[Action, ...]) -> int:
+    """Which law it is about that something else was decided: what is used, or else who may go on."""
+    used = [[action for action in actions if isinstance(action, Apply | Drop)] for actions in (decided, recorded)]
+    return 2 if used[0] != used[1] else 3

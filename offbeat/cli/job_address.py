@@ -1,0 +1,226 @@
+"""Where a job is, and what proves that one may come in, as the command line has it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from offbeat.cli.serve import read_token
+from offbeat.errors import NetworkError
+from offbeat.server.launch import Settings, from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from offbeat.wire.link import Link
+    from offbeat.wire.messages import Role
+    from offbeat.wire.session import Receiver
+
+# For how long to dial: a job that is looked at is there.
+_DIAL = timedelta(seconds=3)
+
+JobPlace = Annotated[
+    str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
+]
+JobName = Annotated[str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")
+]
+Certificate = Annotated[
+    Path | None, typer.Option(help="For TLS: a certificate of one's own, PEM; OFFBEAT_CERTIFICATE if left out.")
+]
+Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")]
+Authority = Annotated[
+    Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
+]
+
+
+class _HubPlace(msgspec.Struct, frozen=True):
+    """Where the hub in rank 0's sentinel is, as `offbeat.init` leaves it in hub.json; its token in hexadecimal."""
+
+    address: str
+    token: str
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's server, as `offbeat.engine.server_session` leaves it in server.json; or the hub of its workers.
+
+    Args:
+        address: "host:port" of the first shard, or of the hub.
+        folder: of the run, "" if unknown.
+        servers: of all shards, the first one first; () if unknown.
+    """
+
+    address: str
+    job: str
+    token: str = ""
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    folder: str = ""
+    servers: tuple[str, ...] = ()
+
+    @property
+    def way_out(self) -> str:
+        """What to do if nobody is there."""
+        folder = self.folder
+        return f"The run in {folder} has probably ended: `offbeat report {folder}` says how." if folder else ""
+
+    @property
+    def settings(self) -> Settings:
+        """What proves that one may come in."""
+        return Settings(
+            job=self.job,
+            token=self.token,
+            certificate=self.certificate,
+            key=self.key,
+            authority=self.authority,
+        )
+
+
+def read_target(folder: Path) -> Target:
+    """The server of the run in a folder.
+
+    Raises:
+        NetworkError: if it has none, or it cannot be read.
+    """
+    path = folder / "server.json"
+    if not path.is_file():
+        raise NetworkError(
+            f"Cannot look at the job in {folder}: it has neither server.json nor hub.json. Either it has not come to "
+            "offbeat.init yet: look again when it trains; or it is one worker alone, whose progress `offbeat run` "
+            "shows; or this is not the folder of a run."
+        )
+    try:
+        target = msgspec.json.decode(path.read_bytes(), type=Target)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
+    return msgspec.structs.replace(target, folder=str(folder))
+
+
+def _folder_of(where: str) -> Path:
+    return Path(where).parent if Path(where).name in ("server.json", "hub.json") else Path(where)
+
+
+def has_server(where: str) -> bool:
+    """Whether this is the run folder of a job in which a server was named, and was not left since."""
+    return (_folder_of(where) / "server.json").is_file()
+
+
+def find_hub(where: str) -> Target | None:
+    """The hub of the workers whose run folder this is; None if it is none, or there is no hub.
+
+    Raises:
+        NetworkError: if it cannot be read where it is.
+    """
+    folder = _folder_of(where)
+    path = folder / "hub.json"
+    try:
+        place = msgspec.json.decode(path.read_bytes(), type=_HubPlace)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot read {path}: {error}. Look as the user who runs the job.") from error
+    return Target(address=place.address, job="", token=place.token, folder=str(folder))
+
+
+def is_without_server(where: str) -> bool:
+    """Whether this is the run folder of a job in which several workers train without a server."""
+    folder = Path(where)
+    return (folder / "metrics.jsonl").is_file() and not (folder / "server.json").exists()
+
+
+def given(
+    job_name: str, token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
+) -> dict[str, str]:
+    """What the command line says of a job, but for where it is.
+
+    Raises:
+        NetworkError: if there is no secret in the file.
+    """
+    values = {
+        "job": job_name,
+        "token": "" if token_file is None else read_token(token_file),
+        "certificate": str(certificate or ""),
+        "key": str(key or ""),
+        "authority": str(authority or ""),
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def find(where: str, given: Mapping[str, str]) -> Target:
+    """The server of the job at `where`; `given` outranks what its server.json or the environment says.
+
+    Raises:
+        NetworkError: if it is neither a run folder with a server nor an address.
+    """
+    folder = _folder_of(where)
+    if folder.is_dir():
+        target = read_target(folder)
+    elif ":" in where and "/" not in where:
+        target = _from_environment(where)
+    else:
+        raise NetworkError(
+            f"Cannot look at {where!r}: there is no such folder. Give one that `offbeat run` writes to, or host:port."
+        )
+    return msgspec.structs.replace(target, **given)
+
+
+def _from_environment(address: str) -> Target:
+    known = from_environment("default", timedelta())
+    return Target(
+        address=address,
+        job=known.job,
+        token=known.token,
+        certificate=known.certificate,
+        key=known.key,
+        authority=known.authority,
+    )
+
+
+def credentials_of(where: str, given: Mapping[str, str]) -> Target:
+    """What `find` returns; of a job without a server only what the command line and the environment say.
+
+    Raises:
+        NetworkError: as `find`.
+    """
+    if has_server(where) or find_hub(where) is None:
+        return find(where, given)
+    return msgspec.structs.replace(_from_environment(""), **given)
+
+
+async def dial(
+    target: Target, accept: Callable[[Link], Receiver], role: Role, *, patience: timedelta | None = None
+) -> Link:
+    """A link to a job's first shard.
+
+    Args:
+        accept: called with the link before anything comes over it; returns who takes that in.
+        role: what it comes for.
+        patience: for how long to dial; None for 3 s.
+
+    Raises:
+        NetworkError: if nobody can be reached there.
+        PeerError: if it is another job, or there are other credentials.
+    """
+    from offbeat.wire.tcp import connect
+
+    try:
+        return await connect(
+            target.address,
+            accept=accept,
+            job=target.job,
+            rank=0,
+            role=role,
+            credentials=target.settings.credentials(),
+            patience=_DIAL if patience is None else patience,
+        )
+    except NetworkError as error:
+        # Without one nobody was tried: it is no address, or the credentials cannot be used.
+        if isinstance(error.__cause__, OSError) and target.folder:
+            raise NetworkError(f"{error} {target.way_out}") from error
+        raise

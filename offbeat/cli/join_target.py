@@ -1,0 +1,194 @@
+"""Workers that join a job while it trains: where it is, and who they are to be there."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.cli.job_address import find
+from offbeat.cli.plan import read_plan
+from offbeat.cli.status_client import JobEnded, Onlooker
+from offbeat.errors import NetworkError, PlanError
+from offbeat.report.records import has_ended
+
+if TYPE_CHECKING:
+    from offbeat.plan import Plan
+
+_PATIENCE_S = 10.0
+_LOOK_S = 0.1
+_MOST_RANKS = 4096
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where the workers of a job without a server met, as its first one leaves it in store.json.
+
+    Args:
+        place: the path of a file, or tcp:// and an address.
+        prefix: of this run in it.
+        world: with how many workers the job began.
+    """
+
+    place: str
+    prefix: str
+    world: int
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A job that trains.
+
+    Args:
+        environment: by which workers find it.
+        first_rank: that nobody in it has had.
+        plan: the one that holds with a server, or that it began with without one; those that train have the last word.
+        history: folder in which it records one; None if it does not, or where it is is not known.
+        folder: its run folder; None if it is not known.
+        found: what was found there, in words.
+    """
+
+    environment: dict[str, str]
+    first_rank: int
+    plan: Plan
+    history: Path | None = None
+    folder: Path | None = None
+    found: str = ""
+
+    def told(self, workers: int) -> str:
+        """What was found, and who is about to join that, for people."""
+        ranks = [str(self.first_rank + place) for place in range(workers)]
+        one = workers == 1
+        return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which join{'s' if one else ''} it."
+
+    def has_ended(self) -> bool:
+        """Whether all workers it began with are done, as far as that is known."""
+        return self.folder is not None and has_ended(self.folder / "metrics.jsonl")
+
+
+def look_for(where: str, workers: int) -> Joining:
+    """The job in a run folder, or at host:port with the credentials of the environment.
+
+    Args:
+        workers: how many are to join; each gets a rank of its own.
+
+    Raises:
+        NetworkError: if there is none, it does not train yet, or its folder cannot be written to.
+        PeerError: if there are other credentials.
+        PlanError: if its plan cannot be read.
+    """
+    from offbeat.plan import Plan
+
+    folder = Path(where)
+    if not (folder / "server.json").exists():
+        if any((folder / name).is_file() for name in ("store", "store.json")):
+            return _without_server(folder, workers)
+        if has_ended(folder / "metrics.jsonl"):
+            raise _over(folder)
+        if folder.is_dir():
+            raise NetworkError(
+                f"Cannot join the job in {where}: it has no server.json, which one with a parameter server has, and no "
+                "store.json, which one on Elastic() has. Name the run folder of one of these, while it trains."
+            )
+    target = find(where, {})
+    # Those who joined may train on when all it began with are done: whether there is a server is what counts.
+    done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
+    try:
+        with Onlooker(target, timedelta() if done else None) as onlooker:
+            scenes = onlooker.look(_PATIENCE_S)
+    except JobEnded:
+        scenes = ()
+    except NetworkError as error:
+        if not done:
+            raise
+        raise _over(target.folder) from error
+    if not scenes or not all(scene.started for scene in scenes):
+        raise NetworkError(
+            f"Cannot join the job at {where}: it does not train now. Try again while its workers do; `offbeat top` "
+            "shows them."
+        )
+    began_with = scenes[0].world
+    first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
+    if target.folder:  # others may join at the same moment, and the server does not know of them yet
+        try:
+            first_rank = _take_ranks(Path(target.folder) / "newcomers", first_rank, workers)
+        except OSError as error:
+            raise NetworkError(f"Cannot join the job in {where}: {error}. Join as the user who runs it.") from error
+    environment = {
+        "WORLD_SIZE": "1",
+        "OFFBEAT_JOINS": str(began_with),
+        "OFFBEAT_SERVERS": ",".join(target.servers or (target.address,)),
+        "OFFBEAT_JOB": target.job,
+        "OFFBEAT_TOKEN": target.token,
+        "OFFBEAT_CERTIFICATE": target.certificate,
+        "OFFBEAT_KEY": target.key,
+        "OFFBEAT_AUTHORITY": target.authority,
+    }
+    try:
+        plan = Plan.from_toml(scenes[0].plan)
+    except PlanError as error:
+        raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
+    training, updates = len(scenes[0].present), scenes[0].version
+    found = f"{scenes[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
+    run_folder = Path(target.folder) if target.folder else None
+    return Joining(environment, first_rank, plan, _history(folder), run_folder, found)
+
+
+def _over(folder: Path | str) -> NetworkError:
+    return NetworkError(f"Cannot join the job in {folder}: it has ended. `offbeat report {folder}` says how.")
+
+
+def _without_server(folder: Path, workers: int) -> Joining:
+    """The job whose workers sum among themselves.
+
+    Raises:
+        NetworkError: if it cannot be read where they met, or that is gone.
+        PlanError: if the plan cannot be read.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not (folder / "store.json").exists() and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)  # its workers are starting
+    try:
+        met = msgspec.json.decode((folder / "store.json").read_bytes(), type=Meeting)
+        first_rank = _take_ranks(folder / "newcomers", met.world, workers)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.") from error
+    if not met.place.startswith("tcp://") and not Path(met.place).is_file():
+        raise NetworkError(f"Cannot join the job in {folder}: it has ended, or it runs on a machine with other files.")
+    environment = {
+        "WORLD_SIZE": "1",
+        "OFFBEAT_JOINS": str(met.world),
+        "OFFBEAT_STORE": met.place,
+        "OFFBEAT_STORE_PREFIX": met.prefix,
+    }
+    plan = read_plan(folder / "plan.toml")
+    found = f"{plan.fabric!r}, begun with {met.world} workers"
+    return Joining(environment, first_rank, plan, _history(folder), found=found)
+
+
+def _history(folder: Path) -> Path | None:
+    history = folder.resolve() / "history"
+    return history if history.is_dir() else None
+
+
+def _take_ranks(folder: Path, least: int, workers: int) -> int:
+    """The first of as many ranks in a row, from `least` on, that nobody has had, and nobody gets any more.
+
+    Raises:
+        NetworkError: if there are none.
+    """
+    folder.mkdir(exist_ok=True)
+    first = rank = least
+    while rank < first + workers:
+        if rank >= _MOST_RANKS:
+            raise NetworkError(f"Cannot join the job in {folder.parent}: it has had {_MOST_RANKS} workers.")
+        try:
+            os.close(os.open(folder / f"rank-{rank}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            first = rank + 1
+        rank += 1
+    return first

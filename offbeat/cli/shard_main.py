@@ -1,0 +1,368 @@
+"""A shard of a parameter server as a process of its own.
+
+    python -m offbeat.cli.shard_main FD [kept PID]
+
+Its settings come as JSON on standard input; its address, or why there is none, goes to FD.
+
+It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
+`Settings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to stop,
+has a spare one serve, which has loaded torch meanwhile and waits; so the server is looked after as long as the job
+lasts, whoever started it. To end it, end this process.
+
+Below `offbeat run` it ends when that does, however that ends. There the process that looks after a shard leaves a note
+in the folder OFFBEAT_SHARDS with what it takes to start it again: if it is killed itself, `offbeat run` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.exit_codes import how_it_ended
+from offbeat.server.launch import RestartNote, Settings, ShardProcess
+from offbeat.wire import busy_poll
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from types import FrameType
+
+    from offbeat.history import Record
+    from offbeat.history.records import Kind
+    from offbeat.server.shard.snapshot_store import Archive
+    from offbeat.wire.link import Link
+
+T = TypeVar("T")
+
+# For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
+_GOOD_BYE_S = 0.5
+_LAST_SNAPSHOT_S = 10.0
+_ORPHAN_S = 2.0  # for the rest when `offbeat run` is gone
+_FIRST_PATIENCE = timedelta(seconds=20)
+# For the workers of a snapshot to come back before it is gone on without them; the timeout may have to pass until they
+# notice that the server is gone.
+_RETURN_S = 15.0
+_PATIENCE = timedelta(seconds=60)  # for another shard to be started again
+_PR_SET_PDEATHSIG = 1
+_STOPPED = 75  # exit code of one that was told to stop; 0 says that the job has ended
+_log = logging.getLogger("offbeat")
+
+
+async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
+    """Serve one job: until its last worker has gone, or SIGTERM or SIGINT comes, which leave a snapshot.
+
+    Args:
+        say: called with "host:port" when workers may come.
+
+    Returns:
+        Whether it was told to stop.
+
+    Raises:
+        NetworkError: if the address, the credentials or a folder, for snapshots or the history, cannot be used, or the
+            coordinator cannot be reached.
+        PeerError: if the coordinator does not take it in.
+    """
+    from offbeat.server.shard.snapshot_store import Archive
+
+    archive = None
+    if settings.snapshots:
+        archive = Archive(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    with _history(settings, stop) as record:
+        while (address := await _live(settings, archive, stop, say, record)) is not None:
+            settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
+            say = _say_nothing
+            if archive is not None:
+                archive.look()
+    return stop.is_set()
+
+
+@contextlib.contextmanager
+def _history(settings: Settings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
+    """What writes the history of all lives of this process.
+
+    Args:
+        stop: set if it was told to stop: then what it has decided last may not be made.
+
+    Raises:
+        NetworkError: if its folder cannot be used.
+    """
+    if not settings.history:
+        yield _forget
+        return
+    from offbeat.history import Writer
+
+    kind: Kind = "shard" if settings.coordinator else "coordinator"
+    try:
+        writer = Writer(Path(settings.history), kind, kind=kind, job=settings.job)
+    except OSError as error:
+        why = error.strerror or error
+        raise NetworkError(f"Cannot keep a history in {settings.history}: {why}. Choose another folder.") from error
+    try:
+        yield writer.append
+    finally:
+        writer.close("it was told to stop" if stop.is_set() else "")
+
+
+async def _live(
+    settings: Settings,
+    archive: Archive | None,
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+    record: Callable[[Record], None],
+) -> str | None:
+    """One life of the shard (see `offbeat.coordinator.reconnect`); where it was, if it is to begin another one."""
+    from offbeat.plan import Plan
+    from offbeat.server.shard.shard import Shard
+    from offbeat.wire.session import Limits
+    from offbeat.wire.tcp import connect, listen
+
+    ended, again = asyncio.Event(), asyncio.Event()
+    shard = Shard(
+        None if settings.coordinator else Plan.from_toml,
+        ended.set,
+        archive=archive,
+        job=settings.job,
+        every=settings.every,
+        again=again.set,
+        patience_s=2 * settings.timeout_s,
+        record=record,
+    )
+    limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
+    credentials = settings.credentials()
+    chief: Link | None = None
+    if settings.coordinator:
+        dialling = connect(
+            settings.coordinator,
+            accept=shard.follow,
+            job=settings.job,
+            rank=0,
+            role="shard",
+            credentials=credentials,
+            limits=limits,
+            patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
+        )
+        chief = await _unless(stop, dialling)
+        if chief is None:
+            return None
+        await _first_of(shard.begun, ended, again, stop)
+        if shard.refusal:
+            raise PeerError(f"Cannot serve beside {settings.coordinator}: it refused. {shard.refusal}")
+    listener = await listen(
+        settings.bind, settings.port, accept=shard.accept, job=settings.job, credentials=credentials, limits=limits
+    )
+    shard.begin_with_who_is_here_after(max(_RETURN_S, 2 * settings.timeout_s + 1))
+
+    async def end_if_nobody_comes() -> None:
+        await asyncio.sleep(settings.patience_s)
+        # Between connecting and training a worker may prepare its data for as long as it likes.
+        while any(link.role == "worker" for link in listener.links):
+            await asyncio.sleep(settings.patience_s)
+        if not shard.was_visited:
+            ended.set()
+
+    looking = asyncio.ensure_future(end_if_nobody_comes()) if settings.patience_s else None
+    say(listener.address)
+    await _first_of(ended, again, stop)
+    if looking is not None:
+        looking.cancel()
+    if stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SNAPSHOT_S):
+                await shard.save()
+    shard.stop()
+    listener.close()
+    await shard.be_quiet()
+    if again.is_set() and not stop.is_set():
+        for link in [*listener.links, *([] if chief is None else [chief])]:
+            link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
+        return listener.address
+    if archive is not None and stop.is_set():
+        for link in [link for link in listener.links if link.role == "shard"]:  # they wait for it to be started again
+            link.fail(NetworkError("the shard that coordinates was told to stop"))
+    if archive is not None and shard.is_finished and not stop.is_set():
+        archive.clear()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GOOD_BYE_S):
+            await asyncio.gather(*(link.close() for link in listener.links))
+    return None
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait for one of them."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns, or raises; None if `stop` is set before."""
+    task, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait([task])
+    return None
+
+
+def _say_nothing(address: str) -> None:
+    """Workers know it already."""
+
+
+def _forget(record: Record) -> None:
+    """Nobody wants a history."""
+
+
+def look_after(settings: Settings, say: Callable[[str], None]) -> None:
+    """Start a shard as another process, and start it again whenever it is killed or told to stop.
+
+    It ends when the shard has ended by itself, or when it is told to stop, which it passes on.
+
+    Raises:
+        NetworkError: if it cannot be started for the first time.
+    """
+    settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
+    serving, was_told = ShardProcess(is_kept=True), False
+    address = serving.serve(settings)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal was_told
+        was_told = True
+        serving.process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
+    note = RestartNote.mine()
+    note.write(msgspec.structs.replace(settings, restarts=left))
+    say(address)
+    while True:
+        spare = _spare() if left else None
+        if (code := serving.process.wait()) == 0 or was_told:
+            note.remove()
+            return
+        how = "was told to stop" if code == _STOPPED else how_it_ended(code)
+        if not left:
+            told = f"The parameter server at {address} {how}, for the last time: it is not started again."
+            _log.error("%s", told)
+            note.give_up(told)
+            return
+        left -= 1
+        _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
+        note.write(msgspec.structs.replace(settings, restarts=left))
+        try:
+            serving = spare if spare is not None and spare.process.poll() is None else ShardProcess(is_kept=True)
+            serving.serve(settings)
+        except NetworkError as error:
+            if was_told:
+                note.remove()
+            else:
+                _log.error("%s", error)
+                note.give_up(str(error))
+            return
+        if was_told:  # while it was being started
+            serving.process.terminate()
+
+
+def _spare() -> ShardProcess | None:
+    """One to take the place of the one that serves; None if there can be none now, which is no reason to end that."""
+    try:
+        return ShardProcess(is_kept=True)
+    except NetworkError as error:
+        _log.warning("None stands by in case that the parameter server is lost. %s", error)
+        return None
+
+
+def prepare_process() -> None:
+    """What a process needs before it serves."""
+    import torch
+
+    torch.set_num_threads(1)
+    # The first optimizer of a process makes torch import for seconds, in which no worker would get an answer.
+    torch.optim.SGD([torch.zeros(1)], lr=0.0).step()
+
+
+def main() -> None:
+    """Take the settings from standard input, and serve."""
+    logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
+    fd, is_kept = int(sys.argv[1]), sys.argv[2:3] == ["kept"]
+    if not is_kept:
+        _end_with_launcher()
+    else:
+        _end_with_parent(int(sys.argv[3]))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a terminal, to all: one to spare has nothing to say
+        prepare_process()  # before it is told what: a server that was lost must not wait for that
+    if not (said_to_us := sys.stdin.buffer.read()):  # a spare one that was not needed
+        return
+    settings = msgspec.json.decode(said_to_us, type=Settings)
+
+    def say(text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, f"{text}\n".encode())
+            os.close(fd)
+            said.append(text)
+
+    said: list[str] = []
+    try:
+        if settings.restarts:
+            look_after(settings, say)
+        else:
+            if not is_kept:
+                prepare_process()
+            if busy_poll.run(serve(settings, say)) and is_kept:
+                sys.exit(_STOPPED)
+    except OffbeatError as error:
+        if said:
+            _log.error("%s", error)
+        else:
+            say(f"! {error}")
+
+
+def _end_with_launcher() -> None:
+    """Be told to stop when `offbeat run` is gone, if that is above this process, and end soon then."""
+    launcher = os.environ.get("OFFBEAT_LAUNCHER_PID")
+    if launcher is None:
+        return
+    try:
+        handle = os.pidfd_open(int(launcher))
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_ORPHAN_S)
+        # With all that `offbeat run` would have ended, so also with a process to be kept that does not know of us yet.
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="offbeat-launcher", daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Be killed when the process that looks after this one is."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a controller is told where all workers exchange at the same time, kept from how long each of them computed.
+
+Whoever comes to an exchange first waits for the last one there: for as long as that one has computed longer since the
+exchange before. What is on its way then is nobody's waiting. So no two clocks have to agree.
+
+With steps of the workers' own luck evens out: they wait less than if they met in every step. What they would wait then
+is kept beside what they do.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from offbeat.control.controller import Reading
+from offbeat.control.metrics_history import Past
+from offbeat.float_sum import add_up
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from offbeat.control.controller import Metrics
+    from offbeat.sync import Policy
+
+_PACED = 6  # exchanges, in a pace
+_LATEST = 0.1  # part that the last step has in the average of what a worker computes
+
+
+class Roundbook:
+    """Of one model. Call order: `hear` behind every exchange; `metrics` now and then.
+
+    Args:
+        at_s: when the first policy began to decide.
+
+    >>> from offbeat.sync import BSP
+    >>> book = Roundbook()
+    >>> for second in range(5):
+    ...     book.hear(float(second), {0: [1.0], 1: [0.5]}, samples=8, looks_back_s=4.0)
+    >>> book.metrics(BSP(), step=5).waiting(2.0)
+    0.25
+    """
+
+    def __init__(self, at_s: float = 0.0) -> None:
+        self._waited_s: dict[int, float] = {}
+        self._would_s: dict[int, float] = {}
+        self._computing_s: dict[int, float] = {}
+        self._past, self._last = Past(at_s), Reading(at_s)
+        self._brought: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
+
+    def hear(self, at_s: float, times: Mapping[int, Sequence[float]], *, samples: float, looks_back_s: float) -> None:
+        """An exchange is over.
+
+        Args:
+            times: by rank, of those that took part: seconds that each step since the last exchange took it by itself;
+                equally many of all.
+            samples: of a worker, since then.
+            looks_back_s: readings that are older are forgotten, but for one.
+        """
+        # What somebody did before it was heard of for the first time, such as to start, is no part of a step.
+        known = {rank: steps_s for rank, steps_s in times.items() if rank in self._waited_s}
+        for books, waits in ((self._waited_s, _at_the_end(known)), (self._would_s, _in_every_step(known))):
+            mine = {rank: books.get(rank, 0.0) + waits.get(rank, 0.0) for rank in times}
+            books.clear()
+            books.update(mine)
+        for rank, steps_s in known.items():
+            each_s = add_up(steps_s) / max(1, len(steps_s))
+            before_s = self._computing_s.get(rank, each_s)
+            self._computing_s[rank] = before_s + _LATEST * (each_s - before_s)
+        self._look_at_pace(at_s, samples)
+        self._last = Reading(at_s, {}, dict(self._waited_s), dict(self._would_s))
+        self._past.note(self._last, looks_back_s)
+
+    def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
+        """Another policy than `before` decides from now on."""
+        self._past.swapped(before, at_s, by_controller=by_controller)
+        self._brought.clear()
+
+    def metrics(self, sync: Policy, step: int) -> Metrics:
+        """What is known: of times as of the last exchange, since nobody can know more; of steps as of now.
+
+        Args:
+            sync: decides at present.
+            step: that each worker has made.
+        """
+        now = dataclasses.replace(self._last, steps=dict.fromkeys(self._waited_s or (0,), step))
+        computing_s = {rank: self._computing_s[rank] for rank in self._waited_s if rank in self._computing_s}
+        return self._past.metrics(sync, now, computing_s, {})
+
+    def _look_at_pace(self, at_s: float, samples: float) -> None:
+        self._brought.append((at_s, samples))
+        (first_s, _), *later = self._brought
+        if len(later) == _PACED and at_s > first_s:
+            self._past.brought(add_up(count for _, count in later) / (at_s - first_s))
+
+
+def _at_the_end(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """How long each waited for the last one, if all met behind these steps."""
+    whole_s = {rank: add_up(steps_s) for rank, steps_s in times.items()}
+    longest_s = max(whole_s.values(), default=0.0)
+    return {rank: longest_s - own_s for rank, own_s in whole_s.items()}
+
+
+def _in_every_step(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """How long each would have waited if all had met behind each of these steps."""
+    longest_s = add_up(map(max, zip(*times.values(), strict=True)))
+    return {rank: longest_s - add_up(steps_s) for rank, steps_s in times.items()}

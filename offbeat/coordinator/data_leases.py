@@ -1,0 +1,504 @@
+"""Deals out the data of a job, and tunes its batches; the coordinator's part of `offbeat.batching`, without I/O.
+
+A worker is dealt its next batch when it is released, not when it asks: that costs no round trip, and where the order of
+releases is fixed (strict `RoundRobin`), so is who computes what.
+
+Rules:
+
+* The first leases are dealt once all workers of the beginning have enrolled, in order of rank. From then on a worker
+  gets as many as its last contribution used, and more only if it asks.
+* From the moment in which a contribution is announced, time does not take back the leases it was computed from. They
+  are used up when it is applied and has arrived whole; until then they are dealt again if its worker is lost.
+* A contribution that was computed from a lease that others were given meanwhile, or are given since the server was
+  restarted and knows nothing of it, weighs nothing, and is reported as dropped.
+* A batch is what the user asked for, or what the tuning says: then its sum over the workers is constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from offbeat.batching import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait, even_batches, what_changes
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.protocol.data_leases import Enrol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from offbeat.batching import Keeps
+    from offbeat.sync import Push
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_LIFE = 1 << 32  # numbers of leases that a server deals out in one life, at most
+_TERM = timedelta(minutes=10)  # see `Leases.term`
+# Leases of a worker: those of one contribution, and as many ahead (see the bounds in `offbeat.protocol.data_leases`).
+_MOST_HELD = 2 << 12
+
+
+@dataclass
+class Deck:
+    """One loader's data.
+
+    Args:
+        about: what the first worker said.
+        leases, pool: who has which samples.
+        tune, tuning: how large batches are, if they are tuned.
+        keeps: what stays as it is when workers come and go, if they are not.
+        missing: how many workers of the beginning have not enrolled.
+        gone: those of them that are lost and had not.
+        ahead: workers that have, and how many leases they are to hold.
+        rounds: the round each worker's next lease is of.
+    """
+
+    about: Enrol
+    leases: Leases
+    pool: Pool
+    tune: BatchTuning | None
+    tuning: Tuning | None
+    missing: int
+    keeps: Keeps = "local_batch"
+    gone: set[int] = field(default_factory=set)
+    ahead: dict[int, int] = field(default_factory=dict)
+    rounds: dict[int, int] = field(default_factory=dict)
+
+    def holds(self, worker: int) -> int:
+        """How many leases the worker has and has not brought."""
+        return len(self.pool.leased_to(worker))
+
+    def draw(self, worker: int, now_s: float) -> list[Lease | Over]:
+        """The worker's next lease, behind the end of the epoch if there is nothing more in it."""
+        deals: list[Lease | Over] = []
+        while not deals or isinstance(deals[-1], Over):
+            count = min(self._count(worker), self.leases.samples)
+            self.pool, deal = self.leases.take(self.pool, worker, count, now_s, least=self.about.least)
+            assert not isinstance(deal, Wait), "there is always another epoch"
+            deals.append(deal)
+        self.rounds[worker] += 1
+        return deals
+
+    def _count(self, worker: int) -> int:
+        if self.tune is None or self.tuning is None:
+            return even_batches(self.about.batch, self.about.world, self.ahead, self.keeps)[worker]
+        while True:
+            self.tuning, batches = self.tune.plan(self.tuning, self.rounds[worker])
+            if worker in batches:
+                return batches[worker]
+            self.rounds[worker] += 1  # it takes part in some rounds only
+
+
+@dataclass
+class Brought:
+    """A contribution, and what it was computed from.
+
+    Args:
+        numbers: of leases, by loader; those that count.
+        used: how many leases, by loader.
+        samples: in them, by loader.
+        computing_s: how long its worker took for it.
+        applied, whole: whether it is in an update, and has arrived.
+    """
+
+    numbers: dict[int, tuple[int, ...]]
+    used: dict[int, int]
+    samples: dict[int, int]
+    computing_s: float | None
+    applied: bool = False
+    whole: bool = False
+
+
+class Dealer:
+    """Knows who has which samples.
+
+    Args:
+        tuning_of: how batches are tuned, in a plan's TOML; None if they are not.
+        keeps_of: what stays as it is when workers come and go, in a plan's TOML.
+        now_s: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tuning_of: Callable[[str], BatchTuning | None],
+        now_s: Callable[[], float],
+        keeps_of: Callable[[str], Keeps] = lambda plan: "local_batch",
+    ) -> None:
+        self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
+        self._decks: dict[int, Deck] = {}
+        self._brought: dict[tuple[int, Push], Brought] = {}
+        self._last: dict[int, Brought] = {}  # by worker: for its next leases, and to learn how fast it is
+
+    # -- workers come and go -------------------------------------------------------------------------------------
+
+    def enrol(
+        self, worker: int, about: Enrol, *, together: bool, world: int, ranks: Collection[int] = ()
+    ) -> dict[int, list[Lease | Over]]:
+        """A worker takes part, or does again; what is dealt now, by worker.
+
+        Args:
+            together: whether all workers wait for each other in every round.
+            world: how many workers are to enrol before the first leases are dealt.
+            ranks: of these; () for all below the number with which the job began.
+
+        Raises:
+            DisagreementError: if its data is not the others'.
+            PeerError: if such data cannot be dealt out.
+        """
+        deck = self._decks.get(about.loader)
+        if deck is None:
+            deck = self._decks[about.loader] = self._open(about, together=together, world=world)
+        _compare(worker, about, deck.about)
+        begun = not deck.missing
+        is_awaited = worker in (ranks or range(about.world)) and worker not in deck.gone and worker not in deck.ahead
+        deck.missing -= not begun and is_awaited
+        self._take_in(deck, worker, about)
+        if deck.missing:
+            return {}
+        new = (worker,) if begun else sorted(deck.ahead)
+        return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
+
+    def void(self, worker: int, about: Enrol) -> tuple[int, ...]:
+        """Which of the leases that a worker came back with are not its own any more."""
+        leased = set(self._decks[about.loader].pool.leased_to(worker))
+        return tuple(number for number in about.holds if number not in leased)
+
+    def lose(self, worker: int, unclear: Collection[tuple[int, Push]] = ()) -> dict[int, dict[int, list[Lease | Over]]]:
+        """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker.
+
+        Args:
+            unclear: contributions, by model, that may have arrived; `whole` or `withdrawn` follows.
+        """
+        for (model, push), brought in list(self._brought.items()):
+            if push[0] == worker and not brought.whole and (model, push) not in unclear:
+                self._retract(model, push)
+        self._last.pop(worker, None)
+        for deck in self._decks.values():
+            deck.pool = deck.leases.lose(deck.pool, worker)
+            if deck.ahead.pop(worker, None) is not None and deck.tune is not None and deck.tuning is not None:
+                deck.tuning = deck.tune.leave(deck.tuning, worker)
+        return {loader: dealt for loader, deck in self._decks.items() if (dealt := self._begin_without(deck, worker))}
+
+    # -- contributions -------------------------------------------------------------------------------------------
+
+    def announce(
+        self, model: int, push: Push, used: Iterable[tuple[int, int]], computing_s: float | None = None
+    ) -> bool:
+        """A worker has computed a contribution from these leases; whether it may count.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        by_loader: dict[int, list[int]] = {}
+        for loader, number in used:
+            by_loader.setdefault(loader, []).append(number)
+        used_of = {loader: len(numbers) for loader, numbers in by_loader.items()}
+        brought = Brought({}, used_of, {}, computing_s)
+        valid = True
+        for loader, numbers in by_loader.items():
+            deck = self._deck(loader, push[0])
+            held = deck.pool.held
+            brought.samples[loader] = sum(held[n].lease.count for n in numbers if n in held)
+            deck.pool, fine = deck.leases.deliver(deck.pool, push[0], numbers)
+            valid &= fine
+            brought.numbers[loader] = tuple(numbers) if fine else ()
+        self._last[push[0]] = brought
+        if not valid:
+            for loader, kept in brought.numbers.items():
+                deck = self._decks[loader]
+                deck.pool = deck.leases.give_back(deck.leases.retract(deck.pool, push[0], kept), push[0], kept)
+        elif by_loader:
+            self._brought[(model, push)] = brought
+        return valid
+
+    def applied(self, model: int, push: Push) -> None:
+        """The contribution is in an update."""
+        brought = self._brought.get((model, push))
+        if brought is not None:
+            brought.applied = True
+            self._close_if_done(model, push, brought)
+
+    def whole(self, model: int, push: Push) -> None:
+        """The contribution has arrived."""
+        brought = self._brought.get((model, push))
+        if brought is not None:
+            brought.whole = True
+            self._close_if_done(model, push, brought)
+
+    def withdrawn(self, model: int, push: Push) -> None:
+        """The contribution was in an update, and has not arrived; its worker is gone."""
+        if (model, push) in self._brought:
+            for loader, numbers in self._retract(model, push).items():
+                deck = self._decks[loader]
+                deck.pool = deck.leases.give_back(deck.pool, push[0], numbers)
+
+    def dropped(self, model: int, push: Push) -> None:
+        """The contribution is not used."""
+        brought = self._brought.pop((model, push), None)
+        if brought is not None:
+            self._acknowledge(brought, dropped=True)
+
+    def stepped(self, worker: int, transfer_s: float, blocked_s: float) -> None:
+        """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others."""
+        last = self._last.get(worker)
+        for loader, samples in last.samples.items() if last is not None else ():
+            deck = self._decks[loader]
+            if deck.tune is not None and deck.tuning is not None and last is not None and last.computing_s:
+                deck.tuning = deck.tune.observe(deck.tuning, worker, samples, last.computing_s, transfer_s, blocked_s)
+
+    # -- leases --------------------------------------------------------------------------------------------------
+
+    def refill(self, worker: int) -> dict[int, list[Lease | Over]]:
+        """As many leases as the worker's last contribution used, by loader."""
+        last = self._last.get(worker)
+        if last is None:
+            return {}
+        dealt = {}
+        for loader, used in last.used.items():
+            deck = self._decks[loader]
+            dealt[loader] = self._draw(deck, worker, min(used, _MOST_HELD - deck.holds(worker)))
+        return dealt
+
+    def take(self, worker: int, loader: int) -> list[Lease | Over]:
+        """One more lease.
+
+        Raises:
+            PeerError: if the worker has nothing to do with such a loader, or brings nothing of what it holds.
+        """
+        deck = self._deck(loader, worker)
+        if deck.holds(worker) >= _MOST_HELD:
+            raise PeerError(
+                f"Cannot deal out more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
+                "brought none of them. Step after fewer, and evaluate with a loader that is not prepared."
+            )
+        return [] if deck.missing else self._draw(deck, worker, 1)
+
+    def give_back(self, worker: int, loader: int, numbers: Iterable[int]) -> None:
+        """The worker will not use these leases.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        deck = self._deck(loader, worker)
+        deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
+
+    def what_changes(self) -> str:
+        """What becomes of batches and learning rate when workers come and go, in words, for people."""
+        decks = self._decks.values()
+        keeps_total = any(deck.tuning is not None or deck.keeps == "global_batch" for deck in decks)
+        return what_changes("global_batch" if keeps_total else "local_batch")
+
+    def together(self, is_together: bool) -> None:
+        """From now on all workers wait for each other in every round, or do not."""
+        for deck in self._decks.values():
+            if deck.tuning is not None:
+                deck.tuning = dataclasses.replace(deck.tuning, together=is_together)
+
+    def crowded(self, worker: int, loader: int, count: int) -> None:
+        """The worker had no memory for so many samples.
+
+        Raises:
+            PeerError: if it has nothing to do with such a loader.
+        """
+        deck = self._deck(loader, worker)
+        if deck.tune is not None and deck.tuning is not None:
+            deck.tuning = deck.tune.out_of_memory(deck.tuning, worker, count)
+
+    # -- for people, and for checkpoints -------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """Who paces the rounds and why, where batches are tuned; else nothing."""
+        told = [deck.tune.explain(deck.tuning) for deck in self._decks.values() if deck.tune and deck.tuning]
+        return " ".join(told)
+
+    def every(self) -> dict[int, int]:
+        """In every which round a worker takes part, because it is too slow for more."""
+        every: dict[int, int] = {}
+        for deck in self._decks.values():
+            for worker, machine in (deck.tuning.machines if deck.tuning is not None else {}).items():
+                every[worker] = max(every.get(worker, 1), machine.every)
+        return every
+
+    def epochs(self) -> dict[int, Pool]:
+        """Where the data is, by loader."""
+        return {loader: deck.pool for loader, deck in self._decks.items()}
+
+    @property
+    def workers(self) -> set[int]:
+        """Who has enrolled, or had before this server was started again."""
+        return {worker for deck in self._decks.values() for worker in deck.pool.at}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Where the data is and what is known of the machines, in dicts, lists and numbers.
+
+        As it is once all updates that were decided on have been made: what is in one is used up, and what is in none is
+        its worker's, which will announce it again.
+        """
+        return {str(loader): self._plain(loader, deck) for loader, deck in self._decks.items()}
+
+    def restore(self, plain: Any) -> None:
+        """Go on where `to_plain` was called; the workers enrol again.
+
+        Raises:
+            PeerError: if it is damaged.
+        """
+        try:
+            decks = {int(loader): self._deck_of(one) for loader, one in dict(plain).items()}
+        except (OffbeatError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
+            raise PeerError(f"Cannot go on in the data: {error}") from error
+        self._decks.update(decks)
+
+    def load(self, plain: Any) -> dict[int, dict[int, list[Lease | Over]]]:
+        """Go on where another run called `to_plain`, with the workers that are here; what is dealt now.
+
+        Raises:
+            PeerError: if it is damaged, or of other data.
+        """
+        before = self._decks
+        if {str(loader) for loader in before} != set(plain if isinstance(plain, dict) else ()):
+            raise PeerError("Cannot go on in the data: the checkpoint has other loaders than this run.")
+        self._decks = {}
+        try:
+            self.restore(plain)
+            for loader, deck in self._decks.items():
+                _compare_data(deck.about, before[loader].about)
+        except OffbeatError as error:
+            self._decks = before
+            raise PeerError(str(error)) from error
+        self._brought.clear()
+        self._last.clear()
+        dealt = {}
+        for loader, deck in self._decks.items():
+            deck.missing, deck.gone, deck.ahead = before[loader].missing, before[loader].gone, before[loader].ahead
+            world, least = before[loader].about.world, before[loader].about.least
+            deck.about = msgspec.structs.replace(deck.about, world=world, least=least)
+            if deck.tune is not None and deck.tuning is not None:
+                deck.tuning = deck.tune.with_floor(deck.tuning, least)
+            self._man(deck)
+            dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
+        return dealt
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _plain(self, loader: int, deck: Deck) -> dict[str, Any]:
+        pool = deck.pool
+        for (_, push), brought in self._brought.items():
+            numbers = brought.numbers.get(loader, ())
+            if brought.applied:
+                pool, _ = deck.leases.acknowledge(pool, numbers)
+            else:
+                pool = deck.leases.retract(pool, push[0], numbers)
+        return {
+            "about": msgspec.to_builtins(deck.about),
+            "leases": deck.leases.to_plain(pool),
+            "tuning": deck.tune.to_plain(deck.tuning) if deck.tune and deck.tuning else None,
+            "rounds": {str(worker): number for worker, number in deck.rounds.items()},
+        }
+
+    def _deck_of(self, plain: dict[str, Any]) -> Deck:
+        about = msgspec.convert(plain["about"], Enrol)
+        deck = self._open(about, together=False, world=0)
+        pool = deck.leases.from_plain(plain["leases"], now_s=self._now_s())
+        # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
+        deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
+        if deck.tune is not None and deck.tuning is not None:
+            tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
+            deck.tuning = deck.tune.with_floor(tuning, about.least)
+        deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
+        return deck
+
+    def _man(self, deck: Deck) -> None:
+        """Have those who are here take part, and nobody else."""
+        leases, at = deck.leases, dict(deck.pool.at)
+        for worker in {*at, *(held.worker for held in deck.pool.held.values())}:
+            deck.pool = leases.lose(deck.pool, worker)
+        first = max(deck.rounds.values(), default=0)
+        for worker in deck.ahead:
+            deck.pool = leases.join(deck.pool, worker, epoch=at.get(worker, min(at.values(), default=0)))
+        deck.rounds = {worker: deck.rounds.get(worker, first) for worker in deck.ahead}
+        if deck.tune is not None and deck.tuning is not None:
+            for worker in deck.tuning.machines.keys() - deck.ahead.keys():
+                deck.tuning = deck.tune.leave(deck.tuning, worker)
+            for worker in sorted(deck.ahead.keys() - deck.tuning.machines.keys()):
+                deck.tuning = deck.tune.join(deck.tuning, worker)
+
+    def _open(self, about: Enrol, *, together: bool, world: int) -> Deck:
+        tune = self._tuning_of(about.plan)
+        total = about.batch * about.world
+        try:
+            leases = Leases(
+                about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last, term=_TERM
+            )
+            tuning = None if tune is None else tune.init(total, together=together, floor=about.least)
+        except OffbeatError as error:
+            raise PeerError(str(error)) from error
+        return Deck(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
+
+    def _begin_without(self, deck: Deck, worker: int) -> dict[int, list[Lease | Over]]:
+        """One that had not enrolled will not come; what is dealt now, by worker."""
+        if not deck.missing or worker in deck.gone or worker in deck.rounds:
+            return {}
+        deck.gone.add(worker)
+        deck.missing -= 1
+        there = () if deck.missing else sorted(deck.ahead)
+        return {one: self._draw(deck, one, deck.ahead[one]) for one in there}
+
+    def _take_in(self, deck: Deck, worker: int, about: Enrol) -> None:
+        comes_back = bool(about.epoch or about.holds)
+        epoch = about.epoch if comes_back else None
+        deck.pool = deck.leases.join(deck.pool, worker, epoch=epoch, holds=about.holds)
+        deck.ahead[worker] = about.ahead
+        deck.rounds[worker] = max(deck.rounds.values(), default=0)
+        if deck.tune is not None and deck.tuning is not None and worker not in deck.tuning.machines:
+            deck.tuning = deck.tune.join(deck.tuning, worker)
+
+    def _draw(self, deck: Deck, worker: int, count: int) -> list[Lease | Over]:
+        now_s = self._now_s()
+        return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
+
+    def _retract(self, model: int, push: Push) -> dict[int, tuple[int, ...]]:
+        """What was announced did not arrive; the leases that it was computed from, by loader."""
+        numbers_of = self._brought.pop((model, push)).numbers
+        for loader, numbers in numbers_of.items():
+            deck = self._decks[loader]
+            deck.pool = deck.leases.retract(deck.pool, push[0], numbers)
+        return numbers_of
+
+    def _close_if_done(self, model: int, push: Push, brought: Brought) -> None:
+        if brought.applied and brought.whole:
+            del self._brought[(model, push)]
+            self._acknowledge(brought, dropped=False)
+
+    def _acknowledge(self, brought: Brought, *, dropped: bool) -> None:
+        for loader, numbers in brought.numbers.items():
+            deck = self._decks[loader]
+            deck.pool, fine = deck.leases.acknowledge(deck.pool, numbers, dropped=dropped)
+            assert fine, f"leases {numbers} were delivered, and are gone"
+
+    def _deck(self, loader: int, worker: int) -> Deck:
+        deck = self._decks.get(loader)
+        if deck is None or worker not in deck.ahead:
+            raise PeerError(f"Rank {worker} has not enrolled for loader {loader}.")
+        return deck
+
+
+def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
+    for name in ("samples", "seed", "shuffle", "drop_last", "batch", "least", "world"):
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            raise DisagreementError(
+                f"Cannot deal out data to rank {worker}: its loader has {name}={there!r}, that of the others {here!r}. "
+                "Give every worker the same dataset, batch size and seed."
+            )
+
+
+def _compare_data(theirs: Enrol, ours: Enrol) -> None:
+    for name in ("samples", "shuffle", "drop_last"):
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            raise PeerError(
+                f"Cannot go on in the data with {name}={here!r}: the checkpoint was made with {there!r}. Use the same "
+                "dataset and order, or leave the loaders out of it."
+            )

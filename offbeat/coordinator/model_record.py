@@ -1,0 +1,181 @@
+"""What the lead knows about one model beside the policy's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offbeat.coordinator.hyperparameters import Schedules
+from offbeat.coordinator.policy_runner import Coordinator, Record
+from offbeat.coordinator.progress import Progress
+from offbeat.coordinator.reconnect import Losses
+from offbeat.sync import State
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Set
+
+    from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.protocol.training import About, Back, Details
+    from offbeat.sync import Policy, Push
+
+
+@dataclass
+class Parting:
+    """Contributions of a worker that is gone, which may have arrived whole or not.
+
+    Args:
+        pushes: those that are in an update.
+        missing: shards that have not said that they take nothing more of it.
+    """
+
+    pushes: tuple[Push, ...]
+    missing: int
+
+
+@dataclass
+class Model:
+    """A model that is trained; contributions are known by worker and number."""
+
+    coordinator: Coordinator
+    optimizer: OptimizerSpec
+    shards: int
+    to_fill: int  # shards that have not got their first values
+    holders: int  # shards that hold blocks of it
+    ranks: frozenset[int] = frozenset()  # of the workers that the job was to begin with here
+    announced: dict[Push, About] = field(default_factory=dict)
+    clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
+    latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
+    nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
+    whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
+    open: dict[Push, float] = field(default_factory=dict)  # in an update, not known to be whole: their samples
+    here: set[Push] = field(default_factory=set)  # contributions that are whole, and not decided
+    partings: dict[int, Parting] = field(default_factory=dict)  # by number
+    parted: int = 0  # the number of the last one
+    granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
+    too_early: set[Push] = field(default_factory=set)  # contributions that are whole, and not granted: see below
+    at_once: dict[int, int] = field(default_factory=dict)  # worker: number of the contribution it need not wait with
+    joining: set[int] = field(default_factory=set)  # workers that have not got their first values
+    left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
+    arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
+    timer: asyncio.TimerHandle | None = None
+    applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
+    lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
+    losses: Losses | None = None  # if it goes on from a snapshot
+    note: str = ""  # what happened to the server
+    schedules: Schedules = field(default_factory=Schedules)
+
+    def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
+        """Whether the worker is to wait for its grant with contribution `clock`; noted down.
+
+        Who is given no values has heard from no other shard, which may not know yet that it takes part.
+        """
+        if self.coordinator.policy.gated or not values:
+            self.at_once.pop(worker, None)
+            return True
+        self.at_once[worker] = clock
+        return False
+
+    def is_too_early(self, push: Push) -> bool:
+        """Whether a contribution arrives that has not been granted.
+
+        Its worker was told by an earlier policy that it need not wait for that; the present one learns of it later.
+        """
+        member = self.coordinator.state.members.get(push[0])
+        return member is not None and member.step == push[1] and member.held and member.granted_s is None
+
+    def everywhere(self, at: dict[Push, int], push: Push) -> bool:
+        """One more shard has come so far with a contribution; whether it was the last.
+
+        Args:
+            at: how many have, `nearly` or `whole`.
+        """
+        at[push] = at.get(push, 0) + 1
+        if at[push] < self.holders:
+            return False
+        del at[push]
+        return True
+
+    def open_of(self, worker: int) -> tuple[Push, ...]:
+        """The worker's contributions that are in an update, and are not known to be whole."""
+        return tuple(push for push in self.open if push[0] == worker)
+
+    def progress(self, data: dict[str, Any]) -> Progress:
+        """How far the workers are, for a snapshot of what was decided so far.
+
+        Args:
+            data: where the data is.
+        """
+        state = self.coordinator.state
+        following = dict(state.past)
+        for worker, member in state.members.items():
+            is_decided = member.held and (worker, member.step) not in state.pending
+            following[worker] = member.step + is_decided
+        return Progress(
+            next=following,
+            present=tuple(sorted({*state.members, *state.away})),
+            orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
+            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.coordinator.records.items()},
+            note=self.note,
+            data=data,
+        )
+
+    def book_losses(self, worker: int, back: Back, decided: int) -> Losses | None:
+        """Book what a worker of an earlier life had brought and the snapshot has not.
+
+        Args:
+            decided: its contributions before that number are in the snapshot, or dropped.
+
+        Returns:
+            What is to be told, if the others' losses have been told already.
+        """
+        if self.losses is None:
+            return None
+        self.losses.book(worker, back, decided)
+        self.record(worker).lost += sum(clock >= decided for clock, _ in back.done)
+        late = Losses(self.losses.version)
+        late.book(worker, back, decided)
+        return late if self.coordinator.started and late.by else None
+
+    def is_counted(self, worker: int, clock: int) -> bool:
+        """Whether the contribution is in an update, and weighs something there."""
+        return self.applied.get(worker) == clock and self.coordinator.void.get(worker) != clock
+
+    def book_held(self, worker: int, clock: int) -> str:
+        """Book the contribution that a worker had announced when it was lost; returns what became of it."""
+        if self.applied.get(worker) == clock:
+            return "is used" if self.is_counted(worker, clock) else "is not used"
+        if (worker, clock) in self.coordinator.state.pending:
+            return "is not decided on yet"
+        if self.lost.get(worker) != clock:
+            self.record(worker).dropped += 1
+        return "was outdated, and is not used"
+
+    def record(self, worker: int) -> Record:
+        """What is counted of a worker, also of one that has gone."""
+        return self.coordinator.records.setdefault(worker, Record())
+
+
+def revived(
+    policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float], gone: Set[int]
+) -> Model:
+    """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
+    expected = set(progress.present) - gone
+    coordinator = Coordinator(policy, len(expected), now_s)
+    coordinator.leave_out(set(progress.present) - expected)
+    coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
+    for worker, (applied, dropped, lost, samples) in progress.records.items():
+        coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
+    losses = Losses(version)
+    for worker, _, samples in progress.orphans:
+        losses.add(worker, [samples])
+    return Model(
+        coordinator,
+        details.optimizer,
+        details.shards,
+        0,
+        details.holders,
+        ranks=details.begins_with,
+        losses=losses,
+        note=progress.note,
+    )

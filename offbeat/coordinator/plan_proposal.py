@@ -1,0 +1,119 @@
+"""A plan that has been proposed, and who has agreed to it; one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.batching import BatchTuning, Keeps
+    from offbeat.control import Controller
+    from offbeat.protocol.plan_swap import Agreed
+    from offbeat.sync import Policy
+
+    Tell = Callable[[str, str], None]  # what has changed, or why nothing has
+
+
+class Parts(Protocol):
+    """What is to be known of a plan.
+
+    Attributes:
+        sync: when workers may go on.
+        tuning: how large their batches are; None if that is not tuned.
+        keeps: what stays as it is when workers come and go, if it is not.
+        controller: swaps the policy; None if nobody but people do.
+        is_served: whether parameters live at a server.
+        outlives: whether the others go on without a worker that is lost, and without a server.
+        digest: of its TOML.
+    """
+
+    @property
+    def sync(self) -> Policy: ...
+    @property
+    def tuning(self) -> BatchTuning | None: ...
+    @property
+    def keeps(self) -> Keeps: ...
+    @property
+    def controller(self) -> Controller | None: ...
+    @property
+    def is_served(self) -> bool: ...
+    @property
+    def outlives(self) -> bool: ...
+    @property
+    def digest(self) -> str: ...
+    def to_toml(self) -> str: ...
+
+    def swapped(self, part: str, *, whole: bool = False) -> Parts:
+        """The plan with another part; or another `whole` plan.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def controlled(self, sync: Policy) -> Parts:
+        """The plan with another of its controller's policies.
+
+        Raises:
+            PlanError: if it cannot be, or not while training.
+        """
+
+    def check_world(self, world: int) -> None:
+        """Refuse what cannot be with so many workers.
+
+        Raises:
+            PlanError: if so.
+        """
+
+
+@dataclass
+class Proposal:
+    """What is asked of all workers.
+
+    Args:
+        number: of the proposal.
+        parts: the plan, read.
+        plan: as TOML.
+        tell: those who wanted it.
+        since_s: when it was proposed.
+        by: who wanted it.
+        reason: of the controller that wanted it; "" if a person did.
+        waiting: workers that have not answered.
+        asked: all that were asked.
+        places: how many of its script each worker had passed when it answered.
+    """
+
+    number: int
+    parts: Parts
+    plan: str
+    tell: list[Tell]
+    since_s: float
+    by: list[str]
+    reason: str = ""
+    waiting: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    refusal: str = ""
+    places: set[int] = field(default_factory=set)
+
+    def hear(self, worker: int, agreed: Agreed) -> None:
+        """What a worker makes of it."""
+        if agreed.number != self.number or worker not in self.waiting:
+            return  # of an earlier one
+        self.waiting.discard(worker)
+        self.places.add(agreed.place)
+        if agreed.digest != self.parts.digest and not self.refusal:
+            why = (
+                agreed.refusal or f"it reads a plan with the digest {agreed.digest!r} in it, not {self.parts.digest!r}"
+            )
+            self.refusal = f"Rank {worker} cannot go by that plan: {why}"
+
+    @property
+    def place(self) -> int:
+        """The first that no worker had passed."""
+        return max(self.places, default=0)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return not self.waiting or bool(self.refusal)

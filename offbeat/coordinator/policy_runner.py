@@ -1,0 +1,323 @@
+"""Asks the policy, and keeps count of what it promised: one per model, on the first shard.
+
+It turns what happens to workers into events, and hands the policy's decisions to the shards. It waits for all workers
+of the beginning before it asks for the first time; from then on whoever is there takes part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from offbeat.control import Logbook
+from offbeat.history import Returns, told
+from offbeat.protocol.status import Scene, Seen
+from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, settle
+from offbeat.sync.state import changed, observe
+from offbeat.sync.transition import Stage, bring, take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Set
+
+    from offbeat.control import Controller, Metrics
+    from offbeat.history import Record as HistoryRecord
+    from offbeat.protocol.worker_status import Status
+    from offbeat.sync import Action, Event, Member, Policy, Ready
+
+
+@dataclass
+class Record:
+    """What became of one worker's contributions.
+
+    Args:
+        applied, dropped, lost: how many.
+        samples: in those that were applied.
+        staleness, worst: sum and maximum, over those applied, of the updates between the parameters a contribution was
+            computed on and its own update.
+        lead: the most steps it was ahead of another worker when it was released.
+        waited_s: time from having a contribution to being released.
+        joined_s: when it first joined.
+        step: how many steps its script had made when it brought the last one, as it says; -1 before the first.
+        end: how it ended when it was here last, as `Seen.phase` has it.
+    """
+
+    applied: int = 0
+    dropped: int = 0
+    lost: int = 0
+    samples: float = 0.0
+    staleness: int = 0
+    worst: int = 0
+    lead: int = 0
+    waited_s: float = 0.0
+    joined_s: float = 0.0
+    step: int = -1
+    end: str = "gone"
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A policy that can tell who paces the rounds."""
+
+    def explain(self, state: State) -> str: ...
+
+
+@dataclass
+class Coordinator:
+    """One model's policy at work.
+
+    Args:
+        policy: decides.
+        world: how many workers the job begins with.
+        now_s: monotonic seconds.
+        model: which of several.
+        record: writes the history.
+    """
+
+    policy: Policy
+    world: int
+    now_s: Callable[[], float]
+    state: State = field(default_factory=State)
+    model: int = 0
+    record: Callable[[HistoryRecord], None] = lambda record: None
+    started: bool = False
+    records: dict[int, Record] = field(default_factory=dict)
+    last_staleness: dict[int, int] = field(default_factory=dict)
+    void: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that weighs nothing
+    logbook: Logbook = field(default_factory=Logbook)
+    since_s: float = field(init=False)
+    _explained: str = ""  # when all were there last
+    _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
+
+    def __post_init__(self) -> None:
+        self.since_s = self.now_s()
+
+    def join(self, worker: int, *, least: int = 0, weight: float | None = None) -> tuple[Action, ...]:
+        """The worker takes part; what is decided now.
+
+        Args:
+            least: the number of its next contribution is no lower.
+            weight: samples of its last contribution, if it comes back; a round then keeps its size.
+        """
+        if least or weight is not None:
+            self.record(Returns(self.model, worker, least, weight))
+        if least > self.state.past.get(worker, 0):
+            self.state = changed(self.state, past={**self.state.past, worker: least})
+        if worker in self._left_early:
+            self._left_early.discard(worker)
+            self.world += not self.started
+        self.records.setdefault(worker, Record(joined_s=self.now_s()))
+        actions = self.tell(Joined(worker, self.now_s()))
+        if weight is not None and worker in self.state.members:
+            member = changed(self.state.members[worker], weight=weight)
+            self.state = changed(self.state, members={**self.state.members, worker: member})
+        return actions
+
+    def leave_out(self, workers: Set[int]) -> None:
+        """These took part before; if one comes back before the start, it is waited for."""
+        self._left_early |= workers
+
+    def miss(self, worker: int) -> tuple[Action, ...]:
+        """The worker was to take part from the beginning, and is gone before it did; what is decided now."""
+        if self.started or worker in self._left_early:
+            return ()
+        self.world -= 1
+        self._left_early.add(worker)
+        return self.start_if_all_are_here()
+
+    def leave(self, worker: int, *, returns: bool = False) -> tuple[Action, ...]:
+        """The worker is gone, or `returns`; what is decided now."""
+        if worker not in self.state.members and worker not in self.state.away:
+            return ()
+        if not self.started:
+            self.world -= 1
+            self._left_early.add(worker)
+        self._explained = self.explain()
+        return self.tell(Left(worker, self.now_s(), returns))
+
+    def note_end(self, worker: int, end: str) -> None:
+        """The worker is gone, and how; "gone" is the least that is known."""
+        record = self.records.get(worker)
+        if record is not None and (end != "gone" or worker in self.state.members):
+            record.end = end
+
+    def lose(self, worker: int, samples: float) -> None:
+        """Count that a contribution which was applied is withdrawn."""
+        record = self.records.setdefault(worker, Record())
+        record.applied -= 1
+        record.samples -= samples
+        record.lost += 1
+
+    def start_if_all_are_here(self) -> tuple[Action, ...]:
+        """Begin to decide, if everyone who was to come is here."""
+        if self.started or len(self.state.members) < max(1, self.world):
+            return ()
+        self.started = True
+        return self.tell(Adopted(self.now_s()))
+
+    def metrics(self, controller: Controller) -> Metrics | None:
+        """What the controller is told now; None if nothing is decided yet."""
+        if not self.started:
+            return None
+        stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
+        return self.logbook.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
+
+    def swap(self, policy: Policy, *, by_controller: bool = False) -> tuple[Action, ...]:
+        """Another policy decides from now on; what it decides now."""
+        self.logbook.swapped(self.policy, self.now_s(), by_controller=by_controller)
+        event = adoption(self.policy, policy, self.now_s())
+        before, self.policy, self._explained = self.policy, policy, ""
+        if not self.started:
+            return ()
+        return self._decided(event, *take_over(before, policy, self.state, event))
+
+    def bring(self, event: Ready, *, change: bool, ends: bool = False) -> tuple[Action, ...]:
+        """A worker has computed a contribution; what is decided.
+
+        Args:
+            change: it is a change of the worker's own, not a gradient.
+            ends: it is the last change of the worker's own, which has heard of a swap.
+        """
+        if not self.started:
+            return self.tell(event)
+        decided = bring(self.policy, self.state, event, change=change, ends=ends)
+        return self._decided(event, *decided, change=change, ends=ends)
+
+    def tell(self, event: Event) -> tuple[Action, ...]:
+        """What is decided after `event`."""
+        state = observe(self.state, event)
+        if not self.started:
+            self.state = state
+            self.record(told(self.model, event, (), asked=False))
+            self.logbook.hear(event, (), state)
+            return self.start_if_all_are_here() if isinstance(event, Left) else ()
+        after, actions = settle(self.policy, state)
+        return self._decided(event, after, (Stage(state, actions),))
+
+    def _decided(
+        self, event: Event, state: State, stages: tuple[Stage, ...], *, change: bool = False, ends: bool = False
+    ) -> tuple[Action, ...]:
+        """Take over what was decided after `event`."""
+        self.state = state
+        for stage in stages:
+            self._count(stage.before, stage.actions)
+        actions = tuple(action for stage in stages for action in stage.actions)
+        apart = len(stages[0].actions) if len(stages) > 1 else 0
+        self.record(told(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
+        self.logbook.hear(event, actions, state)
+        return actions
+
+    def scene(
+        self,
+        model: int,
+        *,
+        world: int = 0,
+        note: str = "",
+        pace: str = "",
+        plan: str = "",
+        statuses: Mapping[int, Status] | None = None,
+    ) -> Scene:
+        """How it goes, for people.
+
+        Args:
+            world: with how many workers the job was to begin.
+            note: what happened to the server.
+            pace: who paces the rounds and why, if it is not the policy that knows.
+            plan: that holds, as TOML.
+            statuses: what workers say of themselves.
+        """
+        now_s, said = self.now_s(), statuses or {}
+        seen = tuple(
+            self._seen(worker, record, now_s, said.get(worker)) for worker, record in sorted(self.records.items())
+        )
+        return Scene(
+            model=model,
+            policy=repr(self.policy),
+            version=self.state.version,
+            started=self.started,
+            running_s=now_s - self.since_s,
+            workers=seen,
+            note=note,
+            pace=pace or self.explain(),
+            world=world,
+            plan=plan,
+        )
+
+    def explain(self) -> str:
+        """Who paces the rounds and why, if the policy can tell; while some have stepped out, what it was before."""
+        if not isinstance(self.policy, Explains):
+            return ""
+        now = "" if self.state.away else self.policy.explain(self.state)
+        return now or self._explained
+
+    def _seen(self, worker: int, record: Record, now_s: float, status: Status | None) -> Seen:
+        member = self.state.members.get(worker)
+        counts: dict[str, Any] = {
+            "applied": record.applied,
+            "dropped": record.dropped,
+            "lost": record.lost,
+            "staleness": record.staleness / record.applied if record.applied else 0.0,
+            "worst": record.worst,
+            "lead": record.lead,
+            "waited_s": record.waited_s,
+            "here_s": now_s - record.joined_s,
+            "status": status,
+        }
+        if member is None:
+            phase = "waiting" if worker in self.state.away else record.end
+            return Seen(worker=worker, phase=phase, made=record.step + 1, **counts)
+        return Seen(
+            worker=worker,
+            phase=member.phase,
+            step=member.step,
+            made=max(0, record.step + (member.ready_s is None)),
+            clock=member.clock,
+            since_s=now_s - member.since_s,
+            samples=member.weight or 0.0,
+            computing_s=member.computing_s or 0.0,
+            turn_s=member.turn_s or 0.0,
+            **counts,
+        )
+
+    def _count(self, state: State, actions: tuple[Action, ...]) -> None:
+        version, bases = state.version, dict[int, int]()  # of those that are released here
+        for action in actions:
+            if isinstance(action, Apply):
+                for worker, clock in action.pushes:
+                    record = self.records.setdefault(worker, Record())
+                    if self.void.get(worker) == clock:
+                        record.dropped += 1
+                        continue
+                    member = state.members.get(worker)
+                    stale = version - bases.get(worker, version if member is None else member.base)
+                    record.applied += 1
+                    record.samples += state.pending.get((worker, clock), 0.0)
+                    record.staleness += stale
+                    record.worst = max(record.worst, stale)
+                    self.last_staleness[worker] = stale
+                version += 1
+            elif isinstance(action, Drop):
+                for worker, _ in action.pushes:
+                    self.records.setdefault(worker, Record()).dropped += 1
+            elif isinstance(action, Release):
+                member = self.state.members.get(action.worker)
+                bases[action.worker] = version
+                if member is not None and action.worker in state.members:
+                    record = self.records[action.worker]
+                    ready_s = state.members[action.worker].ready_s
+                    record.waited_s += 0.0 if ready_s is None else self.state.now_s - ready_s
+                    lead = member.pace - member.rests - self.state.slowest_but(action.worker)
+                    record.lead = max(record.lead, lead)
+
+
+def times_s(member: Member, arrived_s: float | None, now_s: float) -> tuple[float, float]:
+    """How long a worker that has just pulled had pushed and pulled, and how long it had waited for others.
+
+    Args:
+        arrived_s: when its contribution was there.
+    """
+    ready_s = member.last_ready_s if member.last_ready_s is not None else now_s
+    released_s = member.released_s if member.released_s is not None else now_s
+    granted_s = member.granted_s if member.granted_s is not None else released_s
+    pushed_s = max(0.0, min(released_s, released_s if arrived_s is None else arrived_s) - granted_s)
+    transfer_s = pushed_s + now_s - released_s
+    return transfer_s, max(0.0, now_s - ready_s - transfer_s)

@@ -1,0 +1,124 @@
+"""Who is there before the workers can ask each other: a roll is called in the store, and the kernel knows the rest.
+
+A worker that imports torch on a busy machine says nothing for many seconds. Whether it does that, was stopped or is
+dead, the kernel knows of the processes that `offbeat run` has started here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from offbeat.diagnosis.process_state import Glance, glance
+from offbeat.diagnosis.wait import Nobody, Polled
+from offbeat.safe_read import UnreadableError, read_file
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from offbeat.diagnosis.wait import Awaited, Findings
+
+_pids = msgspec.json.Decoder(dict[int, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]]).decode
+# Of a core: who has used less since the last look does not start, but waits for something.
+_IDLE = 0.02
+_SAYS = {
+    "running": "is still starting",
+    "idle": "runs, and uses no processor",
+    "paused": "is paused (SIGSTOP)",
+    "dead": "has ended",
+}
+
+
+def look_at(rank: int) -> Glance | None:
+    """How the process of a worker does; None if `offbeat run` has not started it on this machine."""
+    try:
+        pids = read_file(Path(os.environ["OFFBEAT_WORKERS"]), _pids)
+    except (KeyError, OSError, UnreadableError):  # by torchrun, or it is just being written
+        return None
+    return glance(pids[rank]) if rank in pids else None
+
+
+class Roll(Polled, Nobody):
+    """Who is there: something to wait for, and the witness of that wait, and of others until there is a watch."""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store, self._rank = store, rank
+        self._others = self._missing = [other for other in range(world) if other != rank]
+        self._looked_s, self._cpu_s = time.monotonic(), dict[int, float]()
+        self._look()
+        store.set(f"here-{rank}", socket.gethostname())
+
+    def done(self) -> bool:
+        self._missing = [other for other in self._missing if not self._store.check([f"here-{other}"])]
+        return not self._missing
+
+    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+        states = self._look()
+        if self._missing:
+            return Absent(self._rank, waited_s, {rank: states.get(rank, "") for rank in self._missing})
+        if len(states) < len(self._others):
+            return None
+        # Who is there may wait for this worker, and uses no processor then.
+        states = {rank: "running" if state == "idle" else state for rank, state in states.items()}
+        return Absent(self._rank, waited_s, states, str(awaited))
+
+    def _look(self) -> dict[int, str]:
+        """What the others have done since the last look, as far as it is known: what `_SAYS` has."""
+        now_s = time.monotonic()
+        least_s, self._looked_s = _IDLE * (now_s - self._looked_s), now_s
+        states = {}
+        for rank in self._others:
+            if (seen := look_at(rank)) is not None:
+                rests = seen.cpu_s - self._cpu_s.get(rank, 0.0) < least_s
+                states[rank] = "idle" if rests and seen.state == "running" else seen.state
+                self._cpu_s[rank] = seen.cpu_s
+        return states
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Who has not called `offbeat.init()`, or is not through with it.
+
+    Args:
+        states: what is known of each of them: what `_SAYS` has, or "".
+        place: where this worker waits; "" if it is for them to come there at all.
+    """
+
+    rank: int
+    waited_s: float
+    states: dict[int, str]
+    place: str = ""
+
+    @property
+    def fatal(self) -> bool:
+        return "dead" in self.states.values()
+
+    @property
+    def is_on_its_way(self) -> bool:
+        return all(state == "running" for state in self.states.values())
+
+    @property
+    def text(self) -> str:
+        ranks = ", ".join(map(str, self.states))
+        waits = f"in {self.place}: not through with offbeat.init()"
+        if not self.place:
+            waits = "for the others to call offbeat.init(): not here yet"
+        known = " ".join(f"Rank {rank} {_SAYS[state]}." for rank, state in self.states.items() if state)
+        if not all(self.states.values()):
+            known = f"{known} They may still load, have died, or never reach that line.".lstrip()
+        return f"rank {self.rank} has waited {self.waited_s:.1f} s {waits}: rank {ranks}. {known}"
+
+    def to_json(self) -> dict[str, Any]:
+        culprits = [
+            {"rank": rank, "reason": state or "absent", "text": f"{_SAYS.get(state, 'has not come')}."}
+            for rank, state in self.states.items()
+        ]
+        place = self.place or "offbeat.init()"
+        told = {"rank": self.rank, "place": place, "waited_s": self.waited_s, "culprits": culprits}
+        return {**told, "fatal": self.fatal}

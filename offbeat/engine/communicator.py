@@ -1,0 +1,65 @@
+"""One model's way to the other workers: the fabric, counted by the meter, waited for by the one waiting primitive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.diagnosis.wait import Awaited
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine.step_metrics import Meter
+    from offbeat.fabric import Fabric
+    from offbeat.layout import Bucket
+    from offbeat.payload import Payload, Reply
+    from offbeat.pending import Pending
+
+
+class Channel:
+    """Starts exchanges and waits for them.
+
+    Args:
+        fabric: this worker's end of the fabric; nobody else issues on it.
+        waiter: the one waiting primitive.
+        meter: where bytes are counted.
+        model: which of several, from 0, for reports.
+    """
+
+    def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter, model: int = 0) -> None:
+        self._fabric, self._waiter, self._meter = fabric, waiter, meter
+        self.model = model
+        self.rank, self.world = fabric.rank, fabric.world
+        self.step = 0  # exchanges so far
+        self.buckets = 0  # how many there are, for reports
+        self.weights: tuple[float, ...] = ()  # in the last exchange: this worker's, and all sums that came with buckets
+
+    def start(self, payload: Payload) -> Pending:
+        """Begin an exchange; in the same order on every rank."""
+        return self._count(self._fabric.start(payload))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to overwrite `tensor` with that of rank `source`; in the same order on every rank."""
+        return self._count(self._fabric.broadcast(tensor, source))
+
+    def wait(self, pending: Pending, operation: str, label: str = "", index: int = -1) -> Reply:
+        """Block until it is done.
+
+        Args:
+            operation: such as "all-reduce".
+            label: the layer names it is about.
+            index: of the bucket, -1 if it is none.
+
+        Raises:
+            WorkerLostError, NetworkError: as `Waiter.wait`.
+        """
+        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label, self.model))
+
+    def wait_for_bucket(self, pending: Pending, bucket: Bucket) -> Reply:
+        """Block until a round of the bucket's exchange is done."""
+        return self.wait(pending, "all-reduce", bucket.label, bucket.index)
+
+    def _count(self, pending: Pending) -> Pending:
+        self._meter.sent_bytes += pending.sent_bytes
+        return pending

@@ -1,0 +1,174 @@
+"""Collective questions beside the data's path: are we the same, who has data, what is the mean.
+
+Every question begins with a vector of one fixed size that says which question it is. So workers that ask different
+ones find out at once, and by name; on the bare process group tensors of different sizes would meet, which ends a Gloo
+process through C++ terminate, or the wrong numbers would be added.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.diagnosis.wait import Awaited
+from offbeat.errors import DisagreementError
+from offbeat.payload import Contribution, Gather, Sum, Total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.fabric import Fabric
+
+    Compared = Callable[[str, str, str], None]
+
+_MAX_TEXT_BYTES = 64 << 20
+_NUMBERS = 2
+# The square of a question's number, summed over 4096 workers, is exact in float64.
+_QUESTIONS = 1 << 20
+
+
+class Control:
+    """This worker's end of the control group.
+
+    Args:
+        fabric: carries sums and gathers of CPU tensors; nobody else uses it.
+        waiter: the one waiting primitive.
+        members: ranks that take part now, in order; None for all.
+
+    Attributes:
+        compares: compares what `agree` is asked to, instead of all workers: this one is not among them yet.
+        compared: what was compared so far: the thing, the text, the advice.
+    """
+
+    def __init__(self, fabric: Fabric, waiter: Waiter, members: Callable[[], Sequence[int]] | None = None) -> None:
+        self._fabric, self._waiter, self._members = fabric, waiter, members
+        self.rank, self.world = fabric.rank, fabric.world
+        self.compares: Compared | None = None
+        self.compared: list[tuple[str, str, str]] = []
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that take part now, in order."""
+        return tuple(range(self.world)) if self._members is None else tuple(self._members())
+
+    @property
+    def first(self) -> int:
+        """Rank of the one that does for all what one has to do."""
+        return self.members[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is that one."""
+        return self.rank == self.first
+
+    def sum(self, question: str, numbers: Sequence[float] = ()) -> list[float]:
+        """The sum over all workers of up to two numbers. Collective.
+
+        Args:
+            question: what is asked, in words for people; equal on every rank.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        assert len(numbers) <= _NUMBERS
+        number = zlib.crc32(question.encode()) % _QUESTIONS
+        vector = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
+        vector[:2] = torch.tensor([number, number**2], dtype=torch.float64)
+        vector[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        reply = self._waiter.wait(self._fabric.start(Sum(vector)), Awaited(question))
+        assert isinstance(reply, Total)
+        first, second, *sums = reply.tensor.tolist()
+        # All numbers are equal if and only if their variance is zero.
+        if int(second) * round(reply.weight * self.world) != int(first) ** 2:
+            self._disagree(question)
+        return sums[: len(numbers)]
+
+    def texts(self, question: str, text: str) -> dict[int, str]:
+        """The `text` of every worker that takes part, by rank, in their order. Collective.
+
+        Raises:
+            DisagreementError: if the workers ask different questions, or a rank's text is not what this function sends.
+        """
+        self.sum(question)
+        return self._gather(question, text)
+
+    def agree(self, what: str, text: str, advice: str) -> None:
+        """Compare `text` between all ranks, line by line. Collective.
+
+        Args:
+            what: the thing compared, such as "model".
+            text: lines; equal on all ranks if all is well.
+            advice: what to do when they differ.
+
+        Raises:
+            DisagreementError: naming the ranks that differ from the majority and the first line in which they do.
+        """
+        self.compared.append((what, text, advice))
+        if self.compares is not None:
+            self.compares(what, text, advice)
+            return
+        self.compare(what, text, advice)
+
+    def compare(self, what: str, text: str, advice: str) -> None:
+        """As `agree`, but of those who take part now alone: who joins them later is not asked. Collective."""
+        texts = self.texts(f"the comparison of the {what}", text)
+        if len(set(texts.values())) == 1:
+            return
+        odd, usual = odd_ones(texts)
+        theirs, ours = first_difference(texts[odd[0]], texts[usual])
+        ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+        raise DisagreementError(
+            f"The {what} differs between workers: {ranks} against rank {usual}. First difference: "
+            f"rank {odd[0]} has {theirs!r}, rank {usual} has {ours!r}. {advice}"
+        )
+
+    def broadcast(self, question: str, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` with that of rank `source`. Collective."""
+        self._waiter.wait(self._fabric.broadcast(tensor, source), Awaited(question))
+
+    def _gather(self, question: str, text: str) -> dict[int, str]:
+        data = torch.frombuffer(bytearray(zlib.compress(text.encode())), dtype=torch.uint8)
+        reply = self._waiter.wait(self._fabric.start(Gather((data,))), Awaited(question))
+        assert isinstance(reply, list)
+        return {contribution.worker: _unpack(contribution) for contribution in reply}
+
+    def _disagree(self, question: str) -> None:
+        questions = self._gather("the comparison after a disagreement", question)
+        odd, usual = odd_ones(questions)
+        where = " and ".join(f"rank {rank} is at {questions[rank]}" for rank in odd)
+        raise DisagreementError(
+            f"The workers disagree about where they are: {where}, rank {usual} at {questions[usual]}. Let every worker "
+            "call prepare, load checkpoints, iterate over the loader, call run.mean and close equally often and in the "
+            "same order."
+        )
+
+
+def odd_ones(texts: Mapping[int, str]) -> tuple[list[int], int]:
+    """The ranks whose text differs from the majority's, and the first rank of the majority."""
+    said = list(texts.values())
+    majority = max(said, key=said.count)
+    return [rank for rank, text in texts.items() if text != majority], next(r for r in texts if texts[r] == majority)
+
+
+def _unpack(contribution: Contribution) -> str:
+    inflate = zlib.decompressobj()
+    data = contribution.tensors[0].numpy().tobytes()
+    try:
+        return inflate.decompress(data, _MAX_TEXT_BYTES).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise DisagreementError(
+            f"Rank {contribution.worker} sent something unreadable ({error}): do all workers run the same offbeat?"
+        ) from error
+
+
+def first_difference(theirs: str, ours: str) -> tuple[str, str]:
+    """The first line in which two texts differ, of each."""
+    left, right = theirs.splitlines(), ours.splitlines()
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return a, b
+    longer = min(len(left), len(right))
+    return (left[longer] if len(left) > longer else "nothing"), (right[longer] if len(right) > longer else "nothing")

@@ -1,0 +1,236 @@
+"""How one prepared model is kept together with the other workers' replicas, on whichever fabric the plan names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from offbeat.diagnosis.wait import Awaited
+from offbeat.engine import AllReduced, Buffers, Reducer, Served, SwapsAlone, SwapsTogether, distinct, ignored_names
+from offbeat.engine.optimizer_state import gathered
+from offbeat.engine.sparse import sparse_names
+from offbeat.errors import OffbeatError
+from offbeat.layout import arrange
+from offbeat.server.optimizers import describe, lines_of
+from offbeat.sync import BSP, LocalSGD
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine import Control, Diary, Meter
+    from offbeat.engine.batch_accounting import Share
+    from offbeat.engine.server_session import Server
+    from offbeat.fabric import Fabric
+    from offbeat.layout import Layout
+    from offbeat.plan import Plan
+    from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.server.optimizer_checkpoint import States
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """One model that was prepared.
+
+    Args:
+        number: which of several, from 0.
+        parameters: trainable ones by name, in order of registration.
+        fabric: this worker's end of the workers' own; beside a server it carries what is the same at the beginning.
+    """
+
+    number: int
+    model: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    fabric: Fabric
+
+    def describe(self) -> OptimizerSpec:
+        """The optimizer in words.
+
+        Raises:
+            ModelError: if a server cannot hold it.
+        """
+        return describe(self.optimizer, {id(p): name for name, p in self.parameters.items()})
+
+    def outline(self) -> list[str]:
+        """The class of the optimizer, and what is in which of its groups: where that differs, replicas come apart."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        groups = enumerate(group["params"] for group in self.optimizer.param_groups)
+        held = [f"group {index} holds {names[id(p)]}" for index, group in groups for p in group if id(p) in names]
+        return [type(self.optimizer).__qualname__, *held]
+
+    def gathered(self) -> States:
+        """What the optimizer here has gathered, by parameter name."""
+        return gathered(self.optimizer, self.parameters)
+
+    def digests(self) -> list[str]:
+        """Each parameter's name, and a digest of its values."""
+        return [
+            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu().contiguous().reshape(-1)))}"
+            for name, parameter in self.parameters.items()
+        ]
+
+    def digests_gathered(self) -> list[str]:
+        """What the optimizer here has gathered: parameter, key, and a digest of the values."""
+        return [
+            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
+            for name, states in self.gathered().items()
+            for key, value in states.items()
+        ]
+
+    def layout(self, plan: Plan, *, is_served: bool) -> Layout:
+        """Where its parameters lie."""
+        sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)
+        return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)
+
+
+class Exchanging:
+    """Makes what exchanges a model's gradients or changes.
+
+    Args:
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        meter: where measurements go.
+        diary: where digests of the parameters go.
+    """
+
+    def __init__(self, control: Control, waiter: Waiter, meter: Meter, diary: Diary) -> None:
+        self._control, self._waiter, self._meter, self._diary = control, waiter, meter, diary
+
+    def agree_on_optimizer(self, one: Prepared, *, is_served: bool) -> None:
+        """See that all workers' optimizers are alike. Collective.
+
+        Args:
+            is_served: a server is to hold it: then hyper-parameters are compared, too.
+
+        Raises:
+            ModelError: if a server cannot hold it.
+            DisagreementError: if they are not.
+        """
+        self._control.agree(
+            "optimizer",
+            "\n".join(lines_of(one.describe()) if is_served else one.outline()),
+            "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
+        )
+
+    def serve(self, one: Prepared, plan: Plan, server: Server) -> SwapsAlone:
+        """Have a server keep the model; the optimizers were agreed on. Collective.
+
+        Raises:
+            ModelError: if the server cannot hold the optimizer.
+            DisagreementError: if another worker has another plan or layout.
+        """
+        served = self._served(one, plan, server, in_place=not isinstance(plan.sync, LocalSGD))
+        return SwapsAlone(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+
+    def replicate(self, one: Prepared, plan: Plan, share: Share | None = None) -> SwapsTogether:
+        """Have the workers keep the model equal among themselves."""
+        buffers = Buffers(one.model, one.fabric) if self._control.world > 1 else None
+        reducer = Reducer(
+            parameters=one.parameters,
+            layout=one.layout(plan, is_served=False),
+            plan=plan,
+            fabric=one.fabric,
+            control=self._control,
+            buffers=buffers,
+            waiter=self._waiter,
+            meter=self._meter,
+            model=one.number,
+            share=share,
+        )
+
+        def average(policy: LocalSGD) -> AllReduced:
+            return AllReduced(
+                reducer=reducer,
+                parameters=one.parameters,
+                fabric=one.fabric,
+                buffers=buffers,
+                waiter=self._waiter,
+                policy=policy,
+                model=one.number,
+            )
+
+        return SwapsTogether(
+            reducer=reducer,
+            average=average,
+            parameters=one.parameters,
+            optimizer=one.optimizer,
+            control=self._control,
+            waiter=self._waiter,
+            model=one.number,
+        )
+
+    # -- from one to the other -----------------------------------------------------------------------------------
+
+    def to_server(self, one: Prepared, plan: Plan, server: Server, before: SwapsTogether) -> SwapsAlone:
+        """Have a server go on from where the workers are, with every gradient; they are `refreshed` next. Collective.
+
+        Raises:
+            ModelError: if the server's copy of the optimizer cannot go on from what theirs have gathered.
+        """
+        before.plan = dataclasses.replace(before.plan, sync=BSP(), controller=None)
+        state = before.state_dict()
+        served = self._served(one, plan, server, share=before.share)
+        served.plan = before.plan
+        after = SwapsAlone(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+        try:
+            served.begin_with(state["step"], state["codec"], one.gathered())
+        except OffbeatError:
+            served.close()
+            raise
+        after.sync = before.sync
+        return after
+
+    def to_group(self, one: Prepared, plan: Plan, before: SwapsAlone, step: int) -> SwapsTogether:
+        """Have the workers go on by themselves from where all of them, and the server, are. Collective.
+
+        Args:
+            step: that all go on with.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        told = self._control.texts("whose optimizer has stepped by itself", "itself" if before.leave() else "")
+        were_apart = any(told.values())
+        after = self.replicate(one, dataclasses.replace(plan, sync=BSP(), controller=None), before.share)
+        after.go_on_from(step, were_apart=were_apart)
+        after.sync = before.sync
+        self.broadcast(one)
+        return after
+
+    def broadcast(self, one: Prepared) -> None:
+        """Give every rank rank 0's parameters (frozen ones too) and buffers. Collective."""
+        if self._control.world == 1:
+            return
+        ignored = ignored_names(one.model)
+        named = [*one.model.named_parameters(), *one.model.named_buffers()]
+        with torch.no_grad():
+            for name, tensor in named:
+                if name in ignored or not tensor.numel():
+                    continue
+                own = distinct(tensor.detach())
+                whole = own.contiguous()
+                self._waiter.wait(one.fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
+                if whole.data_ptr() != own.data_ptr():
+                    own.copy_(whole)
+
+    def _served(
+        self, one: Prepared, plan: Plan, server: Server, *, in_place: bool = True, share: Share | None = None
+    ) -> Served:
+        return Served(
+            parameters=one.parameters,
+            layout=one.layout(plan, is_served=True),
+            plan=plan,
+            optimizer=one.optimizer,
+            server=server,
+            waiter=self._waiter,
+            meter=self._meter,
+            diary=self._diary,
+            in_place=in_place,
+            model=one.number,
+            share=share,
+        )

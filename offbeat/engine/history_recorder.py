@@ -1,0 +1,184 @@
+"""What a worker writes into the history of its run: a digest of the parameters it has after each of its steps.
+
+The digest (xxh3, 64 bits) is of all parameters' bytes, in order of their names' registration or of the server's blocks:
+the same on all workers. It is made by the training thread, as the parameters change with the next step: 1 ms for some
+10 MB, and for parameters on another device the time to copy them. `every` makes it of fewer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from offbeat.errors import PlanError
+from offbeat.history import Admits, Adopts, Crosses, Has, Loaded, Trains, Writer
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from offbeat.plan import Plan
+    from offbeat.server.client.requests import Exchange
+
+_log = logging.getLogger("offbeat")
+
+
+class Diary:
+    """One worker's, of all its models. Without a folder nothing is written, and nothing is computed.
+
+    Args:
+        every: steps between two digests.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._writer: Writer | None = None
+        self._folder, self._rank = Path(), 0
+        self.cost_s = 0.0  # that training has waited for it
+
+    def open(self, folder: Path, *, job: str, rank: int) -> None:
+        """Begin a file of this process.
+
+        Raises:
+            PlanError: if it cannot be written.
+        """
+        self._folder, self._rank = folder, rank
+        try:
+            self._writer = Writer(folder, f"worker-{rank}", kind="worker", job=job, rank=rank)
+        except OSError as error:
+            why = error.strerror or error
+            raise PlanError(f"Cannot keep a history in {folder}: {why}. Choose another folder.") from error
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is written."""
+        return self._writer is not None
+
+    def trains(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
+        """A model is prepared."""
+        if self._writer is not None:
+            self._writer.append(Trains(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
+
+    def adopts(self, plan: Plan) -> None:
+        """Another plan holds, without a server."""
+        if self._writer is not None:
+            self._writer.append(Adopts(plan.to_toml()))
+
+    def admits(self, ranks: Iterable[int]) -> None:
+        """Others have joined, without a server."""
+        if self._writer is not None:
+            self._writer.append(Admits(tuple(ranks)))
+
+    def has(
+        self,
+        model: int,
+        step: int,
+        tensors: Iterable[torch.Tensor],
+        *,
+        samples: float = 0.0,
+        weights: tuple[float, ...] = (),
+    ) -> None:
+        """The parameters after a step, without a server.
+
+        Args:
+            weights: in the step's exchange: this worker's, and the sums over all workers.
+        """
+        if self._writer is None:
+            return
+        began_s = time.monotonic()
+        self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples, weights=weights))
+        self.cost_s += time.monotonic() - began_s
+
+    def gave(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
+        """What this worker gave to a step that it does not make itself: it leaves behind the exchange.
+
+        Args:
+            weights: as in `has`.
+        """
+        if self._writer is not None:
+            self._writer.append(Has(model, step, time.monotonic(), None, samples, weights=weights))
+
+    def has_from_server(
+        self,
+        model: int,
+        step: int,
+        tensors: Iterable[torch.Tensor],
+        exchange: Exchange,
+        *,
+        samples: float = 0.0,
+        brought: bool = True,
+    ) -> None:
+        """The parameters that the server gave.
+
+        Args:
+            step: that was exchanged, or the next one, if nothing was brought.
+            exchange: with which they came.
+            samples: that the contribution weighs.
+            brought: whether there was one.
+        """
+        if self._writer is None:
+            return
+        began_s = time.monotonic()
+        versions = exchange.versions
+        if len(set(versions)) > 1:
+            each = xxhash.xxh3_64_intdigest(",".join(map(str, versions)).encode())
+            versions = (min(versions), max(versions), each)
+        digest = self._digest(step, tensors, always=not brought)
+        numbers = exchange.announced if brought else ()
+        is_counted = brought and exchange.is_counted
+        self._writer.append(
+            Has(model, step, began_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
+        )
+        self.cost_s += time.monotonic() - began_s
+
+    def leaves(self, border: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """A stretch ends, with a server or without, and another begins, in a file of its own.
+
+        Args:
+            border: name of the place.
+            job: of the stretch that begins.
+            step: that all go on with.
+            tensors: of all models.
+        """
+        if self._writer is None:
+            return
+        self._writer.append(Crosses(border, step, self._of(tensors)))
+        self._writer.close("")
+        try:
+            self.open(self._folder, job=job, rank=self._rank)
+        except PlanError as error:  # a full disk is no reason to end the run
+            self._writer = None
+            _log.warning("%s", error)
+
+    def enters(self, border: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """The stretch has begun; what all have there."""
+        if self._writer is not None:
+            self._writer.append(Crosses(border, step, self._of(tensors)))
+
+    def loaded(self) -> None:
+        """A checkpoint is taken over."""
+        if self._writer is not None:
+            self._writer.append(Loaded())
+
+    def close(self, why: str = "") -> None:
+        """This process ends; `why`, if the job does not."""
+        if self._writer is not None:
+            self._writer.close(why)
+
+    def _digest(self, step: int, tensors: Iterable[torch.Tensor], *, always: bool = False) -> int | None:
+        if step % self._every and not always:
+            return None
+        return self._of(tensors)
+
+    @staticmethod
+    def _of(tensors: Iterable[torch.Tensor]) -> int:
+        digest = xxhash.xxh3_64()
+        for tensor in tensors:
+            digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))
+        return digest.intdigest()

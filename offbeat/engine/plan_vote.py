@@ -1,0 +1,138 @@
+"""How workers without a server come to another plan: one calls all together behind an exchange (`allreduce_switch`).
+
+any worker      wants a plan: its own script's, one that somebody left in the run's folder
+                (`offbeat.wire.swap_request`), or what the present plan's controller has decided
+all             say which plan they want: if these are several, nothing changes; people come before controllers
+all             say whether they can go by it: if one cannot, nothing changes
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from offbeat.errors import OffbeatError, PeerError, PlanError
+from offbeat.wire import swap_request
+from offbeat.wire.swap_request import Granted, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from offbeat.engine.control_group import Control
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_LOOK_S = 0.2
+
+
+class Outcome(NamedTuple):
+    """The plan that holds from now on, and why it is no other one, if that was wanted; the reason of a controller."""
+
+    plan: Plan
+    refusal: str = ""
+    reason: str = ""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a worker wants.
+
+    Args:
+        plan: as TOML; "" for none.
+        reason: of the controller that wants it; "" if a person does.
+    """
+
+    plan: str = ""
+    reason: str = ""
+
+
+_wanted = msgspec.json.Decoder(Wanted).decode
+
+
+class Conference:
+    """One worker's part.
+
+    Args:
+        control: this worker's end of the control group.
+        now_s: the clock.
+        folder: where wishes are left, if anywhere.
+        check: called with a plan that is wanted; raises if this worker cannot go by it.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        now_s: Callable[[], float],
+        folder: Path | None,
+        check: Callable[[Plan], None] = lambda plan: None,
+    ) -> None:
+        self._control, self._now_s, self._folder, self._check = control, now_s, folder, check
+        self._wanted = Wanted()
+        self._wish: Wish | None = None
+        self._looked_s = 0.0
+
+    def want(self, plan: Plan, reason: str = "") -> None:
+        """This worker wants it, for this reason of a controller if it is one's."""
+        self._wanted = Wanted(plan.to_toml(), reason)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this worker wants a plan."""
+        return bool(self._wanted.plan)
+
+    def calls(self, present: Plan, *, looks: bool) -> bool:
+        """Whether this worker wants all to confer.
+
+        Args:
+            present: the plan that holds.
+            looks: whether it is the one that looks for wishes, now and then.
+        """
+        now_s = self._now_s()
+        if (
+            looks
+            and self._folder is not None
+            and self._wish is None
+            and not self.is_due
+            and now_s - self._looked_s > _LOOK_S
+        ):
+            self._looked_s = now_s
+            self._look(self._folder, present)
+        return self.is_due
+
+    def decide(self, present: Plan) -> Outcome:
+        """Which plan holds from now on. Collective."""
+        mine, self._wanted = msgspec.json.encode(self._wanted).decode(), Wanted()
+        all_ = [_wanted(text) for text in self._control.texts("the question for another plan", mine).values()]
+        told = {one.plan for one in all_ if one.plan and not one.reason}
+        reason = "" if told else next((one.reason for one in all_ if one.plan), "")
+        told = told or {one.plan for one in all_ if one.plan}
+        plan, refusal = present, ""
+        try:
+            if len(told) > 1:
+                raise PlanError(f"Cannot swap the plan for {len(told)} others at once. Try again with one.")
+            plan = present.swapped(min(told), whole=True) if told else present
+            if plan.digest != present.digest:
+                self._check(plan)
+        except OffbeatError as error:
+            refusal = str(error)
+        refusals = self._control.texts("the agreement on another plan", refusal)
+        refusal = next((text for text in refusals.values() if text), "")
+        return Outcome(present if refusal else plan, refusal, reason)
+
+    def answer(self, text: str, refusal: str) -> None:
+        """Say what became of it to whoever had left a wish."""
+        if self._wish is not None and self._folder is not None:
+            swap_request.answer(self._folder, Granted(self._wish.number, text, refusal))
+        self._wish = None
+
+    def _look(self, folder: Path, present: Plan) -> None:
+        try:
+            self._wish = swap_request.take(folder)
+            if self._wish is not None:
+                self.want(present.swapped(self._wish.part))
+        except PlanError as error:
+            self.answer("", str(error))
+        except PeerError as error:
+            _log.warning("%s", error)

@@ -1,0 +1,105 @@
+"""The sentinels of all workers, started and connected with each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from offbeat.diagnosis.sentinel_client import Watch
+from offbeat.errors import NetworkError
+from offbeat.wire.interfaces import address_towards, interface_address
+
+if TYPE_CHECKING:
+    from offbeat.engine.control_group import Control
+
+_log = logging.getLogger("offbeat")
+_HEARD_S = 10.0  # for a newcomer's sentinel to be heard
+_ASK_PATIENCE = timedelta(seconds=0.2)
+
+
+def meeting_address(control: Control) -> str:
+    """Where this worker can listen so that all others reach it: loopback if all are on one machine. Collective."""
+    here = control.texts("the comparison of machines", _machine())
+    return "127.0.0.1" if len(set(here.values())) == 1 else _address()
+
+
+def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
+    """Give this worker a sentinel, and connect it with the others'. Collective.
+
+    The hub's address and the run's token, fresh for each run, travel over the control group: who can read there could
+    read the gradients as well.
+
+    Args:
+        outlives: the job goes on without a worker that is lost.
+
+    Returns:
+        None if the hub or the sentinel cannot be started; training works without, only silently.
+    """
+    bind = meeting_address(control)
+    token, watch, announced = secrets.token_bytes(32), None, ""
+    if control.rank == 0:
+        try:
+            watch = Watch.start(rank=0, world=control.world, token=token, hub=None, bind=bind, outlives=outlives)
+            announced = f"{watch.hub} {token.hex()}"
+        except NetworkError as error:
+            announced = f"! {error}"
+    hub, _, secret = control.texts("the hub's address", announced)[0].partition(" ")
+    if hub == "!":
+        _log.warning("Stalls will not be explained in this run: %s", secret)
+        return None
+    if watch is not None:
+        return watch
+    try:
+        return Watch.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
+    except NetworkError as error:
+        _log.warning("Rank %d cannot say where it is, and will not hear why it waits: %s", control.rank, error)
+        return None
+
+
+def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> Watch:
+    """Give a newcomer a sentinel that those of the others hear.
+
+    Args:
+        rank: of this worker, beyond those of the beginning.
+        hub, token: as the others have them.
+
+    Raises:
+        NetworkError: if that cannot be: nobody would know if this worker was lost.
+    """
+    watch = Watch.start(rank=rank, world=world, token=token, hub=hub)
+    deadline_s = time.monotonic() + _HEARD_S
+    while time.monotonic() < deadline_s:
+        with suppress(NetworkError):  # on a crowded machine it may take longer to answer, just when it has started
+            roster = watch.roster(_ASK_PATIENCE)
+            if roster.hub_lost_s is None and any(words.rank == rank and words.host for words in roster.words):
+                return watch
+        time.sleep(_ASK_PATIENCE.total_seconds() / 4)
+    watch.close(well=False)
+    raise NetworkError(
+        f"Cannot join: the watch of those that train, at {hub}, cannot be reached from here, so nobody would know if "
+        "this worker was lost. Start it where that address can be reached."
+    )
+
+
+def _machine() -> str:
+    """Equal for workers that can reach each other over loopback: same host, same network namespace."""
+    return f"{socket.gethostname()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _address() -> str:
+    """This machine's address on the network that Gloo uses."""
+    interface, first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("MASTER_ADDR", "")
+    address = interface_address(interface) if interface else address_towards(first or socket.gethostname())
+    if not address:
+        raise NetworkError(
+            f"Cannot tell at which address the other machines reach this one, {socket.gethostname()}: "
+            f"GLOO_SOCKET_IFNAME is {interface!r} and MASTER_ADDR {first!r}. Set GLOO_SOCKET_IFNAME to the interface "
+            "by which they do; `offbeat doctor` lists them."
+        )
+    return address

@@ -1,0 +1,159 @@
+"""A parameter server beside the workers: where it is, or how rank 0, or every rank, starts a shard of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.diagnosis.wait import Awaited, Call
+from offbeat.engine.sentinels import meeting_address
+from offbeat.errors import NetworkError
+
+if TYPE_CHECKING:
+    import subprocess
+    from concurrent.futures import Future
+    from datetime import timedelta
+    from pathlib import Path
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine.control_group import Control
+    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.server.launch import Settings
+
+
+class Starting:
+    """The server of a job, started beside one worker meanwhile; the others have nothing to start.
+
+    Args:
+        beside: rank of that worker.
+        settings: of the first shard; None on the others.
+    """
+
+    def __init__(self, beside: int, settings: Settings | None) -> None:
+        from offbeat.server.launch import start_shard
+
+        self.beside, self._settings = beside, settings
+        self._call = None if settings is None else Call(lambda: start_shard(settings), "offbeat-server")
+
+    def done(self) -> bool:
+        """Whether it is there, or cannot be."""
+        return self._call is None or self._call.done()
+
+    def where(self, waiter: Waiter) -> str:
+        """Its address, job and token, for all; waits until it is there.
+
+        Raises:
+            NetworkError: if it cannot be started.
+        """
+        settings, call = self._settings, self._call
+        if settings is None or call is None:
+            return ""
+        waiter.wait(call, Awaited("starting the parameter server", alone=True, starts=True))
+        _, address = call.outcome.result()
+        return f"{address} {settings.job} {settings.token}"
+
+    def abandon(self) -> None:
+        """Nobody will come."""
+        if self._call is not None:
+            self._call.outcome.add_done_callback(_terminate)
+
+
+def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
+    if started.exception() is None:
+        started.result()[0].terminate()
+
+
+def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
+    """Have the first worker begin to start the first shard of a server, with its own job and token. Collective.
+
+    Args:
+        run_dir: where snapshots are kept; None for none.
+    """
+    from offbeat.server.launch import from_environment
+
+    bind = meeting_address(control)
+    first = control.first
+    if control.rank != first:
+        return Starting(first, None)
+    job, token = secrets.token_hex(8), secrets.token_hex(32)
+    settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
+    return Starting(first, _with_snapshots(settings, run_dir, first))
+
+
+def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
+    """Where the shards are that somebody else has started; empty if nobody has.
+
+    Args:
+        again: the job had left a server, which has ended: it is not the one in the environment any more.
+    """
+    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
+    return spec.addresses or tuple(filter(None, named.split(",")))
+
+
+def beside_workers(
+    control: Control,
+    waiter: Waiter,
+    settings: Settings,
+    run_dir: Path | None,
+    starting: Starting,
+    *,
+    everywhere: bool,
+) -> tuple[tuple[str, ...], Settings]:
+    """Wait for the shard that one worker starts; where it is, and how to connect. Collective.
+
+    Args:
+        run_dir: where snapshots are kept; None for none.
+        everywhere: the others start one each, which follows that one.
+
+    Raises:
+        NetworkError: on all workers, if one cannot be started.
+    """
+    try:
+        said = starting.where(waiter)
+    except NetworkError as error:
+        said = f"! {error}"
+    beside = starting.beside
+    lost = f"! Cannot start a parameter server: rank {beside}, beside which that was to be, is lost."
+    said = control.texts("the parameter server's address", said).get(beside, lost)
+    if said.startswith("!"):
+        raise NetworkError(said[2:])
+    address, job, token = said.split()
+    settings = msgspec.structs.replace(settings, job=job, token=token)
+    if not everywhere:
+        return (address,), settings
+    said = address
+    bind = meeting_address(control)
+    if control.rank != beside:
+        try:
+            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
+            said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
+        except NetworkError as error:
+            said = f"! {error}"
+    told = control.texts("the addresses of the shards", said)
+    addresses = [told.pop(beside, address), *told.values()]
+    for one in addresses:
+        if one.startswith("!"):
+            raise NetworkError(one[2:])
+    return tuple(addresses), settings
+
+
+def _start(settings: Settings, waiter: Waiter) -> str:
+    """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
+    from offbeat.server.launch import start_shard
+
+    what = Awaited("starting a shard of the parameter server", alone=True, starts=True)
+    _, address = waiter.call(lambda: start_shard(settings), what)
+    return address
+
+
+def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:
+    """The same, with a folder for snapshots, so that the shard can be started again if it dies."""
+    from offbeat.server.launch import RESTARTS
+
+    if run_dir is None:
+        return settings
+    folder = run_dir / "server" / f"shard-{shard}"
+    return msgspec.structs.replace(settings, snapshots=str(folder), is_fresh=True, restarts=RESTARTS)

@@ -1,0 +1,356 @@
+"""How a worker finds its parameter server, and what it asks all workers through it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.diagnosis.wait import Awaited
+from offbeat.engine.server_launch import addresses_of, beside_workers, start_beside
+from offbeat.engine.sync_point import Border
+from offbeat.errors import ModelError, OffbeatError, PlanError
+from offbeat.plan import Plan
+from offbeat.protocol.checkpoints import LOADING
+from offbeat.protocol.plan_swap import LEAVING
+from offbeat.server.client.client import Client
+from offbeat.short_name import short_name
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine.control_group import Control
+    from offbeat.engine.server_launch import Starting
+    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.protocol.worker_status import Status
+    from offbeat.server.launch import Settings
+    from offbeat.wire.link import Link
+    from offbeat.wire.loop_thread import Loop
+    from offbeat.wire.session import Receiver
+
+_FIRST_PATIENCE = timedelta(seconds=20)
+_BITS = 32  # of a float that is a set of ranks
+_log = logging.getLogger("offbeat")
+
+
+class Plans:
+    """The plan that holds, as the server says; asked about on the event loop's thread, read by the training thread.
+
+    Args:
+        plan: the present one.
+        stays: why this worker could not leave the server to go by another plan, or "".
+
+    Attributes:
+        taken: the one that the training thread goes by.
+        border: where it leaves the server.
+    """
+
+    def __init__(self, plan: Plan, stays: Callable[[Plan], str] = lambda plan: "") -> None:
+        self.present = self.taken = plan
+        self.told: collections.deque[str] = collections.deque()  # what has changed, for people
+        self.border = Border()
+        self._stays = stays
+
+    def judge(self, plan: str) -> tuple[str, str, int]:
+        """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+
+        If it is to leave the server, it passes no other place until it hears what becomes of it.
+        """
+        try:
+            new = self.present.swapped(plan, whole=True)
+        except PlanError as error:
+            return "", str(error), 0
+        if new.is_served:
+            return new.digest, "", 0
+        if refusal := self._stays(new):
+            return "", refusal, 0
+        return new.digest, "", self.border.hold()
+
+    def adopt(self, plan: str, text: str, border: int | None = None) -> None:
+        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+        before, self.present = self.present, Plan.from_toml(plan)
+        if text or self.present != before:
+            self.told.append(text or f"The plan of this job has become {short_name(self.present)}.")
+        self.border.settle(border)
+
+    def let_go(self) -> None:
+        """The server is away."""
+        self.border.settle()
+
+
+class Server:
+    """A worker's connection to all shards.
+
+    Args:
+        client: its end.
+        spec: the plan's.
+        loop: where the links live; ended by `close`.
+        shards: how many there are.
+        plans: which one holds.
+        job: its name.
+        first: rank of the worker that brings what one has to bring for all.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: ParameterServer,
+        loop: Loop,
+        shards: int,
+        plans: Plans,
+        job: str = "",
+        first: int = 0,
+    ) -> None:
+        self.client, self.plans, self.job, self.first = client, plans, job, first
+        self.block_bytes = spec.block_bytes
+        self.shards = shards
+        # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
+        self.drawn: list[tuple[int, int]] = []
+        self.used: list[tuple[int, int]] = []
+        self.is_brought = True  # what this worker has to bring for all to load a checkpoint
+        self._loop = loop
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker brings what one has to bring for all."""
+        return self.client.rank == self.first
+
+    def begin_with(self, ranks: tuple[int, ...]) -> None:
+        """These workers are there when the job begins at this server; the first of them brings what one has to."""
+        self.client.ranks, self.first = ranks, ranks[0]
+
+    def keep_drawn(self) -> None:
+        """What was drawn is used in this worker's next contribution."""
+        self.used += self.drawn
+        self.drawn = []
+
+    def sum(self, question: str, numbers: Sequence[float], waiter: Waiter) -> tuple[float, ...]:
+        """The sums of numbers over all workers that are there. Collective.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(question, numbers)
+        waiter.wait(asked, Awaited(question, outlives=True))
+        return asked.numbers
+
+    def settle(self, waiter: Waiter) -> None:
+        """Wait until all workers are here, and take the newest parameters of all models. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask("the newest parameters", refresh=True)
+        waiter.wait(asked, Awaited("all workers to call run.settle()", outlives=True))
+
+    def take_over(self, waiter: Waiter, refusal: str = "") -> None:
+        """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
+
+        Args:
+            refusal: why this worker cannot; "" if it has, and if it is the first has brought it to the server.
+
+        Raises:
+            ModelError: on all workers, if one cannot, or the first is gone.
+            NetworkError: if the server is gone.
+        """
+        brought = float(self.is_first and self.is_brought and not refusal)
+        self.is_brought = True
+        asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
+        waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
+        if asked.numbers != (1.0, 0.0):
+            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
+            raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
+
+    def sum_up(self, waiter: Waiter) -> tuple[str, str]:
+        """Who paces the rounds and why, and what became of all contributions, as the coordinator sees it.
+
+        Both are "" if it cannot be asked any more; the second is, too, if every contribution was applied.
+        """
+        try:
+            look = self.client.look()
+            waiter.wait(look, Awaited("a last look at the server", outlives=True))
+        except OffbeatError:
+            return "", ""
+        counts = [(one, scene) for scene in look.scenes for one in scene.workers if one.dropped or one.lost]
+        told = [
+            f"rank {one.worker}{f' with model {scene.model}' if len(look.scenes) > 1 else ''}: {one.applied:,} applied"
+            + (f", {one.dropped:,} dropped" if one.dropped else "")
+            + (f", {one.lost:,} lost" if one.lost else "")
+            for one, scene in counts
+        ]
+        fate = f"Not all contributions were applied. {'; '.join(told).capitalize()}." if told else ""
+        return " ".join(scene.pace for scene in look.scenes if scene.pace), fate
+
+    def swap(self, plan: str, waiter: Waiter) -> None:
+        """Have another plan hold for all workers.
+
+        Args:
+            plan: as TOML.
+
+        Raises:
+            PlanError: if it cannot be; the present one goes on.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.swap(plan, whole=True)
+        waiter.wait(asked, Awaited("a swap of the plan, on which all agree", outlives=True))
+        if asked.refused:
+            raise PlanError(asked.refused)
+
+    def leave(self, waiter: Waiter) -> tuple[int, ...]:
+        """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        place, bit = divmod(self.client.rank, _BITS)
+        asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
+        waiter.wait(asked, Awaited("all workers to leave the server", outlives=True))
+        sums = [int(number) for number in asked.numbers]
+        return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
+
+    def abort(self) -> None:
+        """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
+        self.client.abort()
+        self._loop.close()
+
+    def version(self, model: int) -> int:
+        """Of the parameters that this worker has of it: how many updates they are the outcome of."""
+        return max(self.client.place(model).versions.values(), default=0)
+
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks at the server."""
+        self.client.tell_status(status)
+
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye; `told_at` as in `Client.close`."""
+        self.client.close(told_at)
+        self._loop.close()
+
+
+def connect(
+    plan: Plan,
+    spec: ParameterServer,
+    control: Control,
+    waiter: Waiter,
+    timeout: timedelta,
+    run_dir: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    place: tuple[int, int] | None = None,
+    stays: Callable[[Plan], str] = lambda plan: "",
+    patience: timedelta = _FIRST_PATIENCE,
+    again: bool = False,
+    starting: Starting | None = None,
+) -> Server:
+    """Connect with the plan's server; the first, or every worker, starts a shard if there is none. Collective.
+
+    Args:
+        plan: of the job; `spec` is its fabric.
+        waiter: waits for the server to be there, and asks it from then on what is wrong with it.
+        tell: called, on another thread, with what people should know about the server.
+        run_dir: where the first leaves how to look at the job (`offbeat top`); None for nowhere.
+        place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
+        stays: why this worker could not leave the server to go by another plan, or "".
+        patience: for how long to dial it for the first time.
+        again: as of `addresses_of`.
+        starting: its first shard, if that is being started already.
+
+    Raises:
+        PlanError: if there is a server, and the plan wants shards beside the workers.
+        NetworkError: on all ranks if it cannot be started; on one that cannot reach it.
+        PeerError: if it refuses this worker.
+    """
+    from offbeat.server.launch import from_environment
+    from offbeat.wire.loop_thread import Loop
+    from offbeat.wire.session import Limits
+    from offbeat.wire.tcp import connect as dial_shard
+
+    addresses = addresses_of(spec, again=again)
+    settings = from_environment("default", timeout)
+    if addresses and spec.collocated:
+        raise PlanError(
+            f"Cannot start shards beside the workers: this job has a server, at {', '.join(addresses)}. Leave out "
+            "--servers and OFFBEAT_SERVERS, or collocated - at `plan.fabric.collocated`."
+        )
+    if not addresses:
+        starting = starting or start_beside(control, timeout, run_dir)
+        addresses, settings = beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
+    if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
+        Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
+    if run_dir is not None and control.is_first and place is None:
+        _leave_address(run_dir / "server.json", addresses, settings)
+    rank, world = place or (control.rank, control.world)
+    credentials, limits = settings.credentials(), Limits(timeout=timeout)
+    loop = Loop()
+    reached = False
+
+    def dial(address: str, accept: Callable[[Link], Receiver], patience: timedelta) -> Awaitable[Link]:
+        return dial_shard(
+            address,
+            accept=accept,
+            job=settings.job,
+            rank=rank,
+            credentials=credentials,
+            limits=limits,
+            patience=patience,
+            # Once it was reached, whoever joined may train on when the others are done.
+            hopeless=lambda: "" if reached else _has_ended(),
+        )
+
+    plans = Plans(plan, stays)
+    client = Client(
+        loop,
+        rank=rank,
+        world=world,
+        dials=[functools.partial(dial, address) for address in addresses],
+        hosts=[address.rpartition(":")[0] for address in addresses],
+        patience=timedelta(seconds=spec.patience_s),
+        tell=tell,
+        plans=plans,
+    )
+    dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
+    try:
+        waiter.call(lambda: loop.run(client.connect(patience)), dialling)
+    except BaseException:
+        loop.close()
+        raise
+    reached = True
+    waiter.ask_server = client.trouble
+    return Server(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
+
+
+def _has_ended() -> str:
+    """Why nobody will ever be reached at the job that this worker is to join, if `offbeat run` knows; else ""."""
+    if "OFFBEAT_ENDED" in os.environ and Path(os.environ["OFFBEAT_ENDED"]).exists():
+        return "Cannot join: the job has ended. Start it again."
+    return ""
+
+
+def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:
+    """Write down where the job can be looked at, and joined, for this user only: the token is in it."""
+    about: dict[str, Any] = {"address": addresses[0], "job": settings.job, "token": settings.token}
+    about["servers"] = list(addresses)
+    # Whoever looks does so from any folder.
+    for kind in ("certificate", "key", "authority"):
+        file = getattr(settings, kind)
+        about[kind] = str(Path(file).absolute()) if file else ""
+    leave_file(path, about)
+
+
+def leave_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Write down how a job can be looked at, as JSON, for this user only: a secret is in it."""
+    part = path.with_suffix(".part")
+    try:
+        # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(about, file, indent=1)
+        part.replace(path)
+    except OSError as error:  # a full disk is no reason to end the run
+        _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)

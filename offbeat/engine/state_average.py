@@ -1,0 +1,59 @@
+"""What the workers' optimizers have gathered, made the same on all of them after steps of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.payload import Sum, Total
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from offbeat.engine.communicator import Channel
+    from offbeat.engine.control_group import Control
+
+
+def average_states(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    channel: Channel,
+    control: Control,
+) -> None:
+    """Average every floating-point tensor of the optimizer's state over the workers. Collective.
+
+    A worker whose optimizer has none for a parameter, because that got no gradient there, counts with zeros, and has
+    one afterwards. What is no such tensor stays as it is.
+
+    Args:
+        parameters: by name.
+        channel: to the other workers.
+        control: this worker's end of the control group.
+    """
+    mine = {
+        f"{name}\n{key}": list(tensor.shape)
+        for name, parameter in parameters.items()
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    }
+    shapes: dict[str, Sequence[int]] = {}
+    for theirs in control.texts("the comparison of the optimizers' states", json.dumps(mine)).values():
+        shapes.update(json.loads(theirs))
+    for place in sorted(shapes):
+        name, _, key = place.partition("\n")
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        tensor = optimizer.state[parameter].get(key)
+        like = parameter.detach() if tensor is None else tensor
+        total = like.new_zeros(tuple(shapes[place])) if tensor is None else tensor.detach().clone()
+        total = total.to(parameter.device)  # a step count may be kept elsewhere, where the fabric does not come
+        reply = channel.wait(channel.start(Sum(total.reshape(-1))), "averaging of the optimizers' states", name)
+        assert isinstance(reply, Total)
+        mean = (reply.tensor / (channel.world * reply.weight)).reshape(total.shape)
+        if tensor is None:
+            optimizer.state[parameter][key] = mean
+        else:
+            tensor.copy_(mean)

@@ -1,0 +1,85 @@
+"""Where in its script a worker leaves the server: at a place that none had passed when all agreed to leave.
+
+Workers with a server go through the same script, each at its own pace. So they can meet only where all still come to,
+and each can tell that place by counting: beginnings of loops over data that is dealt out to whoever asks, since those
+loops differ in length; else steps.
+
+    event loop's thread     `hold` when a plan is proposed that has no server; `settle` when that is decided
+    training thread         `is_here` at each place: waits while it is held, for as long as all take to agree
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from offbeat.diagnosis.wait import Awaited
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.payload import Reply
+
+_HOLDING = Awaited("all workers to agree where they leave the server", outlives=True)
+
+
+class Border:
+    """One worker's."""
+
+    sent_bytes = 0
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._passed = 0
+        self._is_held = False
+        self._at: int | None = None
+
+    def hold(self) -> int:
+        """Pass no place until `settle`; how many were passed before."""
+        with self._changed:
+            self._is_held = True
+            return self._passed
+
+    def settle(self, at: int | None = None) -> None:
+        """Go on.
+
+        Args:
+            at: how many places are passed before all meet; None if they do not, or it was said before.
+        """
+        with self._changed:
+            self._is_held, self._at = False, self._at if at is None else at
+            self._changed.notify_all()
+
+    def is_here(self, waiter: Waiter) -> bool:
+        """A place is about to be passed; whether all meet here.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        while True:
+            waiter.wait(self, _HOLDING)
+            with self._changed:
+                if self._is_held:
+                    continue
+                is_here = self._at == self._passed
+                self._passed += 1
+                if is_here:
+                    self._at = None
+                return is_here
+
+    # -- something to wait for -----------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether places may be passed."""
+        with self._changed:
+            return not self._is_held
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until they may be."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_held, timeout.total_seconds())
+
+    def result(self) -> Reply:
+        """Nothing."""
+        return []

@@ -1,0 +1,276 @@
+"""What an elastic fabric exchanges: a sum, a gathering, a broadcast, each tried until one try comes to its end.
+
+A try works in memory of its own, so that what was brought stays as it is for the next one, and what it came to stays
+for those that lack it. As bytes, for them: a length, a header as JSON, the elements.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import PeerError
+from offbeat.fabric.process_group import GatherWorks, Works
+from offbeat.payload import Contribution, Gather, Reply, Sum, Total
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.pending import Pending
+
+_HEAD = 8
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """Who took part, and, of a gathering, the shapes of what each brought."""
+
+    workers: tuple[int, ...]
+    shapes: tuple[tuple[tuple[_Size, ...], ...], ...] = ()
+
+
+_headers = msgspec.json.Decoder(Header)
+
+
+class Tried(ABC):
+    """One exchange's payload. Call order: `issue`, as often as needed, or `take`; then `reply`, and `to_bytes`.
+
+    Args:
+        world: how many workers there were at the beginning.
+    """
+
+    implies_begun = True  # it comes to its end only once all have begun it
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._workers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def sent_bytes(self, rank: int) -> int:
+        """What this worker puts on the network for one try, by the algorithm's count."""
+
+    def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> Pending:
+        """Begin a try among these.
+
+        Raises:
+            RuntimeError: if the group is broken.
+        """
+        self._workers = members
+        return self._issue(group, members.index(rank))
+
+    @abstractmethod
+    def reply(self) -> Reply:
+        """What it came to, in the memory that was brought."""
+
+    def to_bytes(self) -> bytes:
+        """What it came to."""
+        header, elements = self._pack()
+        text = msgspec.json.encode(header)
+        return len(text).to_bytes(_HEAD, "big") + text + elements
+
+    def take(self, data: bytes) -> None:
+        """What it came to elsewhere.
+
+        Raises:
+            PeerError: if that is not of such an exchange.
+        """
+        size = int.from_bytes(data[:_HEAD], "big")
+        try:
+            header = _headers.decode(data[_HEAD : _HEAD + size])
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise PeerError(f"Cannot take over an exchange from another worker: {error}.") from error
+        self._workers = header.workers
+        self._unpack(header, memoryview(data)[_HEAD + size :])
+
+    @abstractmethod
+    def _issue(self, group: dist.ProcessGroup, place: int) -> Pending: ...
+
+    @abstractmethod
+    def _pack(self) -> tuple[Header, bytes]: ...
+
+    @abstractmethod
+    def _unpack(self, header: Header, elements: memoryview) -> None: ...
+
+
+class Summed(Tried):
+    """A `Sum`."""
+
+    def __init__(self, world: int, payload: Sum) -> None:
+        super().__init__(world)
+        self._tensor, self._tail = payload.tensor, payload.tail
+        self._memory = torch.empty(0)
+
+    def sent_bytes(self, rank: int) -> int:
+        numel = self._tensor.numel() + (0 if self._tail is None else self._tail.numel())
+        return 2 * (self._world - 1) * numel * self._tensor.element_size() // self._world
+
+    def reply(self) -> Total:
+        numel = self._tensor.numel()
+        self._tensor.copy_(self._memory[:numel])
+        weight = len(self._workers) / self._world
+        if self._tail is None:
+            return Total(self._tensor, weight)
+        return Total(self._tensor, weight, self._tail.copy_(self._memory[numel:]))
+
+    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+        tail = self._tensor[:0] if self._tail is None else self._tail.to(self._tensor.dtype)
+        memory = self._memory = torch.cat([self._tensor, tail])
+        return Works([group.allreduce([memory])], lambda: Total(memory), 0)
+
+    def _pack(self) -> tuple[Header, bytes]:
+        return Header(self._workers), _bytes_of(self._memory)
+
+    def _unpack(self, header: Header, elements: memoryview) -> None:
+        numel = self._tensor.numel() + (0 if self._tail is None else self._tail.numel())
+        self._memory = _tensor_of(elements, self._tensor.dtype, (numel,))
+
+
+class Gathered(Tried):
+    """A `Gather`."""
+
+    def __init__(self, world: int, payload: Gather) -> None:
+        super().__init__(world)
+        self._tensors = payload.tensors
+        self._works: GatherWorks | None = None
+        self._contributions: list[Contribution] = []
+
+    def sent_bytes(self, rank: int) -> int:
+        return (self._world - 1) * sum(t.numel() * t.element_size() for t in self._tensors)
+
+    def reply(self) -> list[Contribution]:
+        return self._found()
+
+    def _issue(self, group: dist.ProcessGroup, place: int) -> GatherWorks:
+        def all_gather(into: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+            return group.allgather([into], [tensor])
+
+        self._works = GatherWorks(all_gather, place, len(self._workers), self._tensors)
+        return self._works
+
+    def _found(self) -> list[Contribution]:
+        if self._works is not None:
+            by_place = self._works.result()
+            self._contributions = [
+                Contribution(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
+            ]
+            self._works = None
+        return self._contributions
+
+    def _pack(self) -> tuple[Header, bytes]:
+        found = self._found()
+        shapes = tuple(tuple(tuple(tensor.shape) for tensor in one.tensors) for one in found)
+        return Header(self._workers, shapes), b"".join(_bytes_of(t) for one in found for t in one.tensors)
+
+    def _unpack(self, header: Header, elements: memoryview) -> None:
+        self._works, self._contributions = None, []
+        for rank, shapes in zip(header.workers, header.shapes, strict=True):
+            tensors = []
+            for mine, shape in zip(self._tensors, shapes, strict=True):
+                size = math.prod(shape) * mine.element_size()
+                tensors.append(_tensor_of(elements[:size], mine.dtype, shape))
+                elements = elements[size:]
+            self._contributions.append(Contribution(rank, tuple(tensors)))
+
+
+class Told(Tried):
+    """A broadcast.
+
+    Args:
+        tensor: contiguous.
+        source: whose tensor counts; if it is gone, that of the first worker that is left.
+    """
+
+    implies_begun = False
+
+    def __init__(self, world: int, tensor: torch.Tensor, source: int) -> None:
+        super().__init__(world)
+        self._tensor, self._source = tensor, source
+        self._memory = torch.empty(0)
+
+    def sent_bytes(self, rank: int) -> int:
+        return self._tensor.numel() * self._tensor.element_size() if rank == self._source else 0
+
+    def reply(self) -> Total:
+        self._bytes.copy_(self._memory)
+        return Total(self._tensor)
+
+    @property
+    def _bytes(self) -> torch.Tensor:
+        # As bytes: Gloo has no broadcast for some dtypes, such as int16.
+        return self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8)
+
+    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+        source = self._workers.index(self._source) if self._source in self._workers else 0
+        memory = self._memory = self._bytes.clone()
+        return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
+
+    def _pack(self) -> tuple[Header, bytes]:
+        return Header(self._workers), _bytes_of(self._memory)
+
+    def _unpack(self, header: Header, elements: memoryview) -> None:
+        self._memory = _tensor_of(elements, torch.uint8, self._bytes.shape)
+
+
+class Supply:
+    """One worker gives another's exchange to those that lack it, as bytes: first how many, then these.
+
+    Args:
+        source: place of who gives in the group.
+        data: what it gives; elsewhere b"".
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: int, data: bytes) -> None:
+        self._group, self._source = group, source
+        self._bytes = _tensor_of(memoryview(data), torch.uint8, (len(data),))
+        self._size = torch.tensor([len(data)])
+        self._works: Works | None = None
+        self._is_sized = False
+
+    def wait(self, timeout: Any) -> bool:
+        """Whether it is done.
+
+        Raises:
+            NetworkError: if a connection broke.
+        """
+        if self._works is None:
+            self._works = Works([broadcast(self._group, self._size, self._source)], list, 0)
+        if not self._works.wait(timeout):
+            return False
+        if not self._is_sized:
+            self._is_sized = True
+            if len(self._bytes) != int(self._size):
+                self._bytes = torch.empty(int(self._size), dtype=torch.uint8)
+            self._works = Works([broadcast(self._group, self._bytes, self._source)], list, 0)
+        return self._works.wait(timeout)
+
+    @property
+    def data(self) -> bytes:
+        return _bytes_of(self._bytes)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> Any:
+    """Begin it; returns torch's handle."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    return group.broadcast([tensor], options)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _tensor_of(elements: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if len(elements) != math.prod(shape) * dtype.itemsize:
+        raise PeerError(
+            f"Cannot take over an exchange from another worker: {len(elements)} bytes are not {math.prod(shape)} "
+            f"elements of {dtype}."
+        )
+    if not len(elements):
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(bytearray(elements), dtype=torch.uint8).view(dtype).reshape(tuple(shape))

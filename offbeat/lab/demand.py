@@ -1,0 +1,42 @@
+"""What a row demands of its machines and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offbeat.plan import Plan
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a row demands of its machines and links, whichever of its policies decides.
+
+    Args:
+        together: whether one update takes the contributions of all workers.
+        tuned: whether batches follow the machines.
+        part: bytes that pass between a worker and the others in a step, on average, for each of a gradient's.
+    """
+
+    together: bool = True
+    tuned: bool = False
+    part: float = 1.0
+
+    @classmethod
+    def of(cls, plan: Plan, steps: Iterable[int]) -> Demand:
+        """That of a plan.
+
+        Args:
+            steps: numbers of the steps that are measured.
+        """
+        from offbeat.codec import Cast
+
+        policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
+        numbers = list(steps)
+        part = min(sum(one.contributes(step) is not None for step in numbers) for one in policies) / len(numbers)
+        if isinstance(plan.codec, Cast) and not plan.fabric.offers.served:
+            part /= 2
+        return cls(all(one.replicated for one in policies), plan.tuning is not None, part)

@@ -1,0 +1,173 @@
+"""Faults of a run: what its workers are told of them, and the links of the network, which are the lab's to strike.
+
+A worker strikes itself, and the server's processes, when its step comes (`offbeat.testing.faults`). What is to happen
+to a link of the network it asks for, in a file that is looked at here while the run lasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import ScenarioError
+from offbeat.fault_spec import ASKED, FAULTS, LOG, Fault, Fired, read_fired, unfired
+from offbeat.lab.emulated_link import law_of
+from offbeat.lab.emulator import Law
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.lab.jobs import Job
+    from offbeat.lab.network import Network
+
+_LOOK_S = 0.01
+_LOSS = 0.05
+
+
+class _Joiner(msgspec.Struct):
+    """The parts of a metrics record that say whether a worker exchanges anything with others."""
+
+    kind: str
+    rank: int = 0
+    time_s: float = 0.0
+    bytes_sent: int = 0
+
+
+class Strikes:
+    """Those of one run; use it as a context manager around the workers.
+
+    Args:
+        job: the row they strike.
+        folder: for what is written down.
+        network: whose links they strike; None on loopback, where workers do that to their own.
+    """
+
+    def __init__(self, job: Job, folder: Path, network: Network | None) -> None:
+        self.faults = job.faults
+        self._log, self._asked = folder / "faults.log", folder / "faults.asked"
+        self._job, self._scenario, self._network = job, job.scenario, network
+        self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._mending: list[tuple[float, str]] = []  # when, and whose link
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for all workers."""
+        if not self.faults:
+            return {}
+        asked = {} if self._network is None else {ASKED: str(self._asked)}
+        return {FAULTS: msgspec.json.encode(self.faults).decode(), LOG: str(self._log), **asked}
+
+    @property
+    def struck(self) -> set[int]:
+        """Ranks that are not to come to the end."""
+        return {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
+
+    @property
+    def fired(self) -> list[Fired]:
+        """What has struck so far, in order of time."""
+        return read_fired(self._log)
+
+    def events(self, begin_s: float) -> list[str]:
+        """What struck, and when.
+
+        Args:
+            begin_s: of the measured steps, by `time.perf_counter`.
+
+        Raises:
+            ScenarioError: if a fault never fired.
+        """
+        if missing := unfired(self.faults, self._log):
+            raise ScenarioError(
+                f"Cannot tell what {'; '.join(fault.words for fault in missing)} does: it never fired. That worker "
+                "does not come to that step, or what is to be struck is not there (fault.step)."
+            )
+        offset_s = time.time() - time.perf_counter() + begin_s
+        joined = [self._joined(offset_s)] if any(fault.kind == "join" for fault in self.faults) else []
+        lacking = [(fault, self._job.lacks(fault)) for fault in self._scenario.fault]
+        return [
+            *(f"left out: {fault.words}, which takes {what}" for fault, what in lacking if what is not None),
+            *(
+                f"fault: {one.fault.words}, {one.time_s - offset_s:.2f} s after the first measured step began"
+                for one in self.fired
+            ),
+            *joined,
+        ]
+
+    def _joined(self, offset_s: float) -> str:
+        """What whoever joined did: to have been started is not to have taken part."""
+        steps: list[_Joiner] = []
+        with suppress(OSError):
+            lines = (self._log.parent / "faults.joined/metrics.jsonl").read_bytes().splitlines()
+            told = [msgspec.json.decode(line, type=_Joiner) for line in lines]
+            steps = [record for record in told if record.kind == "step" and record.bytes_sent]
+        if not steps:
+            said = self._log.with_suffix(".joiner").read_text(errors="replace").strip().splitlines()
+            raise ScenarioError(
+                "Cannot tell what join does: who was to join took no part while the others trained. It said "
+                f"{said[-1].strip() if said else 'nothing'!r}. Have it join earlier, or train for longer (fault.step)."
+            )
+        return (
+            f"joined: rank {steps[0].rank}, {steps[0].time_s - offset_s:.2f} s after the first measured step began; "
+            f"it made {len(steps)} steps"
+        )
+
+    def __enter__(self) -> Strikes:
+        if self._network is not None and any(fault.on_links for fault in self.faults):
+            self._watcher = threading.Thread(target=self._watch, args=(self._network,), name="offbeat-strikes")
+            self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self, network: Network) -> None:
+        done = 0
+        while not self._over.wait(_LOOK_S):
+            asked = read_fired(self._asked)
+            for one in asked[done:]:
+                self._strike(network, one)
+            done = len(asked)
+            self._mend(network, time.monotonic())
+        self._mend(network, float("inf"))  # the next run finds all links as they were
+
+    def _strike(self, network: Network, asked: Fired) -> None:
+        fault, scenario = asked.fault, self._scenario
+        if fault.target == "worker":
+            host = scenario.workers.hosts[fault.worker].name
+        else:
+            host = scenario.servers[0 if fault.target == "coordinator" else -1]
+        up, down = self._laws(fault, host)
+        network.worsen(host, up=up, down=down)
+        self._mending.append((time.monotonic() + fault.seconds, host))
+        with self._log.open("ab") as log:
+            log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
+
+    def _laws(self, fault: Fault, host: str) -> tuple[Law | None, Law | None]:
+        """For what the host sends, and what it is sent; None where nothing changes."""
+        usual = self._usual(host)
+        if fault.kind == "slow-link":
+            rate_mbps = self._scenario.topology.uplink(host).rate_mbps or 0.0
+            slow = dataclasses.replace(usual, rate_bytes_per_s=rate_mbps * 1e6 / 8 / fault.factor)
+            return slow, slow
+        if fault.kind == "lossy":
+            lossy = dataclasses.replace(usual, loss=max(usual.loss, _LOSS))
+            return lossy, lossy
+        blocked = dataclasses.replace(usual, blocked=True)
+        return (None if fault.kind == "deaf" else blocked), (None if fault.kind == "mute" else blocked)
+
+    def _usual(self, host: str) -> Law:
+        impair = self._scenario.impair
+        return law_of(impair) if impair is not None and host in self._scenario.impaired else Law()
+
+    def _mend(self, network: Network, now_s: float) -> None:
+        for item in [item for item in self._mending if item[0] <= now_s]:
+            self._mending.remove(item)
+            network.worsen(item[1], up=self._usual(item[1]), down=self._usual(item[1]))

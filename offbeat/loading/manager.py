@@ -1,0 +1,470 @@
+"""The data of a run's loops: which loaders were prepared, who deals them out, and which batch is at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import msgspec
+from torch.utils.data import DataLoader, RandomSampler
+
+from offbeat.batching import Leases, what_changes
+from offbeat.diagnosis.wait import Awaited
+from offbeat.engine import Draw, Drawn, state_checks
+from offbeat.errors import ModelError
+from offbeat.loading import position
+from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
+from offbeat.loading.loader_check import LoaderCheck
+from offbeat.loading.replicated_source import AgreedSource, Timing
+from offbeat.loading.server_source import DealtSource
+from offbeat.loading.sharded_loader import Loader, sampler_of
+from offbeat.protocol.checkpoints import DEALING
+from offbeat.protocol.data_leases import Enrol
+from offbeat.rng import RngState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+
+    from offbeat.batching import Keeps
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine import Control, Exchanger, Meter
+    from offbeat.engine.server_session import Server
+    from offbeat.loading.batch_source import Source
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
+
+
+class Data:
+    """Of one worker.
+
+    Args:
+        plan: that the run begins with; batches are dealt out as it says to the end.
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        meter: where samples are counted.
+        world: with how many workers the job begins.
+        seed: of the order of samples.
+        outlives: whether the others go on without one that is lost, and without a server.
+        reducers, models: that were prepared; more may come.
+        begins: called when a loop over leased data begins.
+        draws: called before each batch is drawn of leased data, in the outermost loop.
+        tell: called with what is wrong in how the data is used.
+
+    Attributes:
+        server: that deals out data, if there is one.
+        has_data: False while a prepared loader repeats the last batch, which then does not count.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        control: Control,
+        waiter: Waiter,
+        meter: Meter,
+        world: int,
+        seed: int,
+        outlives: bool,
+        reducers: Sequence[Exchanger],
+        models: Sequence[torch.nn.Module],
+        begins: Callable[[], None],
+        draws: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
+        self._world, self._seed, self._outlives = world, seed, outlives
+        self._reducers, self._models, self._begins, self._draws_next = reducers, models, begins, draws
+        self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
+        self._abouts: dict[int, Enrol] = {}  # what was said of leased loaders, by number
+        self.server: Server | None = None
+        self.loaders: list[Loader | LeasedLoader] = []
+        self.has_data = True
+        self._draws = 0  # batches that they gave out
+        self._check = LoaderCheck(tell)
+
+    def prepare(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
+        """Deal out a loader. Collective.
+
+        Raises:
+            ModelError: if it cannot be dealt out as the plan wants.
+            DisagreementError: if the workers' data differ.
+        """
+        if isinstance(loader, Loader | LeasedLoader):
+            if loader not in self.loaders:
+                raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
+            return loader
+        prepared: Loader | LeasedLoader
+        if self._leases(loader):
+            prepared = self._lease(loader)
+        else:
+            if self._control.compares is not None:
+                raise ModelError(
+                    "Cannot join with this loader: each worker has a part of its data for the whole job. Prepare a "
+                    "DataLoader over a dataset with a length, or none."
+                )
+            prepared = Loader(
+                loader,
+                control=self._control,
+                drawn=self._on_batch,
+                put_back=self._put_back,
+                seed=self._seed,
+                together=self.server is None,
+            )
+        self.loaders.append(prepared)
+        self._check.prepared(loader, is_dealt=prepared.loader is not loader)
+        self._meter.loader_counts = True
+        return prepared
+
+    def stepped(self) -> None:
+        """A prepared optimizer is about to step."""
+        if self._control.world > 1 or self.server is not None:
+            self._check.stepped()
+
+    @property
+    def leased(self) -> list[LeasedLoader]:
+        """Those whose samples are dealt out one by one."""
+        return [loader for loader in self.loaders if isinstance(loader, LeasedLoader)]
+
+    @property
+    def progress(self) -> float:
+        """Epochs so far of the loader prepared first.
+
+        Raises:
+            ModelError: if no loader was prepared.
+        """
+        if not self.loaders:
+            raise ModelError("Cannot tell how far the data is: no loader was prepared. Give run.prepare one.")
+        return self.loaders[0].progress
+
+    def lose(self, ranks: Iterable[int]) -> str:
+        """These workers are gone; what becomes of the batches, in words."""
+        unused = max((reducer.share.drawn for reducer in self._reducers), default=0)
+        for loader in self.leased:
+            loader.lost(ranks, unused=unused)
+        return what_changes(self._keeps)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
+        return not min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the outermost loop over leased data is about to end with its epoch."""
+        return self._outermost is not None and self._outermost.is_through
+
+    def hand_over(self) -> list[dict[str, Any]]:
+        """What newcomers have to know, by loader."""
+        return [loader.hand_over() for loader in self.leased]
+
+    def join(self, ranks: Sequence[int], states: Sequence[Mapping[str, Any]] = ()) -> str:
+        """These workers are there; what becomes of the batches, in words.
+
+        Args:
+            states: what those that were there before handed over, if this worker is one of these.
+        """
+        for loader, state in zip(self.leased, states, strict=False):
+            loader.take_over(state)
+        for loader in self.leased:
+            loader.joined(ranks)
+        return what_changes(self._keeps)
+
+    def crowded(self) -> None:
+        """There was no memory for the batch at hand.
+
+        Raises:
+            ModelError: where all workers compute each step together, and one cannot be left out.
+        """
+        if not self.leased:
+            raise ModelError(
+                "Cannot leave out a batch that others cannot be given. Use a smaller one, or fabric=ParameterServer() "
+                "and a prepared DataLoader over a dataset with a length."
+            )
+        for loader in self.leased:
+            loader.crowded()
+        for reducer in self._reducers:
+            reducer.share.give_up()
+        self._meter.give_up()
+
+    def explain(self) -> list[str]:
+        """Who paces the rounds and why, by loader."""
+        return [loader.explain() for loader in self.leased]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The place in the data, by loader."""
+        return [loader.state_dict() for loader in self.loaders]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, seed: int) -> None:
+        """Go on where `state_dict` was called, in a run of that seed."""
+        self._seed = seed
+        for loader, state in zip(self.loaders, self._as_here(states, seed), strict=True):
+            loader.load_state_dict(state, seed=seed)
+
+    def rng_state(self) -> dict[str, Any]:
+        """This process's random generators, now and where the loops under way began, as plain numbers and tensors."""
+        began = [loader.loop_rng.began for loader in self.loaders]
+        return {
+            "now": RngState.capture(self._own_rngs, self._cuda).to_plain(),
+            "loops": [None if one is None else one.to_plain() for one in began],
+        }
+
+    def load_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Have them go on where `rng_state` was called, and the next loops where those under way were.
+
+        Raises:
+            ValueError: if it is damaged, or of other loaders; then nothing has changed.
+        """
+        own, cuda = self._own_rngs, self._cuda
+        if not isinstance(state, dict) or not isinstance(loops := state.get("loops"), list):
+            raise ValueError("it holds no state of generators")
+        now = RngState.from_plain(state.get("now"), own, cuda)
+        if len(loops) != len(self.loaders):
+            raise ValueError(f"it was saved with {len(loops)} loaders, and this run has {len(self.loaders)}")
+        rngs = [loader.loop_rng for loader in self.loaders]
+        began = [
+            None if one is None else RngState.from_plain(one, rng.own) for one, rng in zip(loops, rngs, strict=True)
+        ]
+        now.restore(own, cuda)
+        for one, rng in zip(began, rngs, strict=True):
+            if one is not None:
+                rng.resume(one, lambda: now.restore(own, cuda))
+
+    @property
+    def _own_rngs(self) -> list[torch.Generator]:
+        return [generator for loader in self.loaders for generator in loader.loop_rng.own]
+
+    @property
+    def _cuda(self) -> torch.device | None:
+        """The GPU on which this worker trains."""
+        return next((p.device for model in self._models for p in model.parameters() if p.is_cuda), None)
+
+    def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
+        """The same places as they are kept here, if the job was on another fabric when it was saved."""
+        states = [self._dealt_as_here(number, state, seed) for number, state in enumerate(states)]
+        places = {
+            number: (
+                msgspec.structs.replace(self._abouts[number], seed=seed % SEEDS),
+                dataclasses.replace(loader.source.leases, seed=seed % SEEDS),
+                state,
+            )
+            for number, (loader, state) in enumerate(zip(self.loaders, states, strict=True))
+            if isinstance(loader, LeasedLoader) and isinstance(loader.source, DealtSource) and "leases" in state
+        }
+        if not places:
+            return states
+        books = position.for_coordinator(places)
+        return [
+            {"place": books, "progress": position.progress_of(state["leases"], places[number][1].samples)}
+            if number in places
+            else state
+            for number, state in enumerate(states)
+        ]
+
+    def _dealt_as_here(self, number: int, state: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+        """One loader's place; where its data was dealt out in another order, the epoch begins anew."""
+        loader, is_leased = self.loaders[number], "epoch" not in state
+        if isinstance(loader, LeasedLoader) and is_leased:
+            if "place" not in state:
+                return state
+            if isinstance(loader.source, DealtSource):
+                self._tell_who_made_it(position.workers_of(state["place"], number))
+                return state
+            leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
+            return position.for_workers(state["place"], number, leases, is_held=False)
+        if isinstance(loader, Loader) and not is_leased:
+            return state
+        epoch = position.epoch_of(state, number) if is_leased else state_checks.whole(state["epoch"], "epoch")
+        if self._control.is_first:
+            _log.warning(
+                "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
+            )
+        if isinstance(loader, Loader):
+            return {"epoch": epoch, "batch": 0}
+        leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
+        return position.beginning(leases, epoch, self._control.members)
+
+    def _tell_who_made_it(self, then: Sequence[int]) -> None:
+        """By the first, for all: what carries over to other workers than those that were at the server."""
+        present = self._control.members
+        if tuple(then) != tuple(present) and self._control.is_first:
+            _log.warning(
+                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
+                "what others had been dealt is dealt out again; %s.",
+                ", ".join(map(str, then)),
+                ", ".join(map(str, present)),
+                what_changes("global_batch" if self._plan.tuning is not None else self._plan.keeps),
+            )
+
+    def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+        tuned = self._plan.tuning is not None and self._control.world > 1
+        if not tuned and self.server is None and not self._outlives:
+            return False
+        can = can_lease(loader)
+        if tuned and not can:
+            raise ModelError(
+                "Cannot tune the batches of this loader: offbeat has to choose their samples. Prepare a DataLoader "
+                "over a dataset with a length, without a sampler of your own, or use tuning=None."
+            )
+        return can
+
+    def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
+        """A loader whose samples are dealt out one by one. Collective."""
+        about = Enrol(
+            loader=len(self.loaders),
+            plan=self._plan.to_toml(),
+            world=self._world,
+            samples=len(loader.dataset),  # type: ignore[arg-type]
+            seed=self._seed % SEEDS,
+            shuffle=isinstance(sampler_of(loader), RandomSampler),
+            drop_last=drops_last(loader),
+            batch=batch_of(loader),
+            least=least_of(loader, self._models),
+            ahead=ahead_of(loader),
+        )
+        told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
+        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
+        self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
+        server = self.server
+        source: Source = self._agreed(about) if server is None else DealtSource(server, self._waiter, about)
+        self._abouts[about.loader] = about
+        return LeasedLoader(
+            loader,
+            source=source,
+            drawn=self._on_batch,
+            put_back=self._put_back,
+            world=self._world,
+            begins=self._begins,
+            draws=self._before_draw,
+        )
+
+    def _agreed(self, about: Enrol) -> AgreedSource:
+        return AgreedSource(
+            Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
+            self._plan.tuning,
+            batch=about.batch,
+            least=about.least,
+            control=self._control,
+            take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+            kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
+            keeps=self._keeps,
+        )
+
+    # -- from one fabric to the other ----------------------------------------------------------------------------
+
+    @property
+    def stays(self) -> str:
+        """Why the workers cannot do without a server; "" if they can."""
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader) and not loader.can_go_together:
+                return (
+                    f"Cannot leave the server: every worker goes through loader {number} by itself, and without a "
+                    "server all have to make the same steps. Prepare a DataLoader over a dataset with a length."
+                )
+        return ""
+
+    def bring_to(self, server: Server) -> dict[int, DealtSource]:
+        """Have a server know where the leased data is, if there is any; from where batches come there. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        sources: dict[int, DealtSource] = {}
+        places: dict[int, tuple[Enrol, Leases, Mapping[str, Any]]] = {}
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                continue
+            about = msgspec.structs.replace(self._abouts[number], seed=loader.source.leases.seed)
+            places[number] = (about, loader.source.leases, loader.source.state_dict())
+            sources[number] = DealtSource(server, self._waiter, about, loader.progress)
+        if not places:
+            return sources
+        server.sum(DEALING, (), self._waiter)
+        if server.is_first:
+            told = server.client.restock(position.for_coordinator(places))
+            self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+        return sources
+
+    def to_server(self, server: Server, sources: Mapping[int, DealtSource]) -> None:
+        """Have a server deal out from now on, at the beginning of a loop over leased data, as `bring_to` has it."""
+        self.server = server
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                loader.go_alone()
+            else:
+                loader.change_source(sources[number])
+
+    def give_back(self) -> None:
+        """Others may have what the server has dealt out beforehand: it is about to be left."""
+        for loader in self.leased:
+            if isinstance(loader.source, DealtSource):
+                loader.source.give_back_undrawn()
+
+    def to_group(self, server: Server) -> None:
+        """Have the workers work out by themselves who computes what; all have given back what they had. Collective.
+
+        Raises:
+            NetworkError: if the server is gone.
+        """
+        self.server = None
+        books = self._books(server) if self.leased else ""
+        for number, loader in enumerate(self.loaders):
+            if isinstance(loader, Loader):
+                loader.go_together()
+                continue
+            assert isinstance(loader.source, DealtSource)
+            leases, reached = loader.source.leases, loader.progress
+            begins = self._control.texts("the epoch that the next loop is in", str(loader.source.epoch))
+            source = self._agreed(self._abouts[number])
+            kept = position.for_workers(books, number, leases, epoch=min(map(int, begins.values())))
+            source.load_state_dict(kept, seed=leases.seed)
+            source.progress = max(source.progress, reached)
+            loader.change_source(source)
+
+    def _books(self, server: Server) -> str:
+        """The place in the data, as one of the workers has asked; another, if that is lost meanwhile. Collective."""
+        books = ""
+        while not books:
+            said = ""
+            if self._control.is_first:
+                asked = server.client.books()
+                self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+                said = bytes(asked.place).decode()
+            told = self._control.texts("the place in the data", said)
+            books = next(filter(None, told.values()), "")
+        return books
+
+    @property
+    def _keeps(self) -> Keeps:
+        return "global_batch" if self._plan.tuning is not None else self._plan.keeps
+
+    def _before_draw(self, loader: LeasedLoader) -> None:
+        # A loop within another's, and one over a second loader beside it, are where those that train are, too.
+        if self._outermost is None or not self._outermost.is_open:
+            self._outermost = loader
+        if loader is self._outermost:
+            self._draws_next()
+
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
+        self.has_data = real
+        self._meter.samples += samples
+        self._draws += 1
+        if self._draws == 1:
+            self._check.drawn()
+        for reducer in self._reducers:
+            reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
+        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
+
+    def _put_back(self, draws: Sequence[Draw]) -> int:
+        """Have those of these batches that no model has computed count no more; how many, the last ones."""
+        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        back = [draw for draw in draws if draw.number > self._draws - uncomputed]
+        for draw in back:
+            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
+            for reducer in self._reducers:
+                reducer.share.put_back(draw.drawn)
+        return len(back)

@@ -1,0 +1,373 @@
+"""Batches that all workers work out alike: each keeps the same books, so nobody has to deal them out.
+
+For fabrics on which every step is everybody's. Now and then the workers tell each other how long their steps took; from
+that each computes all batches of the next steps, and takes its own. The books are a function of what was told, so they
+are equal everywhere, bit for bit.
+
+Where the others go on without a worker that is lost, each knows the round in which that first lacked, from the exchange
+that it was lost in, and tells it. Whoever does not answer is dealt nothing more; what it had been dealt from that round
+on goes to the others. So the leases of some rounds are kept open, until their steps have surely been taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+
+from offbeat.batching import Lease, Pool, Tuning, even_batches, what_changes
+from offbeat.engine import state_checks
+from offbeat.errors import ModelError
+from offbeat.loading.batch_source import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from offbeat.batching import BatchTuning, Keeps, Leases
+    from offbeat.engine.control_group import Control
+
+_log = logging.getLogger("offbeat")
+# Steps between two exchanges of times: each is a collective of its own, and plans need no more.
+_TOLD_EVERY = 5
+_MOST_TOLD = 256
+_MOST_DRAWN = 1 << 12
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+
+class Timing(NamedTuple):
+    """One step of one worker."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    compute_s: _Seconds
+    wait_s: _Seconds
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a worker tells: its last steps, and in which round each that it knows to be lost first lacked."""
+
+    timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]
+    lost: Annotated[dict[int, int], msgspec.Meta(max_length=4096)] = {}
+
+
+_told = msgspec.json.Decoder(Told).decode
+
+
+@dataclass(frozen=True)
+class Books:
+    """What every worker knows; immutable.
+
+    Args:
+        members: ranks that are dealt to.
+        over: those of them that have nothing more in this epoch, while others do.
+        open: the leases of the last rounds that are not taken for used yet: round, rank and number.
+    """
+
+    pool: Pool
+    tuning: Tuning | None
+    members: tuple[int, ...]
+    round: int = 0
+    over: frozenset[int] = frozenset()
+    open: tuple[tuple[int, int, int], ...] = ()
+
+
+class Mark(NamedTuple):
+    """What was known before a batch was taken, and after."""
+
+    before: Books
+    after: Books
+
+
+class AgreedSource:
+    """One loader's.
+
+    Args:
+        leases: how the dataset is dealt out.
+        tune: how batches follow the machines; None if they are all alike.
+        batch: samples of a worker's batch on average.
+        least: samples of any batch.
+        control: how the workers tell each other.
+        take_timings: this worker's steps since the last call.
+        kept: for how many rounds leases are kept open; 0 where nobody can be lost.
+        keeps: what stays as it is when workers come and go, if batches are not tuned.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        tune: BatchTuning | None,
+        *,
+        batch: int,
+        least: int = 1,
+        control: Control,
+        take_timings: Callable[[], Sequence[Timing]],
+        kept: int = 0,
+        keeps: Keeps = "local_batch",
+    ) -> None:
+        self.leases = leases
+        self._tune, self._control, self._take_timings = tune, control, take_timings
+        self._batch, self._total, self._least = batch, batch * control.world, least
+        self._kept, self._keeps, self._world = kept, keeps, control.world
+        tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
+        self._books = self._join(Books(leases.init(), tuning, ()), control.members)
+        self._at = self._books  # behind the last batch that the loop has
+        self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
+        self._lost: dict[int, int] = {}
+        self._is_over = False  # the loop has been told the end of the epoch
+        self._before: deque[Batch | None] = deque()  # what others had asked for when this worker came to them
+        self.progress = 0.0
+
+    def next(self) -> Batch | None:
+        """This worker's part of the next step. Collective."""
+        if self._before:
+            return self._before.popleft()
+        if self._books.round % _TOLD_EVERY == 0:
+            self._tell()
+        books = self._books
+        pool, tuning, parts = self._deal(books)
+        if not parts:
+            self._books = dataclasses.replace(books, pool=pool, tuning=tuning, over=frozenset())
+            self._is_over = True
+            return None
+        over = frozenset(books.members) - parts.keys()
+        dealt = tuple((books.round, rank, lease.number) for rank, lease in parts.items())
+        after = Books(pool, tuning, books.members, books.round + 1, over, books.open + dealt)
+        self._books = self._use(after, before=after.round - self._kept)
+        mark = Mark(books, self._books)
+        mine = parts.get(self._control.rank)
+        mean = sum(lease.count for lease in parts.values()) / len(parts)
+        return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing more can be asked for in this epoch, as far as this worker knows."""
+        return self._is_over or not self._deal(self._books)[2]
+
+    def drawn(self, batch: Batch) -> None:
+        """The loop has it."""
+        self._at = batch.mark.after
+        self._drawn.append(batch.mark.before.round)
+        self.progress = max(self.progress, self._reached())
+
+    def ended(self) -> None:
+        """The next epoch begins."""
+        self._at, self._is_over = self._books, False
+        self.progress = max(self.progress, self._reached())
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Go back to before the first of these; all workers leave the loop at the same batch."""
+        if batches:
+            before, now = batches[0].mark.before, self._books
+            books = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
+            self._books = self._at = self._let_in(books, set(now.members) - books.pool.at.keys())
+            self._is_over = False
+            self._before.clear()
+
+    def joined(self, ranks: Iterable[int]) -> None:
+        """These take part from the next batch on that is asked for. On all workers at the same place."""
+        ranks, tuning = sorted(ranks), self._books.tuning
+        for rank in ranks:
+            tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
+        books = self._let_in(self._books, ranks)
+        self._books = dataclasses.replace(books, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+
+    def hand_over(self, asked: Sequence[Batch]) -> dict[str, Any]:
+        """What a newcomer has to know, in dicts, lists and numbers.
+
+        Args:
+            asked: for these the loader has asked, and the loop does not have them.
+        """
+        return {
+            "books": self._plain(self._books),
+            "at": self._plain(self._at),
+            "asked": [[one.first, self._plain(one.mark.before), self._plain(one.mark.after)] for one in asked],
+            "over": self._is_over,
+            "progress": self.progress,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over what `hand_over` returned on another worker: this one goes through what was asked for without data.
+
+        Raises:
+            ModelError: if it is of another dataset, or does not add up.
+        """
+        self._books, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
+        for first, before, after in state["asked"]:
+            mark = Mark(self._from_plain(before), self._from_plain(after))
+            self._before.append(Batch(None, 0.0, int(first), mark))
+        if state["over"]:
+            self._before.append(None)
+        self.progress = float(state["progress"])
+
+    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
+        """These are gone, and what they had for the last `unused` batches that the loop has is in no step."""
+        unused = min(unused, len(self._drawn))
+        first = self._drawn[-unused] if unused else self._at.round
+        for rank in ranks:
+            self._lost.setdefault(rank, first)
+
+    def crowded(self) -> None:
+        """Not here.
+
+        Raises:
+            ModelError: always; the others wait for this worker's part of the step.
+        """
+        raise ModelError(
+            "Cannot leave out a batch here: all workers compute each step together. Use a smaller batch, "
+            "BatchTuning(largest=...), or fabric=ParameterServer()."
+        )
+
+    def explain(self) -> str:
+        """Who paces the rounds and why."""
+        tuning = self._books.tuning
+        return "" if self._tune is None or tuning is None else self._tune.explain(tuning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the data, and what is known of the machines."""
+        at = self._use(self._at, before=self._at.round)
+        return {
+            "leases": self.leases.to_plain(at.pool),
+            "tuning": None if self._tune is None or at.tuning is None else self._tune.to_plain(at.tuning),
+            "round": at.round,
+            "over": sorted(at.over),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            ModelError: if it was taken with another dataset, seed or global batch, or is damaged.
+        """
+        round_ = state_checks.whole(state["round"], "round in the data")
+        over = frozenset(state_checks.whole(rank, "rank whose data has ended") for rank in state["over"])
+        self.leases = dataclasses.replace(self.leases, seed=seed)
+        pool, tuning = self.leases.from_plain(state["leases"]), self._books.tuning
+        if self._tune is not None and state["tuning"] is not None:
+            tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
+        present, then = self._books.members, tuple(sorted(pool.at))
+        if then != present and self._control.rank == present[0]:
+            _log.warning(
+                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
+                "what others had been dealt is dealt out again; %s.",
+                ", ".join(map(str, then)),
+                ", ".join(map(str, present)),
+                what_changes("global_batch" if self._tune is not None else self._keeps),
+            )
+        books = Books(pool, tuning, then, round_, over)
+        for rank in set(then) - set(present):
+            books = self._leave(books, rank)
+        self._books = self._at = self._join(books, [rank for rank in present if rank not in then])
+        self.progress = self._reached()
+
+    def _plain(self, books: Books) -> dict[str, Any]:
+        tuning = books.tuning
+        return {
+            "leases": self.leases.to_plain(books.pool),
+            "tuning": None if self._tune is None or tuning is None else self._tune.to_plain(tuning),
+            "members": books.members,
+            "round": books.round,
+            "over": sorted(books.over),
+            "open": books.open,
+        }
+
+    def _from_plain(self, plain: Mapping[str, Any]) -> Books:
+        tuning = self._books.tuning
+        if self._tune is not None and plain["tuning"] is not None:
+            tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._least)
+        return Books(
+            self.leases.from_plain(plain["leases"]),
+            tuning,
+            tuple(plain["members"]),
+            int(plain["round"]),
+            frozenset(plain["over"]),
+            tuple((int(round), int(rank), int(number)) for round, rank, number in plain["open"]),
+        )
+
+    def _let_in(self, books: Books, ranks: Iterable[int]) -> Books:
+        """These are dealt to, in the epoch in which the others are."""
+        at = dict(books.pool.at)
+        epoch = min(at.values(), default=books.pool.epoch)
+        for rank in ranks:
+            at[rank] = epoch
+        return dataclasses.replace(books, pool=dataclasses.replace(books.pool, at=at))
+
+    def _reached(self) -> float:
+        return self._at.pool.reached(self.leases.samples)
+
+    def _tell(self) -> None:
+        """Exchange the times of the last steps. Collective."""
+        mine = Told(tuple(self._take_timings())[-_MOST_TOLD:], self._lost)
+        texts = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
+        told = {rank: _told(text) for rank, text in texts.items()}
+        books = self._learn(self._books, {rank: one.timings for rank, one in told.items()})
+        tuning = books.tuning
+        for rank in books.members:
+            if rank not in told and self._tune is not None and tuning is not None:
+                tuning = self._tune.leave(tuning, rank)
+        books = dataclasses.replace(books, tuning=tuning, members=tuple(r for r in books.members if r in told))
+        for rank in books.pool.at.keys() - set(books.members):
+            # Not before somebody knows: some may have been loading ahead when they noticed.
+            if lacked := [one.lost[rank] for one in told.values() if rank in one.lost]:
+                books = self._leave(books, rank, since=max(lacked))
+        self._books = books
+
+    def _learn(self, books: Books, told: Mapping[int, Sequence[Timing]]) -> Books:
+        """How fast the machines are."""
+        tuning = books.tuning
+        if self._tune is None or tuning is None:
+            return books
+        for step in zip(*told.values(), strict=False):
+            # Who waits least waits for nobody: that is how long it takes to send.
+            transfer_s = min(timing.wait_s for timing in step)
+            for rank, timing in zip(told, step, strict=True):
+                if timing.samples:
+                    blocked_s = timing.wait_s - transfer_s
+                    tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
+        return dataclasses.replace(books, tuning=tuning)
+
+    def _deal(self, books: Books) -> tuple[Pool, Tuning | None, dict[int, Lease]]:
+        """What each member gets in this round, and what is known then; nobody gets anything where the epoch ends."""
+        pool, parts = books.pool, dict[int, Lease]()
+        tuning, counts = self._counts(books)
+        for rank in books.members:
+            if rank not in books.over:
+                count = min(counts[rank], self.leases.samples)
+                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
+                if isinstance(deal, Lease):
+                    parts[rank] = deal
+        return pool, tuning, parts
+
+    def _counts(self, books: Books) -> tuple[Tuning | None, dict[int, int]]:
+        """The batch of each member in this round."""
+        if self._tune is not None and books.tuning is not None:
+            return self._tune.plan(books.tuning, books.round)
+        return None, even_batches(self._batch, self._world, books.members, self._keeps)
+
+    def _use(self, books: Books, *, before: int) -> Books:
+        """Take the leases of the rounds before this one for used; but for those of who is lost."""
+        there = set(books.members)
+        used = {one for one in books.open if one[0] < before and one[1] in there}
+        pool, _ = self.leases.acknowledge(books.pool, [number for _, _, number in used])
+        return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in used))
+
+    def _join(self, books: Books, ranks: Iterable[int]) -> Books:
+        pool, tuning = books.pool, books.tuning
+        for rank in ranks:
+            pool = self.leases.join(pool, rank)
+            tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
+        return dataclasses.replace(books, pool=pool, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+
+    def _leave(self, books: Books, rank: int, since: int = 0) -> Books:
+        """What it was dealt from round `since` on goes to the others."""
+        used = [number for round, whose, number in books.open if whose == rank and round < since]
+        pool, _ = self.leases.acknowledge(books.pool, used)
+        pool, tuning = self.leases.lose(pool, rank), books.tuning
+        tuning = None if self._tune is None or tuning is None else self._tune.leave(tuning, rank)
+        members = tuple(other for other in books.members if other != rank)
+        return dataclasses.replace(
+            books, pool=pool, tuning=tuning, members=members, open=tuple(one for one in books.open if one[1] != rank)
+        )

@@ -1,0 +1,14 @@
+"""What do processes say to each other?
+
+* `messages` - the conversation between workers and shards as a whole: how messages are packed, and who may say which
+* `training` - from opening a model to the parameters that come back
+* `shards` - between the shards and their coordinator
+* `data_leases` - who computes which samples next
+* `plan_swap` - how another plan comes to hold
+* `checkpoints` - the optimizer's state, out of the server and back into it
+* `status` - what can be seen of a job; `worker_status` - what a worker tells of its training
+* `optimizer_spec` - an optimizer as data
+* `bounds` - types of fields with their bounds
+
+Everything is a declared structure with a bound on every field, and is checked when it is decoded.
+"""

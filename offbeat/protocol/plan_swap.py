@@ -1,0 +1,89 @@
+"""How another plan comes to hold while a job trains.
+
+who wants it                 coordinator                          every worker, every shard
+  | -- Swap(number, part) ---> |                                            |
+  |                            | -- Proposed(number, plan) ---------------> |   workers only
+  |                            | <----- Agreed(number, digest, refusal) --- |
+  |                            | -- Adopt(plan) --------------------------> |   if all agree; else nothing has changed
+  | <- Swapped(number, ...) -- |
+
+A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
+
+If the plan has no server, all are to leave it at the same place of their script. Who agrees says how many places it has
+passed, and passes no other before it hears an `Adopt`: with the `border` where all meet, which nobody has passed, or of
+the plan that has been there before, if one refuses. If a worker is lost before all have met, the others stay.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.protocol.bounds import Count, Text
+
+LEAVING = "whether all leave the server"  # asked by all at their border; how many they are
+_Digest = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Swap(msgspec.Struct, tag=True, frozen=True):
+    """From a worker or an operator: have the plan hold that differs from the present one by this.
+
+    Args:
+        part: of a plan, as TOML: what is in it replaces what the present one has there.
+        whole: it is a whole plan: what is not in it has its default.
+    """
+
+    number: Count
+    part: Text
+    whole: bool = False
+
+
+class Proposed(msgspec.Struct, tag=True, frozen=True):
+    """To each worker: can you go by this plan?"""
+
+    number: Count
+    plan: Text
+
+
+class Agreed(msgspec.Struct, tag=True, frozen=True):
+    """From a worker: what it makes of the plan that was proposed.
+
+    Args:
+        digest: of the plan as it read it; "" if it cannot go by it.
+        refusal: why not.
+        place: how many places of its script it has passed where all could leave the server.
+    """
+
+    number: Count
+    digest: _Digest
+    refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    place: Count = 0
+
+
+class Adopt(msgspec.Struct, tag=True, frozen=True):
+    """To all workers and shards: this plan holds from now on.
+
+    Args:
+        number: how often the plan of the job was swapped.
+        text: for people: what has changed, and both digests.
+        border: how many places of their script the workers pass before they leave the server; None if they stay.
+    """
+
+    plan: Text
+    number: Count
+    text: Text = ""
+    border: Count | None = None
+
+
+class Swapped(msgspec.Struct, tag=True, frozen=True):
+    """To who wanted it.
+
+    Args:
+        text: what has changed.
+        refusal: why the plan is what it was; "" if it is not.
+    """
+
+    number: Count
+    text: Text = ""
+    refusal: Text = ""

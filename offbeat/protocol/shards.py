@@ -1,0 +1,183 @@
+"""Among shards: how far things are, and what the coordinator decides."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.protocol.bounds import Count, Model, Seconds
+from offbeat.protocol.optimizer_spec import Hyper
+from offbeat.protocol.training import About
+
+
+class Enlist(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: it takes part from now on.
+
+    Args:
+        held: number and life of each snapshot that it could go on from.
+        least: later snapshots have to have greater numbers.
+    """
+
+    held: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=16)] = ()
+    least: Count = 0
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """From the coordinator to a shard: its life begins.
+
+    Args:
+        life: of the server.
+        snapshot: number and life of the one to go on from; None for none.
+    """
+
+    life: Count
+    snapshot: tuple[Count, Count] | None = None
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: it is about to end, and would like to leave a snapshot."""
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: a snapshot is written, or could not be.
+
+    Args:
+        cost_s: what it took, from the first copy to the disk.
+    """
+
+    number: Count
+    well: bool
+    cost_s: Seconds
+
+
+class Mark(msgspec.Struct, tag=True, frozen=True):
+    """Keep all models as they are after what was decided so far.
+
+    Args:
+        number: of the snapshot.
+        keep: number and life of the last one that all shards have, which is to stay.
+        is_last: nothing is decided any more, because a shard is about to end.
+    """
+
+    number: Count
+    keep: tuple[Count, Count] | None = None
+    is_last: bool = False
+
+
+class Filled(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: it has the first values of all its blocks."""
+
+    model: Model
+
+
+class Nearly(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: of its blocks of a contribution no more than a tenth is to come."""
+
+    model: Model
+    worker: Count
+    clock: Count
+
+
+class Whole(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: all its blocks of a contribution have arrived.
+
+    Args:
+        entry: of the worker's `Open`; one that comes to the job again may push the same number anew.
+    """
+
+    model: Model
+    worker: Count
+    clock: Count
+    entry: Count = 0
+
+
+class Parted(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: after a `Gone` of this number it takes nothing more of that worker."""
+
+    model: Model
+    number: Count
+
+
+class Admit(msgspec.Struct, tag=True, frozen=True):
+    """The worker takes part; its next contribution has the number `clock`.
+
+    Args:
+        entry: of its `Open`; what was meant for an earlier one is not sent.
+    """
+
+    model: Model
+    worker: Count
+    clock: Count
+    entry: Count = 0
+
+
+class Applied(msgspec.Struct, tag=True, frozen=True):
+    """`offbeat.sync.Apply`, with what is to be known about each contribution.
+
+    Args:
+        about: each contribution, without its hyper-parameters.
+        hyper: those of the first one that has samples; they are the whole update's.
+    """
+
+    model: Model
+    pushes: tuple[tuple[int, int], ...]
+    about: tuple[About, ...]
+    hyper: tuple[Hyper, ...]
+    rate: float
+    in_order: bool
+
+
+class Dropped(msgspec.Struct, tag=True, frozen=True):
+    """`coming`: the worker may have begun to push it."""
+
+    model: Model
+    worker: Count
+    clock: Count
+    coming: bool
+
+
+class Released(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    worker: Count
+    step: Count
+
+
+class Gone(msgspec.Struct, tag=True, frozen=True):
+    """The worker does not take part any more.
+
+    Args:
+        number: to be answered with in `Parted`; 0 if nothing is to be answered.
+    """
+
+    model: Model
+    worker: Count
+    number: Count = 0
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    """The contribution is whole at all shards."""
+
+    model: Model
+    worker: Count
+    clock: Count
+
+
+class Replacing(msgspec.Struct, tag=True, frozen=True):
+    """The worker may put other parameters, and another state.
+
+    Args:
+        number: of its `Replace`.
+    """
+
+    model: Model
+    worker: Count
+    number: Count
+
+
+class Withdrawn(msgspec.Struct, tag=True, frozen=True):
+    """The contribution is in an update, and will never be whole: its worker is gone, and so is what came of it."""
+
+    model: Model
+    worker: Count
+    clock: Count

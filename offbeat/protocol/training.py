@@ -1,0 +1,299 @@
+"""Between workers and shards, while training: from opening a model to a word for people."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from offbeat.protocol.bounds import Count, Digest, Dtype, Model, Samples, Text
+from offbeat.protocol.data_leases import Used
+from offbeat.protocol.optimizer_spec import Hyper, Name, OptimizerSpec
+
+MOST_REFUSAL = 4096  # characters
+MOST_NUMBERS = 128  # of a question
+SECRET_BYTES = 16
+Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
+
+
+class PieceOf(msgspec.Struct, frozen=True, array_like=True):
+    """`offbeat.server.blocks.Piece` on the wire; `name` is an index into `Details.names`."""
+
+    name: Annotated[int, msgspec.Meta(ge=0)]
+    start: Count
+    numel: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
+class BlockOf(msgspec.Struct, frozen=True, array_like=True):
+    """`offbeat.server.blocks.Block` on the wire."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    dtype: Dtype
+    pieces: Annotated[tuple[PieceOf, ...], msgspec.Meta(min_length=1, max_length=1 << 20)]
+
+
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """A worker wants to train a model; the body is its `Details`, which may be long.
+
+    Args:
+        entry: how often this worker has come to the job, itself included.
+    """
+
+    model: Model
+    entry: Count = 0
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """A question that all were asked, and its answer."""
+
+    number: Count
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)]
+    workers: Count
+
+
+class Back(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says that took part before.
+
+    Args:
+        life: of the server, as it last was here.
+        clock: number of the contribution it computes, or holds; those that follow have to be a `Count`, too.
+        version: of the parameters it has.
+        holds: it has a contribution, which was not acknowledged.
+        waits: it does not compute, so its parameters may be overwritten.
+        weight: samples of its last contribution; None before the first.
+        done: contributions that were acknowledged, and are not in two snapshots that it knows of: number and samples.
+        answered: the last questions it has the answers of.
+        swaps: how often the plan of the job was swapped, as far as it knows.
+        secret: what this shard told it when it was taken in, which nobody else knows; empty if it was not.
+    """
+
+    life: Count
+    clock: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)]
+    version: Count
+    holds: bool
+    waits: bool
+    weight: Samples | None = None
+    done: Annotated[tuple[tuple[Count, Samples], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    answered: Annotated[tuple[Answered, ...], msgspec.Meta(max_length=64)] = ()
+    swaps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 39)] = 0
+    secret: Secret = b""
+
+
+class Details(msgspec.Struct, frozen=True):
+    """What a worker says about its model.
+
+    Args:
+        world: how many workers the job begins with.
+        shards: how many there are.
+        holders: over how many of them the model is dealt; a small one has fewer blocks than there are shards.
+        plan: as TOML.
+        layout: digest of the model's parameters and of how they are cut.
+        names: of all its parameters.
+        blocks: those that this shard holds.
+        back: if the worker took part before.
+        hosts: on how many these holders run.
+        former: digests of plans that held before this one.
+        swaps: how often it was swapped.
+        ranks: of the workers that the job begins with here; () for all below `world`.
+    """
+
+    world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    shards: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    holders: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    plan: Text
+    layout: Digest
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1 << 20)]
+    blocks: Annotated[tuple[BlockOf, ...], msgspec.Meta(max_length=1 << 20)]
+    optimizer: OptimizerSpec
+    back: Back | None = None
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
+    swaps: Count = 0
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
+
+    @property
+    def begins_with(self) -> frozenset[int]:
+        """Ranks of the workers that the job begins with here."""
+        return frozenset(self.ranks or range(self.world))
+
+
+class Opened(msgspec.Struct, tag=True, frozen=True):
+    """The worker is taken in.
+
+    Args:
+        wants_values: send `Fill` for each block of this shard.
+        life: of the server.
+        survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
+        later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
+        secret: of this worker and this shard, in this life: who shows it is who was taken in; empty if it was said.
+    """
+
+    model: Model
+    wants_values: bool
+    life: Count = 0
+    survives: bool = False
+    later: bool = False
+    secret: Secret = b""
+
+
+class Leaves(msgspec.Struct, tag=True, frozen=True):
+    """The worker was told to leave (SIGTERM), and says good-bye next.
+
+    Args:
+        step: behind which one of its script it leaves.
+    """
+
+    step: Count
+
+
+class Fill(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    block: Count
+
+
+class About(msgspec.Struct, frozen=True):
+    """What is to be known about a contribution.
+
+    Args:
+        weight: samples it was computed from.
+        hyper: the optimizer's hyper-parameters, by group.
+        unused: parameters without a gradient, as indices into `Details.names`.
+        used: leases of data it was computed from, by loader and number.
+        change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
+            optimizer, which is empty for a plain average.
+        ends: it is the last of the worker's own steps, perhaps fewer than usual, and in an update by itself.
+        step: how many steps the worker's script has made of this model before, for people.
+    """
+
+    weight: Samples
+    hyper: Annotated[tuple[Hyper, ...], msgspec.Meta(max_length=10_000)]
+    unused: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    used: Used = ()
+    change: bool = False
+    ends: bool = False
+    step: Count = 0
+
+
+class Announce(msgspec.Struct, tag=True, frozen=True):
+    """A contribution has been computed."""
+
+    model: Model
+    clock: Count
+    about: About
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    clock: Count
+
+
+class Part(msgspec.Struct, tag=True, frozen=True):
+    """One block of a contribution; the body has elements of `dtype`."""
+
+    model: Model
+    clock: Count
+    block: Count
+    dtype: Dtype
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """Released for `step`.
+
+    Args:
+        staleness: updates between what the contribution was computed on and its own.
+        values: whether the parameters follow.
+        counted: whether the contribution is in an update; False if it was dropped, or there was none.
+        again: announce the contribution that you hold once more, under the number `step`.
+        waits: whether the worker waits until it is granted to push what it computes; else it pushes at once.
+        asked: number of the first question of a worker that has just joined.
+        fate: what became of the contribution that a worker came back with, to complete a sentence; "" if it had none.
+    """
+
+    model: Model
+    step: Count
+    version: Count
+    staleness: Count
+    values: bool = True
+    counted: bool = False
+    again: bool = False
+    waits: bool = True
+    asked: Count = 0
+    fate: Text = ""
+
+
+class Values(msgspec.Struct, tag=True, frozen=True):
+    """One block of the parameters for `step`.
+
+    Args:
+        number: how many contributions to what the worker waits for were withdrawn; see
+            `offbeat.server.shard.update_scheduler`.
+    """
+
+    model: Model
+    step: Count
+    block: Count
+    version: Count
+    number: Count = 0
+
+
+class Pulled(msgspec.Struct, tag=True, frozen=True):
+    model: Model
+    step: Count
+
+
+class Evicted(msgspec.Struct, tag=True, frozen=True):
+    """The job goes on without this worker."""
+
+    model: Model
+    reason: Text
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A question all workers ask together: the sums of their `numbers`. Who asks holds nobody up until it is answered.
+
+    Args:
+        refresh: give everybody the newest parameters with the answer; else only who missed an update meanwhile.
+        refusal: why what all are to do cannot be; "" if this worker has done it.
+    """
+
+    number: Count
+    question: Name
+    refresh: bool = False
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)] = ()
+    refusal: Annotated[str, msgspec.Meta(max_length=MOST_REFUSAL)] = ""
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """What all have asked.
+
+    Args:
+        workers: how many were asked.
+        disagreement: what others ask instead, or "".
+        refused: who said why it cannot be, and why; "" if nobody did.
+    """
+
+    number: Count
+    numbers: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_NUMBERS)]
+    workers: Count
+    disagreement: Text = ""
+    refused: Text = ""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """To a worker, or to a shard that wants to follow. `disagrees`: it differs from what the other workers say."""
+
+    reason: Text
+    disagrees: bool = False
+
+
+class Safe(msgspec.Struct, tag=True, frozen=True):
+    """The worker's contributions before number `clock` are in the last two snapshots of every shard."""
+
+    model: Model
+    clock: Count
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """Something that people should know."""
+
+    text: Text

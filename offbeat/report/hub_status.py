@@ -1,0 +1,68 @@
+"""A job without a server as the hub in rank 0's sentinel sees it, in the same words as one with a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.report.job_status import Scene, Seen
+
+if TYPE_CHECKING:
+    from offbeat.protocol.worker_status import Status
+    from offbeat.wire.messages import Overview, Words
+
+_MOST_TEXT = 16  # of a phase
+
+
+def scene_of(overview: Overview) -> Scene:
+    """What is to be seen of it.
+
+    A step of all is an update; of several models the steps are those of the first.
+    """
+    workers = tuple(_seen(words, overview.statuses.get(words.rank)) for words in overview.words)
+    said = [seen for seen in workers if seen.status is not None]
+    newest = max(said, key=lambda seen: (not seen.gone, seen.made), default=None)
+    return Scene(
+        model=0,
+        policy=newest.status.policy if newest is not None and newest.status is not None else "",
+        fabric=newest.status.fabric if newest is not None and newest.status is not None else "",
+        version=max((seen.made for seen in workers), default=0),
+        started=all(seen.phase != "starting" for seen in workers if seen.worker < overview.world),
+        running_s=max(0.0, overview.running_s),
+        workers=workers,
+        world=overview.world,
+    )
+
+
+def _seen(words: Words, status: Status | None) -> Seen:
+    phase, since_s = _phase(words, status)
+    step = max(0, words.step)
+    if status is not None:  # older than the words
+        step = status.step + max(0, words.step - status.exchanges) // status.models
+    return Seen(
+        worker=words.rank,
+        phase=phase,
+        step=step,
+        clock=step,
+        made=step,
+        since_s=max(0.0, since_s),
+        computing_s=status.computing_s if status is not None else 0.0,
+        waited_s=status.waited_s if status is not None else 0.0,
+        here_s=status.here_s if status is not None else 0.0,
+        status=status,
+    )
+
+
+def _phase(words: Words, status: Status | None) -> tuple[str, float]:
+    """What a worker does, or how it ended, and for how long."""
+    since_s, state_s = words.since_s + words.age_s, words.state_since_s + words.age_s
+    if words.phase == "finished":
+        return "left" if status is not None and status.left else "done", since_s
+    if words.phase in ("raised", "lost"):
+        return "failed", since_s
+    if words.process == "dead":
+        return "gone", state_s
+    if words.process == "paused":
+        return "paused", state_s
+    if words.process == "unreachable":
+        return ("unreachable", words.age_s) if words.host else ("starting", words.age_s)
+    return words.phase[:_MOST_TEXT], since_s

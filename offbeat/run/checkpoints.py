@@ -1,0 +1,333 @@
+"""Checkpoints of a job as files: each is whole or not there, and one that is damaged is passed over, saying so.
+
+    run-000120.pt          what the parts' `state_dict()` returned, by name, as `torch.save` writes it
+    run-000120.rank3.rng   the state of rank 3's random generators, in the same way; each rank writes its own
+    run-000120.json        size and hash of the first; written last, so a checkpoint without it was never finished
+    run-000120.rank3.json  likewise
+
+All are written under another name and moved into place, as a job may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
+
+import msgspec
+import torch
+from xxhash import xxh3_128
+
+from offbeat.engine import state_checks
+from offbeat.errors import ModelError
+from offbeat.run.replica import Replica
+from offbeat.safe_read import UnreadableError, open_file, read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from offbeat.run.run import Run
+
+_log = logging.getLogger("offbeat")
+_CHUNK_BYTES = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Part(Protocol):
+    """What has a state: a model, an optimizer, a schedule."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class _Seal(msgspec.Struct, frozen=True):
+    """What a file has to be.
+
+    Args:
+        world: how many workers there were; 0 if that was not noted.
+    """
+
+    size: _Count
+    xxh3_128: str
+    step: _Count
+    world: _Count = 0
+
+
+_seal = msgspec.json.Decoder(_Seal).decode
+
+
+class Checkpoints:
+    """A folder of checkpoints, each written whole and checked when it is loaded; all workers of a job see it.
+
+    Args:
+        run: what trains.
+        folder: where they lie; made if it is not there.
+        keep: so many are kept, the newest; at least 2, as the newest may be found to be damaged.
+        generators: whether each rank's random generators (Python's, NumPy's, torch's) go on where they were, too.
+        parts: what is saved beside the run: models, as they were or as `prepare` returned them, optimizers, schedules,
+            and whatever else has `state_dict` and `load_state_dict`. All are loaded in this order, the run last.
+
+    Raises:
+        ValueError: if `keep` is less than 2, or there are no parts.
+
+    >>> import offbeat, tempfile, torch
+    >>> with offbeat.init() as run:
+    ...     model = torch.nn.Linear(4, 2)
+    ...     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ...     checkpoints = offbeat.Checkpoints(run, tempfile.mkdtemp(), model=model, optimizer=optimizer)
+    ...     loaded = checkpoints.load()
+    ...     _ = model(torch.ones(1, 4)).sum().backward()
+    ...     _ = optimizer.step()
+    ...     print(loaded, checkpoints.save().name)
+    False run-000001.pt
+    """
+
+    def __init__(
+        self, run: Run, folder: str | os.PathLike[str], *, keep: int = 2, generators: bool = True, **parts: Part
+    ) -> None:
+        if keep < 2:
+            raise ValueError(f"Cannot keep {keep} checkpoints: the newest may be damaged. Keep at least 2.")
+        if not parts or "run" in parts:
+            raise ValueError(
+                "Cannot make checkpoints without parts: name what is saved beside the run, as model=model."
+            )
+        self._run, self._folder, self._keep, self._generators = run, Path(folder), keep, generators
+        self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
+
+    def save(self) -> Path | None:
+        """Write a checkpoint; the file, or None if another worker writes it, or it cannot be written, which is said.
+
+        Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
+        replicas differ (see `Run.settle`) settle before.
+
+        Raises:
+            ModelError: if a part's state is such that `load` would refuse it.
+        """
+        path, run = self._folder / f"run-{self._run.step:06d}.pt", self._run
+        if self._generators:
+            self._write(_of_rank(path, run.rank), run.rng_state())
+        is_written = False
+        if run.is_first:
+            states = {name: part.state_dict() for name, part in self._parts.items()} | {"run": run.state_dict()}
+            if why := state_checks.why_not(states):
+                raise ModelError(
+                    f"Cannot make a checkpoint of {', '.join(self._parts)}: {why}. Save less in its state."
+                )
+            is_written = self._write(path, states)
+        self._remove_old()
+        return path if is_written else None
+
+    def load(self) -> bool:
+        """Load the newest checkpoint that is whole; whether there is one. On every worker, after `prepare`.
+
+        One that is damaged is passed over, and named. A worker that has joined a job has what the others have, and
+        loads nothing. A rank whose random generators were not saved, or not whole, leaves them as they are, which is
+        said.
+
+        Raises:
+            ModelError: if all that are there are damaged, or the newest whole one is of another model or plan.
+            DisagreementError: without a server, if the workers load different ones.
+        """
+        if self._run.has_joined:
+            return False
+        damaged: dict[Path, str] = {}
+        for path in self._paths():
+            states = self._read(path)
+            if isinstance(states, str):
+                damaged[path] = states
+                continue
+            for name, part in (*self._parts.items(), ("run", self._run)):
+                part.load_state_dict(states[name])
+            if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
+                _log.warning("Cannot go on from %s. Going on from %s.", _told(damaged), path.name)
+                _put_aside(damaged)
+            if self._generators:
+                self._load_generators(path)
+            return True
+        if damaged:
+            raise ModelError(
+                f"Cannot go on from the checkpoints in {self._folder}: {_told(damaged)}. Move them away to begin anew, "
+                "or put a whole one there."
+            )
+        return False
+
+    # -- one file ------------------------------------------------------------------------------------------------
+
+    def _write(self, path: Path, states: Mapping[str, Any]) -> bool:
+        """Write a file and its seal; whether that went well."""
+        part, seal = path.with_name(f"{path.name}.part"), path.with_suffix(".json.part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(states, file)
+                os.fsync(file.fileno())
+            with part.open("rb") as file:
+                size, digest = _size_and_digest(file)
+            seal.write_bytes(msgspec.json.encode(_Seal(size, digest, self._run.step, self._run.world)))
+            path.with_suffix(".json").unlink(missing_ok=True)  # of one that was saved at this step before
+            part.replace(path)
+            seal.replace(path.with_suffix(".json"))
+            _sync_folder(self._folder)
+        except (OSError, RuntimeError) as error:  # torch's writer has an error of its own for a full disk
+            for left in (part, seal):
+                with suppress(OSError):
+                    left.unlink(missing_ok=True)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
+            _log.warning("Cannot write the checkpoint %s: %s. Training goes on; those before it are kept.", path, why)
+            return False
+        return True
+
+    def _read(self, path: Path) -> dict[str, Any] | str:
+        """What is in a checkpoint; why it cannot be used, in words, if it cannot be."""
+        if isinstance(states := _contents(path), str):
+            return states
+        if states.keys() != {*self._parts, "run"}:
+            raise ModelError(
+                f"Cannot go on from {path}: it holds {', '.join(sorted(states))[:200]}, and this script saves "
+                f"{', '.join(sorted({*self._parts, 'run'}))}. Name the same parts, or use another folder."
+            )
+        return states
+
+    # -- each rank's random generators ---------------------------------------------------------------------------
+
+    def _load_generators(self, path: Path) -> None:
+        run, world = self._run, _world_of(path)
+        lacking = [rank for rank in range(run.world) if _world_of(_of_rank(path, rank)) != world]
+        if lacking and run.is_first:
+            _log.warning(
+                "Cannot go on with the random numbers of rank %s: they were not saved with %s. Their generators stay "
+                "as the script has set them.",
+                ", ".join(map(str, lacking)),
+                path.name,
+            )
+        if run.rank in lacking:
+            return
+        own = _of_rank(path, run.rank)
+        try:
+            state = _contents(own)
+            if not isinstance(state, str):
+                run.load_rng_state(state)
+                return
+            why = state
+        except ValueError as error:  # a ModelError as well
+            why = f"cannot be taken over: {_line(error)}"
+        _log.warning(
+            "Cannot go on with the random numbers of rank %d from %s, which %s. Its generators stay as the script has "
+            "set them.",
+            run.rank,
+            own.name,
+            why,
+        )
+
+    # -- the folder ----------------------------------------------------------------------------------------------
+
+    def _paths(self) -> list[Path]:
+        """Those that were finished once, the newest first."""
+        sealed = (path.with_suffix(".pt") for path in self._folder.glob("run-*.json"))
+        return sorted((path for path in sealed if path.stem[4:].isdecimal()), key=_step_of, reverse=True)
+
+    def _remove_old(self) -> None:
+        """By the first all that is older than what is kept; by the others what they wrote themselves."""
+        kept, old = (paths := self._paths())[: self._keep], paths[self._keep :]
+        if len(kept) < self._keep:
+            return
+        mine = "*" if self._run.is_first else f"{self._run.rank}"
+        own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{mine}.json")]
+        for path in [*(old if self._run.is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
+            for gone in (path.with_suffix(".json"), path):
+                gone.unlink(missing_ok=True)
+
+
+def _told(damaged: Mapping[Path, str]) -> str:
+    return "; ".join(f"{path.name}, which {why}" for path, why in damaged.items())
+
+
+def _put_aside(damaged: Iterable[Path]) -> None:
+    """Let them not count as the newest any more; what is left of them stays, under another name."""
+    for path in damaged:
+        with suppress(OSError):
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.replace(path.with_suffix(".pt.damaged"))
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    """Where the random generators of a rank are that belong to a checkpoint."""
+    return path.with_suffix(f".rank{rank}.rng")
+
+
+def _step_of(path: Path) -> int:
+    """The step at which a checkpoint was made, or what belongs to one; -1 for another file."""
+    number = path.name[4:].partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _world_of(path: Path) -> int | None:
+    """How many workers there were when a file was written; None if it was not finished."""
+    try:
+        return read_file(path.with_suffix(".json"), _seal).world
+    except (OSError, UnreadableError):
+        return None
+
+
+def _contents(path: Path) -> dict[str, Any] | str:
+    """What is in a file; why it cannot be used, in words, if it cannot be.
+
+    Raises:
+        ModelError: if it is whole, and of a class that torch does not load unless it is told to.
+    """
+    try:
+        told = read_file(path.with_suffix(".json"), _seal)
+    except OSError as error:
+        return f"has no seal that can be read ({error.strerror})"
+    except UnreadableError as error:
+        return f"has no seal that can be read ({error})"
+    if told.step != _step_of(path):
+        return f"has the seal of step {state_checks.shown(told.step)}"
+    try:
+        with open_file(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != told.size:
+                return f"has {size} bytes, not {state_checks.shown(told.size)}"
+            if _size_and_digest(file) != (told.size, told.xxh3_128):
+                return "has other contents than were written"
+            file.seek(0)
+            states = torch.load(file, weights_only=True, map_location="cpu")
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except Exception as error:  # with the right seal, so that it may be of use, if `save` has written it
+        why = _line(error)
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in why:
+            raise ModelError(
+                f"Cannot go on from {path}: {why}. Save only what torch.load(weights_only=True) takes, or allow the "
+                "class with torch.serialization.add_safe_globals."
+            ) from error
+        return f"holds no checkpoint ({why})"
+    if not isinstance(states, dict) or not all(type(name) is str for name in states):
+        return "holds no checkpoint"
+    return f"holds no checkpoint ({why})" if (why := state_checks.why_not(states)) else states
+
+
+def _line(error: Exception) -> str:
+    """What an error says, in a line; its name, if it says nothing."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # behind advice that nobody should follow
+    return next(iter(text.splitlines()), "").rstrip(".")[:200] or type(error).__name__
+
+
+def _size_and_digest(file: BinaryIO) -> tuple[int, str]:
+    digest, size = xxh3_128(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names survive as well."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

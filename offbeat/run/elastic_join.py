@@ -1,0 +1,238 @@
+"""Workers that come to a job without a server while it trains: what a run does for them, and as one of them.
+
+All that train and the newcomers form a new circle (`offbeat.engine.join`). The newcomers are handed parameters,
+buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then all compare
+their parameters, and go on. Nobody starts again, and nothing is computed twice.
+
+A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
+an evaluation, a learning rate's schedule) is over by then. That is
+
+    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`); of the
+                        next epoch, where this one has no more
+    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+
+from offbeat.diagnosis.explain import END_OF_RUN
+from offbeat.diagnosis.wait import Awaited
+from offbeat.engine import Claim, Job, Newcomer, Parting, Reception, distinct, hand_over, ignored_names
+from offbeat.errors import PeerError
+from offbeat.plan import Plan
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch._C._distributed_c10d import Store
+
+    from offbeat.diagnosis.sentinel_client import Watch
+    from offbeat.diagnosis.stall_witness import Watched
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine import Control, SwapsTogether
+    from offbeat.fabric import Circle
+    from offbeat.loading.manager import Data
+
+
+class Came(NamedTuple):
+    """Who has come in, what becomes of the batches in words, and the plan that holds."""
+
+    ranks: tuple[int, ...]
+    changes: str
+    plan: Plan
+
+
+class Membership:
+    """One worker's view of who comes to its job.
+
+    Args:
+        store: where the workers met.
+        version: of this offbeat.
+        newcomer: this worker, if it comes to others.
+        control: this worker's end of the control group.
+        circle: who takes part.
+        waiter: the one waiting primitive.
+        watch, watched: of the workers; None if there is none.
+        data: of the run's loops.
+        models, exchangers: that were prepared; more may come.
+        history: the name of the run's history.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        version: str,
+        newcomer: Newcomer | None,
+        control: Control,
+        circle: Circle,
+        waiter: Waiter,
+        watch: Watch | None,
+        watched: Watched | None,
+        data: Data,
+        models: Sequence[torch.nn.Module],
+        exchangers: Callable[[], Sequence[SwapsTogether]],
+        history: str,
+    ) -> None:
+        self._newcomer, self._control, self._circle = newcomer, control, circle
+        self._waiter = waiter
+        self._watch, self._watched, self._data = watch, watched, data
+        self._models, self._exchangers, self._history = models, exchangers, history
+        self._plan, self._has_come = Plan(), False
+        self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
+        self._is_last = False  # the last of them has stepped, so the loop begins again
+        self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
+
+    # -- among those that train ----------------------------------------------------------------------------------
+
+    def calls(self, plan: Plan, *, looks: bool) -> bool:
+        """Whether this worker wants all to come together, because somebody is ready to come in.
+
+        Args:
+            plan: that holds.
+            looks: whether it is the one that looks for newcomers.
+        """
+        self._plan = plan
+        return self._reception.calls(looks=looks)
+
+    def turn_away(self, *, looks: bool) -> None:
+        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
+        self._reception.turn_away(looks=looks)
+
+    def stepped(self, model: int) -> None:
+        """A model has stepped."""
+        if model not in self._turns:
+            self._turns.append(model)
+        self._is_last = model == self._turns[-1]
+
+    def expect(self) -> None:
+        """Learn who comes in where the loop begins again. Collective, behind a step of all."""
+        self._reception.agree()
+
+    def take_in(self, plan: Plan, *, drawing: bool) -> Came | None:
+        """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
+
+        Args:
+            plan: that holds.
+            drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
+        """
+        if not self._reception.expects or not self._begins_again(drawing=drawing):
+            return None
+        if not self._data.is_settled:
+            self._reception.put_off()
+            return None
+        for one in self._exchangers():
+            one.even_out()
+            one.take_call()  # newcomers have not heard it; whoever still wants something calls again
+        ranks = self._reception.admit()
+        if not ranks:
+            return None
+        self._hand_over(self._state(plan, ranks))
+        return Came(ranks, self._data.join(ranks), plan)
+
+    def _begins_again(self, *, drawing: bool) -> bool:
+        """Whether the script's loop does, here."""
+        if self._data.leased:
+            return drawing and not self._data.is_through
+        return not drawing and self._is_last
+
+    def _describe(self) -> Job | None:
+        # Data that is not leased is dealt out for the whole job.
+        if self._watch is None or len(self._data.leased) < len(self._data.loaders):
+            return None
+        claims = tuple(Claim(*one) for one in self._control.compared)
+        return Job(self._plan.to_toml(), self._watch.hub, self._watch.token, self._history, claims)
+
+    def _state(self, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
+        return {
+            "plan": plan.to_toml(),
+            "newcomers": list(ranks),
+            "exchanges": 0 if self._watched is None else self._watched.exchanges,
+            "models": [
+                {"tensors": dict(tensors_of(model)), "exchanger": one.hand_over()}
+                for model, one in zip(self._models, self._exchangers(), strict=True)
+            ],
+            "loaders": self._data.hand_over(),
+            "turns": self._turns,
+        }
+
+    def part(self, told_at: int | None = None) -> None:
+        """This worker is done: wait until all are, or the others have gone on without it.
+
+        Args:
+            told_at: behind which of its steps, if it was told to leave.
+
+        Raises:
+            WorkerLostError, NetworkError: as `Waiter.wait`.
+        """
+        self._waiter.wait(Parting(self._circle, told_at), Awaited(END_OF_RUN))
+
+    # -- as a newcomer -------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this worker is a newcomer that has prepared all that the others have."""
+        return self._newcomer is not None and self._newcomer.is_complete
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether this worker is a newcomer that is not in yet."""
+        return self._newcomer is not None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether this worker was a newcomer."""
+        return self._has_come
+
+    def come_in(self) -> Came:
+        """Take part from now on, with what the others have.
+
+        Raises:
+            PlanError: if this worker is not let in.
+            WorkerLostError: if nobody trains any more.
+            PeerError: if it has not become what the others are.
+        """
+        assert self._newcomer is not None
+        self._newcomer.come_in(self._circle, lambda: {} if self._watched is None else self._watched.ended())
+        self._newcomer, self._control.compares, self._has_come = None, None, True
+        state = self._hand_over(None)
+        plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
+        for one, theirs in zip(self._exchangers(), state["models"], strict=True):
+            one.take_over(theirs["exchanger"], plan)
+        if self._watched is not None:
+            self._watched.exchanges = int(state["exchanges"])
+        self._turns = [int(model) for model in state["turns"]]
+        return Came(ranks, self._data.join(ranks, state["loaders"]), plan)
+
+    def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:
+        state = hand_over(self._control, lambda: self._circle.members[0], mine)
+        if mine is None:
+            with torch.no_grad():
+                for model, theirs in zip(self._models, state["models"], strict=True):
+                    for name, tensor in tensors_of(model):
+                        tensor.copy_(theirs["tensors"][name])
+        digest = xxhash.xxh3_64()
+        for model in self._models:
+            for _, tensor in tensors_of(model):
+                digest.update(bytes_of(tensor.contiguous().reshape(-1)))
+        # A newcomer tells nothing of its own: only what those that train have counts.
+        said = digest.hexdigest()
+        told = self._control.texts("the comparison with newcomers", "" if mine is None else said)
+        if mine is None and said not in told.values():
+            raise PeerError(
+                "Cannot come in: this worker's parameters are not those of any that trains. Start it again."
+            )
+        return state
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is the same on all workers, by name: parameters, frozen ones too, and buffers."""
+    ignored = ignored_names(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in ignored and tensor.numel():
+            yield name, distinct(tensor.detach())

@@ -1,0 +1,248 @@
+"""From one fabric to the other while training: the workers' own, and a parameter server.
+
+    to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
+                    next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
+                    optimizer has gathered, and the place in the data.
+    from a server   where in its script no worker has been yet (`engine.border`): all take the newest parameters, and
+                    what the server's optimizer has gathered, and work out alike who computes what. The server ends.
+
+Either way nothing is under way then: what was computed is in the parameters, and these are the same on all workers, to
+the bit. Steps of the workers' own (`LocalSGD`) end before, and begin anew after, if both plans have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.engine import SwapsAlone, SwapsTogether
+from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.server.optimizers import check_states
+from offbeat.short_name import short_name
+from offbeat.sync import BSP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine import Control, Diary, Either
+    from offbeat.engine.factory import Exchanging, Prepared
+    from offbeat.engine.server_launch import Starting
+    from offbeat.engine.server_session import Server
+    from offbeat.loading.manager import Data
+    from offbeat.loading.server_source import DealtSource
+    from offbeat.plan import Plan
+
+
+class Crossing:
+    """One worker's models and data, and how they go over.
+
+    Args:
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        data: of the run's loops.
+        diary: where digests of the parameters go.
+        exchanging: makes what exchanges a model's gradients.
+        prepared, reducers: the models, and what keeps each of them together; more may come.
+
+    Attributes:
+        due: the plan with a server that all go over to, when that is started, or where the next loop over leased data
+            begins; None if there is none.
+        starting: its server, if that is started here.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: Control,
+        waiter: Waiter,
+        data: Data,
+        diary: Diary,
+        exchanging: Exchanging,
+        prepared: Sequence[Prepared],
+        reducers: Sequence[Either],
+    ) -> None:
+        self._control, self._waiter, self._data, self._diary = control, waiter, data, diary
+        self._exchanging, self._prepared, self._reducers = exchanging, prepared, reducers
+        self.due: Plan | None = None
+        self.starting: Starting | None = None
+
+    def check(self, plan: Plan) -> None:
+        """See that this worker, which has no server, can go by another plan.
+
+        Raises:
+            OffbeatError: if it cannot.
+        """
+        if self.due is not None:
+            raise PlanError(
+                f"Cannot swap the plan now: all workers are about to go over to {short_name(self.due.fabric)}. "
+                "Try again when they have."
+            )
+        plan.check_world(len(self._control.members))
+        if not plan.is_served:
+            return
+        for one in self._prepared:
+            check_states(one.describe(), one.gathered(), one.parameters)
+
+    @property
+    def stays(self) -> str:
+        """Why this worker could not leave the server, or ""."""
+        return self._data.stays
+
+    @property
+    def calls(self) -> bool:
+        """Whether this worker wants all to confer, as the server is there that it has started, or never will be."""
+        if self.due is None or self.starting is None:
+            return False
+        if self.starting.beside not in self._control.members:
+            return self._control.is_first
+        return self._control.rank == self.starting.beside and self.starting.done()
+
+    def is_due(self) -> bool:
+        """Whether all go over now. Collective, behind a step of all."""
+        if self.due is None or self._data.leased:
+            return False
+        is_there = self.starting is None or self.starting.done()
+        told = self._control.texts("whether the server has been started", "" if is_there else "not yet")
+        return not any(told.values())
+
+    def to_server(self, plan: Plan, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+        """Go over to a server, or say why that cannot be. Collective, behind a step of all.
+
+        Args:
+            connect: finds or starts it. Collective.
+
+        Raises:
+            OffbeatError: if another worker, or the server, is lost meanwhile.
+        """
+        server, refusal = self._connect(connect)
+        starting, self.due, self.starting = self.starting, None, None
+        refusals = self._control.texts("whether all can reach the server", refusal)
+        if server is not None:
+            server.begin_with(tuple(refusals))
+        refusal = next((text for text in refusals.values() if text), "")
+        if server is None or refusal:
+            self._let_go(server, starting)
+            return None, refusal
+        step = max((reducer.step for reducer in self._reducers), default=0)
+        before = [reducer.plan for reducer in self._reducers]
+        self._end_own_steps()
+        # Until all are there, each has all that it needs to go on without: who brings it to the server may be lost.
+        kept = [tensor.detach().clone() for tensor in self._tensors]
+        crossed, sources, refusal = self._bring_to(plan, server)
+        refusals = self._control.texts("whether all are at the server", refusal)
+        if refusal := next((text for text in refusals.values() if text), ""):
+            for after in crossed:
+                after.close()
+            self._let_go(server, starting)
+            with torch.no_grad():
+                for tensor, own in zip(self._tensors, kept, strict=True):
+                    tensor.copy_(own)
+            for reducer, own_plan in zip(self._reducers, before, strict=True):
+                reducer.plan = own_plan
+            return None, refusal
+        border = self._leave_stretch(plan, step, server.job)
+        self._data.to_server(server, sources)
+        for reducer, after in zip(self._reducers, crossed, strict=True):
+            reducer.now.close()
+            reducer.now = after
+            after.refreshed()
+            after.plan = plan
+        self._enter_stretch(border, step)
+        return server, ""
+
+    def _end_own_steps(self) -> None:
+        """All step together. Collective."""
+        for reducer in self._reducers:
+            reducer.plan = dataclasses.replace(reducer.plan, sync=BSP(), controller=None)
+
+    def _bring_to(self, plan: Plan, server: Server) -> tuple[list[SwapsAlone], dict[int, DealtSource], str]:
+        """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
+        crossed: list[SwapsAlone] = []
+        try:
+            for one, reducer in zip(self._prepared, self._reducers, strict=True):
+                assert isinstance(reducer.now, SwapsTogether)
+                crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
+            sources = self._data.bring_to(server)
+            server.take_over(self._waiter)
+        except OffbeatError as error:
+            self._waiter.failure = None  # the workers are as they were
+            server.abort()  # the others are not to wait for this one there
+            return crossed, {}, str(error)
+        return crossed, sources, ""
+
+    def _let_go(self, server: Server | None, starting: Starting | None) -> None:
+        """The workers stay as they are, and the server ends."""
+        if server is not None:
+            with contextlib.suppress(NetworkError):  # it was let go of before
+                server.abort()
+        if starting is not None:
+            starting.abandon()
+        self._waiter.ask_server = str
+
+    def to_group(self, plan: Plan, server: Server) -> None:
+        """Leave the server, where all have come together. Collective.
+
+        Raises:
+            OffbeatError: if another worker, or the server, is lost meanwhile.
+        """
+        steps = self._control.texts("the steps that were made", str(max(one.step for one in self._reducers)))
+        witness = self._waiter.witness
+        done = self._control.texts("the exchanges that were made", str(witness.exchanges))
+        witness.exchanges = max(map(int, done.values()))
+        stamps = self._control.texts("the batches that were drawn", str(max(r.share.stamp for r in self._reducers)))
+        step = max(map(int, steps.values()))
+        border = self._leave_stretch(plan, step)
+        for one, reducer in zip(self._prepared, self._reducers, strict=True):
+            before = reducer.now
+            assert isinstance(before, SwapsAlone)
+            before.share.stamp = max(map(int, stamps.values()))
+            after = self._exchanging.to_group(one, plan, before, step)
+            before.close()
+            reducer.now = after
+            after.plan = plan
+        self._enter_stretch(border, step)
+        self._data.to_group(server)
+        self._waiter.ask_server = str
+        server.close()
+
+    def _connect(self, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+        try:
+            return connect(), ""
+        except OffbeatError as error:
+            self._waiter.failure = None  # the workers are as they were
+            return None, str(error)
+
+    # -- the history ---------------------------------------------------------------------------------------------
+
+    def _leave_stretch(self, plan: Plan, step: int, job: str = "") -> str:
+        """In the history a stretch ends here, and another begins; the name of the place. Collective.
+
+        Args:
+            plan: that holds then.
+            step: that all go on with.
+            job: at the server; "" if there is none.
+        """
+        if not self._diary.is_kept:
+            return ""
+        names = self._control.texts("the name of this place in the history", secrets.token_hex(8))
+        border = next(iter(names.values()))
+        self._diary.leaves(border, job or border, step, self._tensors)
+        members = self._control.members
+        world = len(members) if members == tuple(range(len(members))) else 0  # else nobody knows who should be there
+        for one in self._prepared:
+            self._diary.trains(one.number, plan, world, one.parameters.values())
+        return border
+
+    def _enter_stretch(self, border: str, step: int) -> None:
+        """What this worker has behind the place."""
+        if border:
+            self._diary.enters(border, step, self._tensors)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [parameter for one in self._prepared for parameter in one.parameters.values()]

@@ -1,0 +1,365 @@
+"""Which plan holds in a run, and how another one comes to hold while it trains.
+
+With a server the server says so; without one the workers vote behind an exchange (`offbeat.engine.plan_vote`); all go
+from one to the other at the same place of the script (`offbeat.run.fabric_migration`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.engine import Conference, Controlling, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.errors import PlanError
+from offbeat.fabric.parameter_server import ParameterServer
+from offbeat.run.fabric_migration import Crossing
+from offbeat.short_name import short_name
+from offbeat.sync import ASP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from offbeat.clock import Clock
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.engine import Control, Diary, Either, Meter
+    from offbeat.engine.factory import Exchanging, Prepared
+    from offbeat.engine.server_session import Server
+    from offbeat.fabric import Circle
+    from offbeat.loading.manager import Data
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+
+
+class Swapping:
+    """One worker's part.
+
+    Args:
+        plan: of the beginning.
+        control: this worker's end of the control group.
+        waiter: the one waiting primitive.
+        clock: for how long it takes.
+        timeout: a wait longer than this is explained.
+        meter, diary: where measurements, and digests of the parameters go.
+        data: of the run's loops.
+        exchanging: makes what exchanges a model's gradients.
+        prepared, reducers: the models, and what keeps each of them together; more may come.
+        rank: of this worker.
+        run_dir: where wishes for other plans, and word of a server, are left; None for nowhere.
+        joins: rank of this worker, and how many the job began with, if it joins one that trains.
+        circle: of the workers, if they go on without one that is lost.
+        tell: what all have to say alike is said by one.
+        tell_of_server: says what the server has told all workers.
+
+    Attributes:
+        plan: that holds.
+        server: at work; None without one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        control: Control,
+        waiter: Waiter,
+        clock: Clock,
+        timeout: timedelta,
+        meter: Meter,
+        diary: Diary,
+        data: Data,
+        exchanging: Exchanging,
+        prepared: Sequence[Prepared],
+        reducers: Sequence[Either],
+        rank: int,
+        run_dir: Path | None,
+        joins: tuple[int, int] | None,
+        circle: Circle | None,
+        tell: Callable[[str], None],
+        tell_of_server: Callable[[str], None],
+    ) -> None:
+        self.plan = plan
+        self.server: Server | None = None
+        self._had_server = False
+        self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
+        self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
+        self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
+        self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
+        self._circle, self._tell_of_server = circle, tell_of_server
+        self._crossing = Crossing(
+            control=control,
+            waiter=waiter,
+            data=data,
+            diary=diary,
+            exchanging=exchanging,
+            prepared=prepared,
+            reducers=reducers,
+        )
+        self._conference = Conference(control, clock.now_s, run_dir, self._crossing.check)
+        self._controlling = Controlling(clock.now_s)
+
+    # -- the server ----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find or start the server of the plan, if it has one. Collective.
+
+        Raises:
+            NetworkError: if it cannot be reached.
+            PlanError: if this worker joins a job that has one, and its plan has none.
+        """
+        fabric, named = self.plan.fabric, os.environ.get("OFFBEAT_SERVERS")
+        if not isinstance(fabric, ParameterServer):
+            if self._joins and named:
+                raise PlanError(
+                    f"Cannot join the job of the parameter server at {named}: this worker's plan has "
+                    f"{short_name(fabric)}, so it would train alone. Give it the job's plan (`offbeat run --plan`) - "
+                    "at `plan.fabric`."
+                )
+            if self._rank == 0 and named:
+                _log.warning(
+                    "Nobody uses the parameter server at %s: the plan's fabric is %s. Give the plan "
+                    "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
+                    "and OFFBEAT_SERVERS.",
+                    named, short_name(fabric),
+                )  # fmt: skip
+        # A worker that is alone needs no server, unless one is there.
+        elif self._control.world > 1 or fabric.addresses or named:
+            self.server = self._data.server = self._reach(self.plan)
+
+    def _reach(self, plan: Plan, **how: Any) -> Server:
+        assert isinstance(plan.fabric, ParameterServer)
+        return connect(
+            plan,
+            plan.fabric,
+            self._control,
+            self._waiter,
+            self._timeout,
+            self._run_dir,
+            self._tell_of_server,
+            place=None if self._takes_part else self._joins,
+            stays=self._stays,
+            **how,
+        )
+
+    def _stays(self, plan: Plan) -> str:
+        """Why this worker could not leave the server to go by another plan, or ""."""
+        if not self._takes_part:
+            return "It has joined the job later."
+        if plan.outlives != (self._circle is not None):
+            here = "ProcessGroup()" if self._circle is None else "Elastic()"
+            return (
+                f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
+                f"fabric={here}, or begin with {short_name(plan.fabric)} - at `plan.fabric`."
+            )
+        return self._crossing.stays
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this worker is one of those that can do without a server."""
+        return not self._joins or self._control.world > 1
+
+    # -- called while training -----------------------------------------------------------------------------------
+
+    def swap(self, plan: Plan | None, **parts: Any) -> None:
+        """Have another plan hold; see `offbeat.Run.swap`."""
+        if plan is None and parts.get("sync", self.plan.sync) != self.plan.sync:
+            parts = {"controller": None, **parts}  # it would swap back
+        wanted = dataclasses.replace(self.plan if plan is None else plan, **parts)
+        self.plan.swapped(wanted.to_toml(), whole=True)
+        if self.server is not None:
+            self.server.swap(wanted.to_toml(), self._waiter)
+            self.take_plan()
+        elif self._control.world > 1:
+            self._conference.want(wanted)
+            for one in self.together:
+                one.calls = True
+        else:
+            self.adopt(wanted)
+
+    def take_plan(self) -> None:
+        """Go by the plan that the server says holds."""
+        if self.server is None or (plans := self.server.plans).present is plans.taken:
+            return
+        plan = plans.taken = plans.present
+        self._leaving = None if plan.is_served else self._leaving or self.plan
+        # One without a server holds once that is left; steps of the own end before.
+        self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
+        while plans.told:
+            self._meter.event("swap", plans.told.popleft(), self._step, plan=plan.to_toml())
+
+    def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
+        """Go by it from now on."""
+        self._controlling.adopts(self.plan, plan, by_controller=by_controller)
+        self.plan = plan
+        if self.server is None:
+            self._diary.adopts(plan)
+        for reducer in self._reducers:
+            reducer.plan = plan
+
+    def calls(self, *, looks: bool) -> bool:
+        """Whether this worker, which has no server, wants all to confer behind their next exchange.
+
+        Args:
+            looks: whether it is the one that looks for wishes that somebody has left.
+        """
+        self._ask_controller(looks=looks)
+        return self._conference.calls(self.plan, looks=looks) or self._crossing.calls
+
+    def _ask_controller(self, *, looks: bool) -> None:
+        """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
+        # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
+        if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
+            return
+        first, samples = self._reducers[0].now, self._meter.last_samples
+        assert isinstance(first, SwapsTogether)
+        if not self._controlling.stepped(controller, first.step, samples, first.take_times):
+            return
+        if looks and self._crossing.due is None and not self._conference.is_due:
+            decision = self._controlling.ask(controller, self.plan.sync)
+            if decision is not None:
+                self._conference.want(self.plan.controlled(decision.sync), decision.reason)
+
+    def go_on_from(self, plan: Plan) -> None:
+        """A checkpoint was made with that plan: what this plan's controller had come to holds, if it is the same."""
+        if self.plan.is_served or plan.controller is None or plan.controller != self.plan.controller:
+            return
+        if plan == self.plan.controlled(plan.sync):
+            self.adopt(plan)
+
+    def joined(self, ranks: Sequence[int]) -> None:
+        """These take part from now on. On all workers at the same place."""
+        for one in self.together:
+            one.make_room(ranks)
+
+    def confer(self) -> None:
+        """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
+        before, outcome = self.plan, self._conference.decide(self.plan)
+        refusal, text = outcome.refusal, f"The plan stays as it is: {short_name(before.sync)}."
+        if outcome.plan.is_served and not refusal:
+            text = self._expect_server(outcome.plan)
+        elif outcome.plan.digest != before.digest and not refusal:
+            text, refusal = self._go_by(outcome.plan, outcome.reason)
+        if refusal:
+            self._tell(f"The plan stays as it is. {refusal}")
+            if outcome.reason:
+                self._controlling.refused(before.controller)
+        if self._crossing.is_due():
+            text, refusal = self._go_over()
+        if self._crossing.due is None or self._data.leased:
+            self._conference.answer(text, refusal)
+
+    def at_border(self) -> None:
+        """Here all workers may come together to go over to a server, or to leave it."""
+        if self._crossing.due is not None:
+            self._go_over()
+        elif self.server is not None and self.server.plans.border.is_here(self._waiter):
+            self._leave_server(self.server)
+
+    @property
+    def together(self) -> list[SwapsTogether]:
+        """What exchanges gradients without a server, of all models."""
+        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._crossing.due is not None:
+            self._tell(f"The run has ended before all went over to {short_name(self._crossing.due.fabric)}.")
+        if self._crossing.starting is not None:
+            self._crossing.starting.abandon()
+
+    # -- going over ----------------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        return self._reducers[0].step if self._reducers else 0
+
+    def _expect_server(self, plan: Plan) -> str:
+        """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
+        assert isinstance(plan.fabric, ParameterServer)
+        self._crossing.due, when = plan, "now"
+        if not addresses_of(plan.fabric, again=self._had_server):
+            self._crossing.starting = start_beside(self._control, self._timeout, self._run_dir)
+            when = "when the server has been started"
+        if self._data.leased:
+            when = "where the next loop over the data begins"
+        text = f"All go over to {short_name(plan.fabric)} {when}."
+        if when != "now":
+            self._tell(text)
+        return text
+
+    def _go_over(self) -> tuple[str, str]:
+        """To the plan that is due; what is to be said, and why it does not hold. Collective."""
+        assert self._crossing.due is not None
+        text, refusal = self._go_by(self._crossing.due)
+        if refusal:
+            self._tell(f"The plan stays as it is. {refusal}")
+        return text, refusal
+
+    def _go_by(self, plan: Plan, reason: str = "") -> tuple[str, str]:
+        """Have another plan hold, behind a step of all; what is to be said, and why it does not. Collective.
+
+        Args:
+            reason: of the controller that wants it.
+        """
+        before, began_s, refusal = self.plan, self._clock.now_s(), ""
+        if plan.is_served:
+            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
+            self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            if refusal:
+                self._forget_server(before)
+        return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
+
+    def _forget_server(self, plan: Plan) -> None:
+        """Nobody is to look for a server any more, and this plan holds, which has none."""
+        if self._run_dir is not None and self._control.is_first:
+            (self._run_dir / "server.json").unlink(missing_ok=True)
+        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
+            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+
+    def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
+        """Go by it from now on; what is said of it."""
+        self.adopt(plan, by_controller=bool(reason))
+        new, old = short_name(plan.fabric), short_name(before.fabric)
+        where = "" if plan.fabric == before.fabric else f", on {new}, not {old} any more"
+        policy = "" if plan.sync == before.sync else f", not {short_name(before.sync)} any more"
+        why = f": {reason}" if reason else ""
+        if before.controller is not None and plan.controller != before.controller:
+            why += f"; {short_name(before.controller)} has let go of it"
+        if plan.controller is not None and plan.controller != before.controller:
+            why += f"; {short_name(plan.controller)} swaps it from now on"
+        text = (
+            f"From step {self._step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}{why} "
+            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
+            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
+        )
+        self._tell(text)
+        return text
+
+    def _go_on_with(self, there: Sequence[int]) -> None:
+        """These have left the server, and form the circle, if there is one."""
+        if self._circle is not None:
+            why = "had gone while there was a server."
+            self._circle.go_on_without({rank: why for rank in self._circle.members if rank not in there})
+
+    def _leave_server(self, server: Server) -> None:
+        """Go on without it, unless somebody is gone since all had agreed to. Collective."""
+        before, began_s = self.plan, self._clock.now_s()
+        for reducer in self._reducers:
+            reducer.settle()
+        self._data.give_back()
+        there = server.leave(self._waiter)
+        for reducer in self._reducers:
+            reducer.refreshed()
+        self.take_plan()
+        plan = server.plans.present
+        if plan.is_served or (len(there) < self._control.world and not plan.outlives):
+            return
+        self._go_on_with(there)
+        self._crossing.to_group(plan, server)
+        self.server, self._had_server = None, True
+        self._forget_server(plan)
+        self._take(self._leaving or before, plan, began_s)
+        self._leaving = None

@@ -1,0 +1,228 @@
+"""How the workers of a job find each other.
+
+Each writes its name into the store that `offbeat run` (a file) or `torchrun` (a TCPStore) names in the environment, and
+waits until all are there; who is not there yet can so be told. Then torch's process group is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from offbeat.diagnosis.startup_barrier import Roll
+from offbeat.diagnosis.wait import Awaited
+from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric import Elastic
+from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
+
+if TYPE_CHECKING:
+    from offbeat.diagnosis.wait import Waiter
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_NEVER = timedelta(days=365)
+_REACH = timedelta(seconds=10)  # the store of a job that is to be joined
+_TCP = "tcp://"
+_held: dict[Path, int] = {}  # locks
+_met = 0  # how often the workers met: one process may join several times, one after the other
+
+
+def join(waiter: Waiter) -> Store | None:
+    """Make sure that torch's default process group exists if there is more than one worker.
+
+    Returns:
+        Where the workers met, if we made it.
+
+    Raises:
+        PlanError: if the environment names no rank of this worker.
+    """
+    if dist.is_initialized():
+        return None
+    world = _number("WORLD_SIZE", 1)
+    if world == 1:
+        return None
+    rank, local_rank = _number("RANK", -1), _number("LOCAL_RANK", 0)
+    if not 0 <= rank < world:
+        raise PlanError(
+            f"Cannot join {world} workers as rank {rank}: RANK must be from 0 to {world - 1}. "
+            "Start the script with `offbeat run` or torchrun."
+        )
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    store = waiter.call(lambda: _open_store(rank, world), Awaited(f"the meeting of all workers at {where}"))
+    roll = Roll(store, rank, world)
+    waiter.witness = roll  # until there is a watch
+    waiter.wait(roll, Awaited("the others to call offbeat.init()"))
+    _choose_interface(world)
+    try:
+        waiter.call(
+            lambda: dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
+            ),
+            Awaited("the connection to the others"),
+        )
+    except RuntimeError as error:
+        if "Gloo connect" not in str(error):
+            raise
+        raise NetworkError(
+            f"Cannot connect rank {rank} on {socket.gethostname()} with the others: {str(error).splitlines()[0]}. Set "
+            "GLOO_SOCKET_IFNAME, on each machine, to the interface by which the others reach it; `offbeat doctor` "
+            "lists them."
+        ) from error
+    return store
+
+
+def _choose_interface(world: int) -> None:
+    """Have Gloo listen where other machines reach this one, if its own name resolves to loopback, as on Debian."""
+    here = _number("LOCAL_WORLD_SIZE", 0)
+    if "GLOO_SOCKET_IFNAME" in os.environ or _is_file() or here == world:
+        return
+    own = resolve_hostname()
+    if own and not is_loopback(own):
+        return
+    outward = {name: one for name, one in interface_addresses().items() if one and not is_loopback(one)}
+    towards_first = address_towards(os.environ.get("MASTER_ADDR", ""))
+    names = [name for name, one in outward.items() if one == towards_first]
+    if not names and here and len(outward) == 1:  # the first machine was named, and its name resolves to loopback there
+        names = list(outward)
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def joins() -> tuple[int, int] | None:
+    """The rank of this worker and how many the job began with, if it joins one that trains; else None.
+
+    Raises:
+        PlanError: if the environment says so in no such numbers.
+    """
+    if "OFFBEAT_JOINS" not in os.environ:
+        return None
+    rank, world = _number("RANK", -1), _number("OFFBEAT_JOINS", 0)
+    if not 1 <= world <= rank:
+        raise PlanError(
+            f"Cannot join a job that began with {world} workers as rank {rank}: those ranks are taken. Start the "
+            "script with `offbeat run --join`."
+        )
+    return rank, world
+
+
+def store_of_job(plan: Plan) -> Store | None:
+    """Where the workers of the job met that this worker joins, if it is one without a server.
+
+    Args:
+        plan: of this worker.
+
+    Raises:
+        PlanError: if that is not for such a job.
+        NetworkError: if it cannot be reached.
+    """
+    place, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
+    if not place or not prefix:
+        return None
+    if not isinstance(plan.fabric, Elastic):
+        raise PlanError(
+            f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
+            "plan (`offbeat run --plan`) - at `plan.fabric`."
+        )
+    if not place.startswith(_TCP):
+        return PrefixStore(prefix, FileStore(place))
+    host, _, port = place.removeprefix(_TCP).rpartition(":")
+    try:
+        return PrefixStore(prefix, TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_REACH))
+    except RuntimeError as error:
+        raise NetworkError(
+            f"Cannot join: the store in which the workers met, at {host}:{port}, cannot be reached. The job has ended, "
+            "or this machine cannot reach the one of its first worker."
+        ) from error
+
+
+def stay() -> None:
+    """Have others know, as long as this process lives, that the job does: it holds a lock beside the store."""
+    if not _is_file():
+        return
+    path = Path(os.environ["OFFBEAT_STORE"])
+    if path not in _held:
+        _held[path] = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(_held[path], fcntl.LOCK_SH)
+
+
+def ended() -> bool:
+    """Whether no worker of the job lives that this one is to join, as far as that is known."""
+    if not _is_file():
+        return False
+    path = Path(os.environ["OFFBEAT_STORE"])
+    try:
+        lock = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def leave_store(folder: Path, plan: Plan, world: int) -> None:
+    """Write down in the run folder where the workers met, so that others can join them.
+
+    Args:
+        plan: that they begin with; written down as well, unless it is there.
+        world: with how many workers the job begins.
+    """
+    prefix = f"offbeat-{_met - 1}"
+    if _is_file():
+        place = os.environ["OFFBEAT_STORE"]
+    else:
+        place = f"{_TCP}{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun, and this is what it adds
+            prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}"
+    about = {"place": place, "prefix": prefix, "world": world}
+    part = folder / "store.part"
+    try:
+        part.write_text(json.dumps(about))
+        if not (folder / "plan.toml").exists():
+            (folder / "plan.toml").write_text(plan.to_toml())
+        part.replace(folder / "store.json")
+    except OSError as error:  # a full disk is no reason to end the run
+        _log.warning("Cannot write %s: %s. No worker can join.", folder / "store.json", error.strerror)
+
+
+def _is_file() -> bool:
+    """Whether the workers meet in a file."""
+    return "OFFBEAT_STORE" in os.environ and not os.environ["OFFBEAT_STORE"].startswith(_TCP)
+
+
+def _open_store(rank: int, world: int) -> Store:
+    global _met
+    prefix = f"offbeat-{_met}"
+    _met += 1
+    if "OFFBEAT_STORE" in os.environ:
+        # Told how many workers there are, the last to leave a job would remove the file, perhaps when another one has
+        # written its name there for the next job.
+        return PrefixStore(prefix, FileStore(os.environ["OFFBEAT_STORE"]))
+    store, _, _ = next(rendezvous("env://", rank=rank, world_size=world, timeout=_NEVER))
+    return PrefixStore(prefix, store)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.lstrip("-").isdigit():
+        raise PlanError(
+            f"Cannot read {name}={text!r}: it must be a whole number. Start with `offbeat run` or torchrun."
+        )
+    return int(text)

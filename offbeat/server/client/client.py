@@ -1,0 +1,692 @@
+"""A worker's end of a parameter server.
+
+Call order, (each worker): `open` once per model; then, in each step, `exchange`, and wait for what it returns; `close`.
+All links are served by one event loop on a thread of their own.
+
+When a shard is lost, or says that the job went on without this worker, the client lets go of all shards, dials all of
+them again, and opens its models again, saying where it was; what becomes of it then is decided there (see
+`offbeat.coordinator.reconnect`). What the training thread waits for goes on waiting meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
+from offbeat.protocol.checkpoints import Done, MayPut
+from offbeat.protocol.data_leases import Dealt
+from offbeat.protocol.messages import pack
+from offbeat.protocol.plan_swap import Adopt, Agreed, Proposed, Swap, Swapped
+from offbeat.protocol.status import Look, TellStatus
+from offbeat.protocol.training import (
+    MOST_REFUSAL,
+    About,
+    Announce,
+    Answer,
+    Answered,
+    Ask,
+    Back,
+    Details,
+    Evicted,
+    Fill,
+    Go,
+    Granted,
+    Leaves,
+    Open,
+    Opened,
+    Part,
+    Pulled,
+    Refused,
+    Safe,
+    Told,
+    Values,
+)
+from offbeat.server.client.connections import Route
+from offbeat.server.client.lease_queue import Hands
+from offbeat.server.client.model_state import Place
+from offbeat.server.client.receiver import ShardSide
+from offbeat.server.client.requests import Exchange
+from offbeat.server.client.state_transfer import Due, Load, Transfers
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from offbeat.protocol.data_leases import Enrol, FromData
+    from offbeat.protocol.messages import ToWorker
+    from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.protocol.status import Scene
+    from offbeat.protocol.worker_status import Status
+    from offbeat.server.blocks import Block
+    from offbeat.server.client.connections import Dial
+    from offbeat.server.client.lease_queue import Hand
+    from offbeat.server.optimizer_checkpoint import Portion
+    from offbeat.wire.link import Link
+    from offbeat.wire.loop_thread import Loop
+
+_MOST_ANSWERED = 16
+
+
+class Plans(Protocol):
+    """Knows which plans a worker can go by. Called on the event loop's thread."""
+
+    def judge(self, plan: str) -> tuple[str, str, int]:
+        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; and how many places were passed.
+
+        Under a plan without a server no place is passed from now on, until something is adopted, or `let_go`.
+        """
+
+    def adopt(self, plan: str, text: str, border: int | None) -> None:
+        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+
+    def let_go(self) -> None:
+        """What becomes of what was proposed may never be heard."""
+
+
+class Client:
+    """One worker's links to all shards.
+
+    Args:
+        loop: where the links live.
+        rank, world: worker `rank` of the `world` that the job begins with.
+        dials: how to reach each shard; if empty, a shard that is lost is lost for good.
+        hosts: on which each shard runs; if empty, all on one.
+        patience: for how long to dial a server that is gone; 0 gives up at once.
+        tell: called, on the event loop's thread, with what people should know.
+        plans: who knows which plans this worker can go by; None if it can go by no other.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        rank: int,
+        world: int,
+        dials: Sequence[Dial] = (),
+        hosts: Sequence[str] = (),
+        patience: timedelta = timedelta(seconds=60),
+        tell: Callable[[str], None] = lambda text: None,
+        plans: Plans | None = None,
+    ) -> None:
+        self._loop = loop
+        self._plans = plans
+        self._swaps: dict[int, Exchange] = {}
+        self.rank, self.world = rank, world
+        self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
+        self._shard_hosts = tuple(hosts)
+        self._tell = tell
+        self._route = Route(self, rank=rank, dials=dials, patience=patience)
+        self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
+        self._links = self._route.links
+        self._places: dict[int, Place] = {}
+        self._questions: dict[int, tuple[Ask, Exchange]] = {}
+        self._looks: dict[int, Exchange] = {}
+        self._hands = Hands(self._say_if_up)
+        self._enrolled = 0  # the entry in which it has enrolled
+        self._draws: dict[int, Exchange] = {}  # by loader
+        self.transfers = Transfers(self._links)
+        self._transfers_due: list[Due] = []
+        self._asked_swaps = 0
+        self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
+        self._asked = self._looked = 0  # questions are numbered alike on all workers
+        self._error: OffbeatError | None = None
+
+    def accept(self, link: Link) -> ShardSide:
+        """Take a link into use, in order of shards; returns what it hands frames to."""
+        self._links.append(link)
+        return ShardSide(self, len(self._links) - 1, self._route.entry)
+
+    async def connect(self, patience: timedelta) -> None:
+        """Dial all shards for the first time.
+
+        Raises:
+            NetworkError: if one cannot be reached in time.
+            PeerError: if one refused.
+        """
+        await self._route.connect(patience)
+
+    # -- called by the training thread ---------------------------------------------------------------------------
+
+    def open(
+        self,
+        model: int,
+        *,
+        plan: str,
+        layout: str,
+        blocks: Sequence[Block],
+        shards: Sequence[int],
+        values: Sequence[torch.Tensor],
+        optimizer: OptimizerSpec,
+    ) -> Exchange:
+        """Take part in training a model; done when this worker has the parameters.
+
+        Args:
+            plan: as TOML.
+            layout: digest of the model's parameters.
+            shards: which shard holds each block.
+            values: [D] of each block; the first worker's are taken, and all are overwritten.
+        """
+        place = Place(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
+        self._loop.call(self._open, place)
+        return place.exchange
+
+    def exchange(
+        self,
+        model: int,
+        parts: Sequence[torch.Tensor],
+        *,
+        about: About,
+        unused: tuple[str, ...] = (),
+    ) -> Exchange:
+        """Bring a contribution and wait for the parameters of the next step.
+
+        Args:
+            parts: [D] gradient of each block, contiguous, on the CPU; it may not change until the exchange is done.
+            about: what it is; its `unused` is filled in.
+            unused: names of parameters without a gradient.
+        """
+        exchange = Exchange(sum(part.numel() * part.element_size() for part in parts))
+        self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
+        return exchange
+
+    def enrol(self, about: Enrol) -> Hand:
+        """Take part in a loader's data; where the leases come."""
+        hand = self._hands.hold(about)
+        self._loop.call(self._enrol, hand)
+        return hand
+
+    def draw(self, hand: Hand) -> Exchange:
+        """Done when there is something in `hand.deals`, from which only the caller takes."""
+        exchange = Exchange()
+        self._loop.call(self._draw, hand, exchange)
+        return exchange
+
+    def give_back(self, hand: Hand, numbers: Sequence[int]) -> None:
+        """These leases will not be used."""
+        self._loop.call(self._hands.give_back, hand.about.loader, numbers)
+
+    def crowded(self, hand: Hand, count: int, numbers: Sequence[int]) -> None:
+        """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
+        self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
+
+    def books(self) -> Exchange:
+        """Where the data is, for a checkpoint; in `Exchange.place`."""
+        exchange = Exchange()
+        self._loop.call(self._transfer, Due(exchange, self.transfers.books))
+        return exchange
+
+    def restock(self, place: bytes) -> Exchange:
+        """Go on where `books` was called, on all workers; done when all are told so."""
+        exchange = Exchange()
+        self._loop.call(self._transfer, Due(exchange, self.transfers.restock, (place,)))
+        return exchange
+
+    def reseed(self, hand: Hand, seed: int) -> None:
+        """The order of the data is that of another run, from whose checkpoint this one goes on."""
+        self._loop.call(self._hands.reseed, hand.about.loader, seed)
+
+    def look(self) -> Exchange:
+        """How it goes, as the coordinator sees it; in `Exchange.scenes`."""
+        exchange = Exchange()
+        self._loop.call(self._look, exchange)
+        return exchange
+
+    def tell_status(self, status: Status) -> None:
+        """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
+        self._loop.call(self._tell_status, status)
+
+    def ask(
+        self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
+    ) -> Exchange:
+        """Ask all workers together; the sums of their numbers are in `Exchange.numbers`.
+
+        Args:
+            refresh: take the newest parameters of all models; else only if there were updates in the meantime.
+            refusal: why what all are to do cannot be; the first one is in `Exchange.refused` of all.
+        """
+        exchange = Exchange()
+        self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
+        return exchange
+
+    def swap(self, part: str, *, whole: bool = False) -> Exchange:
+        """Have another plan hold for all; done when it does, or does not: then why is in `Exchange.refused`.
+
+        Args:
+            part: of the plan, as TOML.
+            whole: it is all of it.
+        """
+        exchange = Exchange()
+        self._loop.call(self._swap, part, whole, exchange)
+        return exchange
+
+    def fetch(self, model: int) -> Exchange:
+        """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
+        exchange = Exchange()
+        self._loop.call(self._transfer, Due(exchange, self.transfers.fetch, (self.place(model),)))
+        return exchange
+
+    def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
+        """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
+
+        Done when they have, or when the others do not wait for that: then why is in `Exchange.refused`.
+        """
+        exchange, place = Exchange(), self.place(model)
+        # Copied, since what it is given if it has to come back meanwhile lands there.
+        values = tuple(value.clone() for value in place.values)
+        due = Due(exchange, self.transfers.put, (Load(place, values, tuple(portions)),))
+        self._loop.call(self._transfer, due)
+        return exchange
+
+    def trouble(self) -> str:
+        """What is wrong with the server, in sentences; "" if nothing is known to be."""
+        return self._route.trouble()
+
+    def abort(self) -> None:
+        """Leave without a word: the others are to miss this worker at once."""
+        self._loop.call(self._route.abort)
+
+    def close(self, told_at: int | None = None) -> None:
+        """Say good-bye to all shards.
+
+        Args:
+            told_at: behind which of its steps this worker leaves because it was told to; None if it is done.
+        """
+        if told_at is not None:
+            self._loop.call(self._leave, told_at)
+        self._loop.call(self._route.close)
+        for link in tuple(self._links):
+            self._loop.run(link.close())
+        self._links.clear()
+
+    # -- on the event loop ---------------------------------------------------------------------------------------
+
+    def _open(self, place: Place) -> None:
+        place.swaps = max((other.swaps for other in self._places.values()), default=0)
+        self._places[place.model] = place
+        if self._failed(place.exchange):
+            return
+        place.name_all()
+        if self._route.is_up:
+            self._enter(place)
+
+    def _enter(self, place: Place) -> None:
+        """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
+        place.is_in = place.is_entering = place.is_outdated = False
+        place.going = None
+        place.await_all()
+        place.unopened = set(range(1, len(self._links)))
+        for shard in place.unopened or {0}:
+            self._open_at(place, shard)
+
+    def _open_at(self, place: Place, shard: int) -> None:
+        assert place.optimizer is not None
+        details = Details(
+            world=self.world,
+            shards=len(self._links),
+            holders=len(set(place.shards)),
+            plan=place.plan,
+            layout=place.layout,
+            names=tuple(place.names),
+            blocks=place.held_by(shard),
+            optimizer=place.optimizer,
+            back=self._back(place, shard),
+            hosts=self._hosts_of(place),
+            ranks=self.ranks,
+        )
+        self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
+
+    def _hosts_of(self, place: Place) -> int:
+        """On how many hosts its blocks are."""
+        return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
+
+    def _back(self, place: Place, shard: int) -> Back | None:
+        if not place.life:
+            return None
+        return Back(
+            life=place.life,
+            clock=place.clock,
+            version=place.version,
+            holds=place.parts is not None,
+            waits=place.waits or bool(self._questions),
+            weight=None if place.about is None else place.about.weight,
+            done=tuple(place.done),
+            answered=tuple(self._answered),
+            swaps=place.swaps,
+            secret=self._secrets.get(shard, b""),
+        )
+
+    def _announce(
+        self,
+        model: int,
+        exchange: Exchange,
+        parts: Mapping[int, torch.Tensor],
+        about: About,
+        unused: tuple[str, ...],
+    ) -> None:
+        place = self._places[model]
+        place.exchange, place.parts = exchange, parts
+        # A parameter without elements is in no block.
+        known = tuple(place.names[name] for name in unused if name in place.names)
+        place.about = msgspec.structs.replace(about, unused=known)
+        if self._failed(exchange):
+            return
+        if place.is_in:
+            self._say(Announce(model, place.clock, place.about))
+            exchange.announced += (place.clock,)
+            if not place.is_gated:
+                self._push(place, place.clock)
+        elif place.is_outdated:
+            self._come_again(place)
+
+    def _come_again(self, place: Place) -> None:
+        place.is_outdated = False
+        self._open_at(place, 0)
+
+    def _swap(self, part: str, whole: bool, exchange: Exchange) -> None:
+        if self._failed(exchange):
+            return
+        if not self._places:
+            exchange.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
+        elif not self._route.is_up:
+            exchange.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
+        if exchange.refused:
+            exchange.finish()
+            return
+        number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
+        self._swaps[number] = exchange
+        self._say(Swap(number, part, whole))
+
+    def _look(self, exchange: Exchange) -> None:
+        number, self._looked = self._looked, self._looked + 1
+        self._looks[number] = exchange
+        if not self._failed(exchange) and self._route.is_up:
+            self._say(Look(number))
+
+    def _transfer(self, due: Due) -> None:
+        if not self._failed(due.exchange):
+            self._transfers_due.append(due)
+            self._begin_transfers()
+
+    @property
+    def _can_transfer(self) -> bool:
+        """Whether all shards know this worker as one that trains all its models, also if it has to come again first."""
+        return self._route.is_up and all(place.is_in or place.is_outdated for place in self._places.values())
+
+    def _begin_transfers(self) -> None:
+        """If they cannot begin now, they do when all models are open again."""
+        if self._can_transfer:
+            due, self._transfers_due = self._transfers_due, []
+            for one in due:
+                self.transfers.begin(one)
+
+    def _enrol(self, hand: Hand | None = None) -> None:
+        """Take part in this loader's data; in all loaders' after coming to the job again."""
+        if hand is None or self._enrolled != self._route.entry:
+            self._enrolled = self._route.entry
+            self._hands.enrol()
+        else:
+            self._hands.enrol(hand)
+
+    def _draw(self, hand: Hand, exchange: Exchange) -> None:
+        if not self._failed(exchange):
+            self._draws[hand.about.loader] = exchange
+            self._hands.want(hand, exchange.finish)
+
+    def _say_if_up(self, message: FromData) -> None:
+        """If the coordinator is away, all is said again when it is back."""
+        if self._route.is_up and self._enrolled == self._route.entry and self._links:
+            self._say(message)
+
+    def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: Exchange) -> None:
+        if not self._places:
+            exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
+            return
+        number, self._asked = self._asked, self._asked + 1
+        ask = Ask(number, question, refresh, numbers, refusal)
+        self._questions[number] = (ask, exchange)
+        if self._failed(exchange):
+            return
+        for place in self._places.values():
+            if place.is_outdated:
+                self._come_again(place)
+        if self._route.is_up and self._can_ask:
+            self._say(ask)
+
+    @property
+    def _can_ask(self) -> bool:
+        """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
+        return all(place.is_in and not place.is_entering for place in self._places.values())
+
+    def _leave(self, step: int) -> None:
+        if self._links:
+            self._say(Leaves(step))
+
+    def _tell_status(self, status: Status) -> None:
+        if self._route.is_up and self._links:
+            self._say(TellStatus(status))
+
+    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | TellStatus | FromData) -> None:
+        """To the coordinator; if that is just being lost, it is said again when it is back."""
+        if self._links[0].is_open:
+            self._links[0].send(pack(message))
+
+    def lose(self, error: OffbeatError, entry: int) -> None:
+        """A shard is gone, or has gone on without this worker: come back."""
+        if self._error is None:
+            self._route.lose(error, entry)
+
+    def stranded(self, error: OffbeatError) -> None:
+        """There are no links any more."""
+        self._transfers_due += self.transfers.interrupt()
+        for swap in self._swaps.values():
+            swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
+            swap.finish()
+        self._swaps.clear()
+        if self._plans is not None:
+            self._plans.let_go()
+        for place in self._places.values():
+            place.is_in = place.is_outdated = False
+
+    def arrived(self) -> None:
+        """There are links to all shards again: open all models."""
+        for place in self._places.values():
+            self._enter(place)
+        for number in self._looks:
+            self._say(Look(number))
+
+    def _failed(self, exchange: Exchange) -> bool:
+        if self._error is not None:
+            exchange.finish(self._error)
+        return self._error is not None
+
+    def fail(self, error: OffbeatError) -> None:
+        """Nothing can be exchanged any more."""
+        self._error = self._error or error
+        if self._plans is not None:
+            self._plans.let_go()
+        self.transfers.fail(self._error)
+        exchanges = [place.exchange for place in self._places.values()]
+        questions = [asked for _, asked in self._questions.values()]
+        due = [one.exchange for one in self._transfers_due]
+        for exchange in [
+            *exchanges,
+            *questions,
+            *self._looks.values(),
+            *self._draws.values(),
+            *self._swaps.values(),
+            *due,
+        ]:
+            if not exchange.done():
+                exchange.finish(self._error)
+
+    def place(self, model: int) -> Place:
+        """The model's.
+
+        Raises:
+            PeerError: if this worker did not open it.
+        """
+        if model not in self._places:
+            raise PeerError(f"The server speaks of model {model}, which was not opened.")
+        return self._places[model]
+
+    def hear(self, shard: int, message: ToWorker) -> None:
+        """Something a shard said."""
+        match message:
+            case Opened(model=model):
+                self._opened(self.place(model), shard, message)
+            case Granted(model=model, clock=clock):
+                self._push(self.place(model), clock)
+            case Go(model=model):
+                self._go(self.place(model), message)
+            case Safe(model=model, clock=clock):
+                done = self.place(model).done
+                while done and done[0][0] < clock:
+                    done.popleft()
+            case Told(text=text):
+                self._tell(text)
+            case Dealt():
+                self._hands.deal(message)
+            case Values(model=model, block=block, version=version, number=number):
+                place = self.place(model)
+                place.versions[block] = version
+                place.take(block, number)
+                self._finish(place)
+            case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused):
+                _, asked = self._questions.pop(number, (None, None))
+                if asked is not None:
+                    asked.numbers, asked.refused = numbers, refused
+                    if not disagreement:
+                        self._answered.append(Answered(number, numbers, workers))
+                    asked.finish(_apart(disagreement) if disagreement else None)
+            case MayPut(number=number, refused=refused):
+                self.transfers.may_put(number, refused)
+            case Done(number=number):
+                self.transfers.done(number)
+            case Evicted(reason=reason):
+                self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
+            case Proposed(number=number, plan=plan):
+                digest, refusal, passed = self._judge(plan)
+                self._say(Agreed(number, digest, refusal[:MOST_REFUSAL], passed))
+            case Adopt():
+                self._adopt(message)
+            case Swapped(number=number, refusal=refusal):
+                if (swap := self._swaps.pop(number, None)) is not None:
+                    swap.refused = refusal
+                    swap.finish()
+            case Refused(reason=reason, disagrees=disagrees):
+                self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
+
+    def _judge(self, plan: str) -> tuple[str, str, int]:
+        return ("", "it can go by no other", 0) if self._plans is None else self._plans.judge(plan)
+
+    def _adopt(self, adopt: Adopt) -> None:
+        for place in self._places.values():
+            place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
+        if self._plans is not None:
+            self._plans.adopt(adopt.plan, adopt.text, adopt.border)
+
+    def _opened(self, place: Place, shard: int, message: Opened) -> None:
+        self._route.survives = message.survives
+        if message.secret:
+            self._secrets[shard] = message.secret
+        if message.wants_values:
+            self._fill(place, shard)
+        if message.later:
+            place.is_outdated = True
+            if self._enrolled != self._route.entry:
+                self._enrol()  # it may wait for data, and without has nothing to come with
+            if place.parts is not None or self._questions:  # it has its contribution by now
+                self._come_again(place)
+            self._begin_transfers()
+            return
+        if shard in place.unopened:
+            place.unopened.discard(shard)
+            if not place.unopened:
+                self._open_at(place, 0)
+        place.new_life = message.life
+
+    def _go(self, place: Place, go: Go) -> None:
+        was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
+        if not was_in:
+            if not place.life:
+                self._asked = max(self._asked, go.asked)
+            if place.life != place.new_life:
+                place.done.clear()  # what was lost is counted
+            place.life = place.new_life
+            if self._enrolled != self._route.entry:
+                self._enrol()
+        if not was_in and place.parts is not None and not go.values:
+            assert place.about is not None
+            place.clock = go.step
+            self._say(Announce(place.model, place.clock, place.about))
+            place.exchange.announced += (place.clock,)
+            return
+        if go.values:
+            exchange = place.exchange
+            exchange.fate = go.fate
+            exchange.step, exchange.staleness = go.step, go.staleness
+            exchange.is_counted, exchange.life = go.counted, place.life
+        place.going, place.is_entering = go, place.is_entering or not was_in
+        self._finish(place)
+
+    def _ask_again(self) -> None:
+        """What was asked and not answered, once all models are open again."""
+        if self._can_ask:
+            for ask, _ in self._questions.values():
+                self._say(ask)
+            self._begin_transfers()
+
+    def see(self, number: int, scenes: tuple[Scene, ...]) -> None:
+        """The answer to a look."""
+        look = self._looks.pop(number, None)
+        if look is not None:
+            look.scenes = scenes
+            look.finish()
+
+    def _fill(self, place: Place, shard: int) -> None:
+        for block, holder in enumerate(place.shards):
+            if holder == shard:
+                self._links[shard].send(pack(Fill(place.model, block)), bytes_of(place.values[block]))
+
+    def _push(self, place: Place, clock: int) -> None:
+        parts = place.parts
+        if parts is None or clock != place.clock:
+            raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
+        place.await_all()
+        for block, part in parts.items():
+            dtype = str(part.dtype).removeprefix("torch.")
+            link = self._links[place.shards[block]]
+            link.send(pack(Part(place.model, clock, block, dtype)), bytes_of(part))
+
+    def _finish(self, place: Place) -> None:
+        go = place.going
+        if go is None or (go.values and place.missing):
+            return
+        if go.counted and place.about is not None:
+            place.done.append((place.clock, place.about.weight))
+        place.going, place.clock = None, go.step
+        if go.values:
+            if place.about is not None:
+                self._hands.brought(place.about.used)
+            place.parts, place.version = None, go.version
+            place.await_all()
+            self._route.progressed()
+            self._say(Pulled(place.model, place.clock))
+            place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)
+            place.exchange.finish()
+        if place.is_entering:
+            place.is_entering = False
+            self._ask_again()
+
+
+def _apart(questions: str) -> DisagreementError:
+    return DisagreementError(
+        f"The workers disagree about where they are: they ask for {questions} at the same time. Let every worker call "
+        "run.mean equally often and in the same order."
+    )

@@ -1,0 +1,146 @@
+"""A worker's leases: what the coordinator dealt out to it, and what of that it has not brought or given back yet.
+
+Lives on the event loop; only `deals` of a hand is taken from by the training thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.batching import Lease, Over
+from offbeat.errors import PeerError
+from offbeat.protocol.data_leases import Crowded, Enrol, Return, Take, leases_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from offbeat.protocol.data_leases import Dealt, FromData
+
+
+@dataclass
+class Hand:
+    """One loader's leases.
+
+    Args:
+        about: what the worker says about its data.
+        deals: that it has not drawn yet.
+        doubtful: those when it enrolled once more; which of them hold is said with the first deals after that.
+        held: numbers of leases that it has neither brought nor given back.
+        epoch: it is in.
+        wanted: called when there is something to draw; None if nobody waits.
+        has_begun: whether the first have come; they come unasked, and who asks for more would get too many.
+    """
+
+    about: Enrol
+    deals: deque[Lease | Over] = field(default_factory=deque)
+    doubtful: list[Lease | Over] = field(default_factory=list)
+    held: dict[int, None] = field(default_factory=dict)
+    epoch: int = 0
+    wanted: Callable[[], None] | None = None
+    has_begun: bool = False
+
+    def doubt(self) -> None:
+        """What was not drawn may be others' by now."""
+        self.doubtful += [self.deals.popleft() for _ in range(len(self.deals))]
+
+    def keep_all_but(self, void: Iterable[int]) -> None:
+        """These leases are others'; what else was in doubt is still there."""
+        for number in void:
+            self.held.pop(number, None)
+        self.deals.extend(deal for deal in self.doubtful if isinstance(deal, Over) or deal.number in self.held)
+        self.doubtful.clear()
+
+    @property
+    def begins(self) -> int:
+        """The epoch in which the worker draws next; others that were dealt out beforehand may have ended behind it."""
+        return next((deal.epoch for deal in self.deals), self.epoch)
+
+    def take_undrawn(self) -> list[int]:
+        """Numbers of the leases that were not drawn, which are not there any more; what ends an epoch stays."""
+        undrawn = [self.deals.popleft() for _ in range(len(self.deals))]
+        self.deals.extend(deal for deal in undrawn if isinstance(deal, Over))
+        return [deal.number for deal in undrawn if isinstance(deal, Lease)]
+
+
+class Hands:
+    """All loaders' leases of one worker.
+
+    Args:
+        say: sends a message to the coordinator.
+    """
+
+    def __init__(self, say: Callable[[FromData], None]) -> None:
+        self._say = say
+        self._hands: dict[int, Hand] = {}
+
+    def hold(self, about: Enrol) -> Hand:
+        """A hand for a loader that this worker is about to enrol for."""
+        return self._hands.setdefault(about.loader, Hand(about))
+
+    def enrol(self, only: Hand | None = None) -> None:
+        """Enrol for all loaders, for the first time or once more after the server was lost; or for `only` this one."""
+        for hand in self._hands.values() if only is None else (only,):
+            hand.has_begun = False
+            hand.doubt()
+            self._say(msgspec.structs.replace(hand.about, epoch=hand.epoch, holds=tuple(hand.held)))
+
+    def reseed(self, loader: int, seed: int) -> None:
+        """The order is that of another run, from whose checkpoint this one goes on."""
+        hand = self._hands[loader]
+        hand.about = msgspec.structs.replace(hand.about, seed=seed)
+
+    def want(self, hand: Hand, wanted: Callable[[], None]) -> None:
+        """Have `wanted` called when there is a deal to draw; ask for one if none is on its way."""
+        if hand.deals:
+            wanted()
+            return
+        hand.wanted = wanted
+        if hand.has_begun:
+            self._say(Take(hand.about.loader))
+
+    def deal(self, message: Dealt) -> None:
+        """The coordinator has dealt out.
+
+        Raises:
+            PeerError: if there are no such samples, or this worker has not enrolled.
+        """
+        hand = self._hands.get(message.loader)
+        if hand is None:
+            raise PeerError(f"The server deals out data of loader {message.loader}, which this worker has not.")
+        if not hand.has_begun:
+            hand.keep_all_but(message.void)
+        if message.afresh:
+            hand.deals.clear()
+            hand.held.clear()
+        for deal in leases_of(message, hand.about.samples):
+            hand.deals.append(deal)
+            if isinstance(deal, Lease):
+                hand.held[deal.number] = None
+                hand.epoch = deal.epoch
+            else:
+                hand.epoch = deal.epoch + 1
+        hand.has_begun = True
+        if hand.wanted is not None:
+            wanted, hand.wanted = hand.wanted, None
+            self.want(hand, wanted)
+
+    def brought(self, used: Iterable[tuple[int, int]]) -> None:
+        """A contribution that was computed from these leases, by loader and number, is done with."""
+        for loader, number in used:
+            self._hands[loader].held.pop(number, None)
+
+    def give_back(self, loader: int, numbers: Iterable[int]) -> None:
+        """These leases will not be used."""
+        hand = self._hands[loader]
+        numbers = tuple(number for number in numbers if hand.held.pop(number, number) is None)
+        if numbers:
+            self._say(Return(loader, numbers))
+
+    def crowded(self, loader: int, count: int, numbers: Iterable[int]) -> None:
+        """There was no memory for a batch of `count` samples: give back these leases."""
+        self._say(Crowded(loader, count))
+        self.give_back(loader, numbers)

@@ -1,0 +1,83 @@
+"""What a worker hears from one shard, and where the values go that come with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.protocol.checkpoints import Piece
+from offbeat.protocol.data_leases import Stock
+from offbeat.protocol.messages import scenes_of, to_worker
+from offbeat.protocol.status import Sight
+from offbeat.protocol.training import Values
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from offbeat.protocol.messages import ToWorker
+    from offbeat.protocol.status import Scene
+    from offbeat.server.client.model_state import Place
+    from offbeat.server.client.state_transfer import Transfers
+
+
+class ShardListener(Protocol):
+    """What a worker does with what it hears from its shards."""
+
+    transfers: Transfers
+
+    def place(self, model: int) -> Place: ...
+
+    def hear(self, shard: int, message: ToWorker) -> None: ...
+
+    def see(self, number: int, scenes: tuple[Scene, ...]) -> None: ...
+
+    def lose(self, error: OffbeatError, entry: int) -> None: ...
+
+
+class ShardSide:
+    """What a link to a shard hands frames to.
+
+    Args:
+        client: the worker's.
+        shard: which one it is.
+        entry: of the worker, to which the link belongs.
+    """
+
+    def __init__(self, client: ShardListener, shard: int, entry: int) -> None:
+        self._client, self._shard, self._entry = client, shard, entry
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Where a block's values go: straight into the parameters.
+
+        Raises:
+            PeerError: if they are not expected, or of another size.
+        """
+        message = to_worker(metadata)
+        if isinstance(message, Sight | Stock):
+            return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
+        if isinstance(message, Piece):
+            return self._client.transfers.lands(message, size_bytes, self._client.place(message.model))
+        if not isinstance(message, Values):
+            raise PeerError(f"{type(message).__name__} has no body.")
+        place = self._client.place(message.model)
+        if not place.expects(message.block, message.number):
+            raise PeerError(f"The server sends block {message.block} of model {message.model}, which was not expected.")
+        view = bytes_of(place.values[message.block])
+        if view.nbytes != size_bytes:
+            raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
+        return view
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """A message is here, whole."""
+        message = to_worker(metadata)
+        if isinstance(message, Sight):
+            self._client.see(message.number, scenes_of(body))
+        elif isinstance(message, Stock):
+            self._client.transfers.stock(message, bytes(body))
+        elif isinstance(message, Piece):
+            pass  # it is in its place
+        else:
+            self._client.hear(self._shard, message)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The shard is gone for good."""
+        self._client.lose(error or NetworkError("The parameter server has ended."), self._entry)

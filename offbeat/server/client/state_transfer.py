@@ -1,0 +1,160 @@
+"""What a worker fetches from the shards and puts there, for checkpoints; lives on the event loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from offbeat.errors import ModelError, OffbeatError, PeerError
+from offbeat.protocol.checkpoints import Fetch, Piece, Put, PutAll, Replace
+from offbeat.protocol.data_leases import Books, Restock, Stock
+from offbeat.protocol.messages import pack
+from offbeat.server.optimizer_checkpoint import Portion
+from offbeat.server.snapshot import STATE_DTYPES
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.server.client.model_state import Place
+    from offbeat.server.client.requests import Exchange
+    from offbeat.wire.link import Link
+
+
+class Due(NamedTuple):
+    """One that is to begin, or has begun.
+
+    Args:
+        exchange: who waits for it.
+        begin: a method of `Transfers`; called with a number, `exchange` and `arguments`.
+    """
+
+    exchange: Exchange
+    begin: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+
+
+class Load(NamedTuple):
+    """What is put in place of what the shards have.
+
+    Args:
+        place: the model's.
+        values: [D] of each block.
+        portions: the optimizer's state.
+    """
+
+    place: Place
+    values: Sequence[torch.Tensor]
+    portions: Sequence[Portion]
+
+
+class Transfers:
+    """Those that are under way.
+
+    Args:
+        links: to all shards, the coordinator's first.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = links
+        self._under_way: dict[int, Due] = {}
+        self._count = 0
+
+    def begin(self, due: Due) -> None:
+        """Now; all shards are there."""
+        number, self._count = self._count, self._count + 1
+        self._under_way[number] = due
+        due.begin(number, due.exchange, *due.arguments)
+
+    def books(self, number: int, exchange: Exchange) -> None:
+        """Ask where the data is."""
+        self._links[0].send(pack(Books(number)))
+
+    def restock(self, number: int, exchange: Exchange, place: bytes) -> None:
+        """Have everybody go on in the data at `place`."""
+        self._links[0].send(pack(Restock(number)), place)
+
+    def fetch(self, number: int, exchange: Exchange, place: Place) -> None:
+        """Ask all shards for the optimizer's state."""
+        exchange.portions, exchange.left = [], len(self._links)
+        for link in self._links:
+            link.send(pack(Fetch(place.model, number)))
+
+    def put(self, number: int, exchange: Exchange, load: Load) -> None:
+        """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
+        exchange.left = len(self._links)
+        self._links[0].send(pack(Replace(load.place.model, number)))
+
+    def may_put(self, number: int, refused: str) -> None:
+        """A shard takes what is put from now on; or none does, and why."""
+        due = self._under_way.get(number)
+        if due is None or due.begin != self.put:
+            return
+        if refused:
+            del self._under_way[number]
+            due.exchange.refused = refused
+            due.exchange.finish()
+            return
+        due.exchange.left -= 1
+        if not due.exchange.left:
+            self._put_all(number, due.exchange, *due.arguments)
+
+    def _put_all(self, number: int, exchange: Exchange, load: Load) -> None:
+        place, values, portions = load
+        exchange.left = len(self._links)
+        for block in place.blocks:
+            link = self._links[place.shards[block.index]]
+            link.send(pack(Put(place.model, block.index)), bytes_of(values[block.index]))
+        for it in portions:
+            tensor = it.tensor.contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            put = Put(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
+            self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
+        for link in self._links:
+            link.send(pack(PutAll(place.model, number)))
+
+    def lands(self, message: Piece, size_bytes: int, place: Place) -> memoryview:
+        """Where a part of the optimizer's state goes.
+
+        Raises:
+            PeerError: if it was not asked for, or cannot be.
+        """
+        due = self._under_way.get(message.number)
+        dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
+        if due is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
+            raise PeerError("The server sends a state that was not asked for.")
+        pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
+        numel = 1 if message.single else pieces.get(names[message.name], 0)
+        if size_bytes != numel * dtype.itemsize:
+            raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
+        flat = torch.empty(numel, dtype=dtype)
+        name = names[message.name]
+        due.exchange.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
+        return bytes_of(flat)
+
+    def stock(self, message: Stock, place: bytes) -> None:
+        """Where the data is, or why it cannot be there."""
+        due = self._under_way.pop(message.number, None)
+        if due is not None:
+            due.exchange.place = place
+            due.exchange.finish(ModelError(message.refused) if message.refused else None)
+
+    def done(self, number: int) -> None:
+        """A shard is done with it."""
+        due = self._under_way.get(number)
+        if due is not None:
+            due.exchange.left -= 1
+            if not due.exchange.left:
+                del self._under_way[number]
+                due.exchange.finish()
+
+    def interrupt(self) -> list[Due]:
+        """The shards are lost, and may come back: what is to begin again then."""
+        under_way, self._under_way = self._under_way, {}
+        return list(under_way.values())
+
+    def fail(self, error: OffbeatError) -> None:
+        """The shards are lost: none comes to its end."""
+        for due in self.interrupt():
+            due.exchange.finish(error)

@@ -1,0 +1,262 @@
+"""How a shard of a parameter server is started as a process of its own, and what it is told.
+
+Below `offbeat run` the process that looks after a shard leaves a note in the folder OFFBEAT_SHARDS with what it takes
+to start it again: if it is killed itself, `offbeat run` does. What the process does is in `offbeat.cli.shard_main`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import msgspec
+
+from offbeat.diagnosis.process_state import glance
+from offbeat.errors import NetworkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import timedelta
+
+    from offbeat.wire.credentials import Credentials
+
+_START_S = 60.0
+RESTARTS = 5  # of a server that is looked after
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one shard.
+
+    Args:
+        job: name of the job; workers of another are refused.
+        bind: address to listen on.
+        port: 0 for one of the kernel's choice.
+        coordinator: "host:port" of the first shard; "" if this is it.
+        token: secret that the workers know; "" for none.
+        certificate, key, authority: PEM files for mutual TLS; "" for none.
+        timeout_s: a worker that has been silent for longer is gone.
+        patience_s: for how long to wait for the first worker; 0 for ever.
+        snapshots: folder for snapshots, of this shard alone; "" for none.
+        every: updates between two snapshots.
+        is_fresh: the job begins, so snapshots that are there are of no use.
+        restarts: how often it is started again when it is killed.
+        history: folder for its history; "" for none.
+    """
+
+    job: Annotated[str, msgspec.Meta(max_length=256)]
+    bind: str = "127.0.0.1"
+    port: int = 0
+    coordinator: str = ""
+    token: str = ""
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    timeout_s: float = 5.0
+    patience_s: float = 120.0
+    snapshots: str = ""
+    every: Annotated[int, msgspec.Meta(ge=1)] = 100
+    is_fresh: bool = False
+    restarts: int = 0
+    history: str = ""
+
+    def credentials(self) -> Credentials | None:
+        """What both sides have to prove.
+
+        Raises:
+            NetworkError: if they cannot be used.
+        """
+        from offbeat.wire.credentials import Certificates, Token
+
+        token = Token(self.token.encode()) if self.token else None
+        files = (self.certificate, self.key, self.authority)
+        if not any(files):
+            return token
+        if not all(files):
+            raise NetworkError("Cannot use TLS with a part of its files: name certificate, key and authority.")
+        return Certificates(Path(self.certificate), Path(self.key), Path(self.authority), token)
+
+
+def from_environment(job: str, timeout: timedelta) -> Settings:
+    """What a worker, or a shard started by hand, finds in the environment about how to connect."""
+    name = os.environ.get
+    return Settings(
+        job=name("OFFBEAT_JOB", job),
+        token=name("OFFBEAT_TOKEN", ""),
+        certificate=name("OFFBEAT_CERTIFICATE", ""),
+        key=name("OFFBEAT_KEY", ""),
+        authority=name("OFFBEAT_AUTHORITY", ""),
+        timeout_s=timeout.total_seconds(),
+        history=name("OFFBEAT_HISTORY", ""),
+    )
+
+
+def start_shard(
+    settings: Settings,
+    *,
+    wrap: Callable[[list[str]], list[str]] = lambda command: command,
+    environment: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a shard on this machine; the process, and "host:port".
+
+    Args:
+        wrap: makes of the command one that runs it elsewhere, such as in a network namespace.
+        environment: variables; ours if None.
+        output: where its output goes; to ours if None.
+
+    Raises:
+        NetworkError: if it cannot be started.
+    """
+    started = ShardProcess(wrap, environment, output)
+    return started.process, started.serve(settings)
+
+
+class ShardProcess:
+    """A process that is to serve once it has been told what.
+
+    Args:
+        wrap, environment, output: as of `start_shard`.
+        is_kept: it ends when this thread does, and loads what it needs before it is told.
+        own_session: it gets no signal of the terminal.
+
+    Raises:
+        NetworkError: if there can be no other process.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[[list[str]], list[str]] = lambda command: command,
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
+        *,
+        is_kept: bool = False,
+        own_session: bool = False,
+    ) -> None:
+        try:
+            mine, theirs = os.pipe()
+        except OSError as error:  # no more file descriptors
+            raise NetworkError(f"Cannot start a parameter server: {error.strerror}.") from error
+        command = [sys.executable, "-P", "-m", "offbeat.cli.shard_main", str(theirs)]
+        if is_kept:
+            command += ["kept", str(os.getpid())]
+        try:
+            self.process = subprocess.Popen(
+                wrap(command),
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs,),
+                stdout=output,
+                stderr=output,
+                env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
+                start_new_session=own_session,
+            )
+        except OSError as error:
+            os.close(mine)
+            raise NetworkError(f"Cannot start a parameter server: {error}.") from error
+        finally:
+            os.close(theirs)
+        self._pipe, self._said, self._told_s = mine, b"", 0.0
+
+    def tell(self, settings: Settings) -> None:
+        """Have it serve."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(settings))
+            self.process.stdin.close()
+        self._told_s = time.monotonic()
+
+    def answer(self, within_s: float) -> str | None:
+        """Where it serves, as "host:port", once it has been told to; None if it has not answered so soon.
+
+        Raises:
+            NetworkError: if it cannot, or has not answered for long.
+        """
+        if select.select([self._pipe], [], [], within_s)[0]:
+            more = os.read(self._pipe, 4096)
+            self._said += more
+            if more and not more.endswith(b"\n"):
+                return None
+        elif time.monotonic() < self._told_s + _START_S:
+            return None
+        os.close(self._pipe)
+        said = self._said.decode(errors="replace").strip()
+        if said.startswith("!") or not self._said.endswith(b"\n"):
+            why = said[1:].strip() or "it ended at once."
+            if self.process.poll() is None and not said:
+                why = f"it has not answered for {_START_S:g} s."
+            self.process.kill()
+            self.process.wait()
+            raise NetworkError(f"Cannot start a parameter server: {why}")
+        return said
+
+    def serve(self, settings: Settings) -> str:
+        """Have it serve; "host:port".
+
+        Raises:
+            NetworkError: if it cannot.
+        """
+        self.tell(settings)
+        while (address := self.answer(1.0)) is None:
+            pass
+        return address
+
+
+class RestartNote:
+    """Tells `offbeat run` how to start a shard again if the process that looks after it is killed.
+
+    The process that looks after a shard writes it, and removes it when it ends; what is left behind by a process that
+    is gone tells that it was killed.
+
+    Args:
+        path: where the note lies, named by the pid of its writer; None for nowhere.
+    """
+
+    _LOST = ".lost"  # in place of .json where the writer has ended because the shard cannot be started again
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @classmethod
+    def mine(cls) -> RestartNote:
+        """That of this process, below `offbeat run`; elsewhere one that nobody reads."""
+        folder = os.environ.get("OFFBEAT_SHARDS")
+        return cls(Path(folder) / f"{os.getpid()}.json" if folder else None)
+
+    @classmethod
+    def left_behind(cls, folder: Path) -> list[RestartNote]:
+        """Those of processes that are gone, and those that tell of a shard that is."""
+        gone = [path for path in folder.glob("*.json") if glance(int(path.stem)).state == "dead"]
+        return [cls(path) for path in (*gone, *folder.glob(f"*{cls._LOST}")) if path.exists()]
+
+    def write(self, settings: Settings) -> None:
+        """It is started again with these."""
+        self._put(".json", msgspec.json.encode(settings))
+
+    def give_up(self, why: str) -> None:
+        """It is not started again."""
+        self._put(self._LOST, why.encode())
+        self.remove()
+
+    def read(self) -> Settings | str:
+        """With what it is started again; or why it is not."""
+        assert self._path is not None
+        said = self._path.read_bytes()
+        return said.decode() if self._path.suffix == self._LOST else msgspec.json.decode(said, type=Settings)
+
+    def remove(self) -> None:
+        """There is nothing to tell any more."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _put(self, suffix: str, said: bytes) -> None:
+        if self._path is None:
+            return
+        part = self._path.with_suffix(".part")
+        with contextlib.suppress(OSError):  # the folder has gone with `offbeat run`, or the disk is full
+            part.write_bytes(said)  # whoever reads it must see it whole; the token is in it, and the folder private
+            part.replace(self._path.with_suffix(suffix))

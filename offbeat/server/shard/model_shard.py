@@ -1,0 +1,280 @@
+"""One model's blocks at one shard: the ledger says what is due, the store does it, the links carry it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.protocol.optimizer_spec import outer_of
+from offbeat.protocol.shards import Admit, Applied, Committed, Dropped, Gone, Released, Withdrawn
+from offbeat.protocol.training import Values
+from offbeat.server.blocks import Block, Piece
+from offbeat.server.optimizer_checkpoint import Portion
+from offbeat.server.optimizers import check_spec
+from offbeat.server.shard.parameter_store import DTYPES, Image, Store
+from offbeat.server.shard.update_recorder import Making
+from offbeat.server.shard.update_scheduler import Give, Keep, Ledger, Make, Undo
+from offbeat.server.snapshot import about
+from offbeat.sync import Apply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from offbeat.coordinator.loss import Loss
+    from offbeat.history import Record
+    from offbeat.protocol.messages import Decision
+    from offbeat.protocol.training import About, Details
+    from offbeat.server.shard.snapshot_builder import Keeping
+    from offbeat.server.snapshot import TensorOf
+    from offbeat.sync import Push
+
+_MOST_FORMER = 1024  # plans that a job had
+_MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
+
+
+class Table:
+    """Carries out what the coordinator decides about one model.
+
+    Args:
+        model: which of several.
+        details: what the first worker said about it.
+        give: called with a worker, a message and the values that go with it, which do not change any more.
+        keeping: takes in the blocks of snapshots; None if none are made.
+        version: updates before this table began.
+        held_bytes: size of the parameters of the models that are held beside it.
+        record: writes the history.
+
+    Raises:
+        PeerError: if the model or its optimizer cannot be held.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        details: Details,
+        give: Callable[[int, Values, torch.Tensor], None],
+        *,
+        keeping: Keeping | None = None,
+        version: int = 0,
+        held_bytes: int = 0,
+        record: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        check_spec(details.optimizer)
+        blocks = _blocks(details, held_bytes)
+        self.details = details
+        self.unfilled = set(blocks)
+        self.model, self._give = model, give
+        self.sizes = {index: block.size_bytes for index, block in blocks.items()}
+        self._store = Store(list(blocks.values()), details.optimizer)
+        self._ledger = Ledger(blocks, version)
+        self._store.versions.update(dict.fromkeys(blocks, version))
+        self._keeping = keeping
+        self._making = Making(model, len(blocks), record)
+        self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
+
+    @property
+    def version(self) -> int:
+        """Updates decided so far."""
+        return self._ledger.version
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the parameters that are held here."""
+        return sum(self.sizes.values())
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of those that are held here."""
+        return tuple(self.sizes)
+
+    def adopt(self, plan: str, number: int) -> None:
+        """Another plan holds, as TOML; the job's `number`-th."""
+        former = (*self.details.former, digest_of(self.details.plan))[-_MOST_FORMER:]
+        self.details = msgspec.structs.replace(self.details, plan=plan, former=former, swaps=number)
+
+    def mark(self) -> None:
+        """Have each block kept as it is after the updates decided so far."""
+        self._ledger.mark()
+        self._perform(None)
+
+    def restore(self, what: TensorOf, tensor: torch.Tensor) -> None:
+        """Take over a tensor of a snapshot.
+
+        Raises:
+            PeerError: if it is not of this model.
+        """
+        if what.name:
+            self._store.set_state(what.block, what.name, what.key, tensor)
+            return
+        values = self.values(what.block)
+        if values.shape != tensor.shape or values.dtype != tensor.dtype:
+            raise PeerError(f"Cannot take over block {what.block}: it has {values.numel()} elements of {values.dtype}.")
+        values.copy_(tensor)
+        self.unfilled.discard(what.block)
+
+    def state(self) -> Iterator[Portion]:
+        """The optimizer's state, as it is now in each block."""
+        for block in self.sizes:
+            for name, key, tensor in self._store.state_of(block):
+                yield Portion(block, name, key, tensor)
+
+    def put(self, portion: Portion) -> None:
+        """Take over a part of the optimizer's state; or, without a key, a block's values.
+
+        Raises:
+            PeerError: if it is not of this model.
+        """
+        if not portion.key:  # the values come first; what state is not put after them is not there any more
+            self.values(portion.block)
+            self._store.forget_state(portion.block)
+        what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
+        self.restore(what, portion.tensor)
+        self._frozen.pop(portion.block, None)
+        self._ledger.forget(portion.block)
+
+    def values(self, block: int) -> torch.Tensor:
+        """The block's parameters [D].
+
+        Raises:
+            PeerError: if it is not held here.
+        """
+        if block not in self.sizes:
+            raise PeerError(f"Block {block} of model {self.model} is not held here.")
+        return self._store.values[block]
+
+    def next(self, worker: int) -> int | None:
+        """Number of the worker's contribution that is next or on its way; None if it does not take part."""
+        return self._ledger.next(worker)
+
+    def expects(self, push: Push, block: int) -> bool:
+        """Whether this block of a contribution is still to come."""
+        return self._ledger.expects(push, block)
+
+    def is_past(self, push: Push) -> bool:
+        """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
+        return self._ledger.is_past(push)
+
+    def arrive(self, push: Push, block: int, part: torch.Tensor) -> int:
+        """A block of a contribution is here; returns how many are still to come."""
+        missing = self._ledger.arrive(push, block, part)
+        self._perform(block)
+        return missing
+
+    def decide(self, decision: Decision, *, stays: bool = False) -> Loss | None:
+        """Carry out a decision; returns what was lost by it.
+
+        Args:
+            stays: the worker that is gone, or admitted, only stepped out: it is the same as before.
+        """
+        loss, is_due = None, True
+        match decision:
+            case Admit(worker=worker, clock=clock):
+                self._ledger.admit(worker, clock, stayed=stays)
+            case Applied(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
+                about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
+                told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
+                self._ledger.apply(Apply(pushes, rate, in_order), told)
+            case Dropped(worker=worker, clock=clock, coming=coming):
+                self._ledger.drop((worker, clock), coming=coming)
+            case Released(worker=worker, step=step):
+                self._ledger.release(worker, step)
+            case Gone(worker=worker):
+                loss = self._ledger.lose(worker, stays=stays)
+            case Committed(worker=worker, clock=clock):
+                is_due = self._ledger.commit((worker, clock))
+            case Withdrawn(worker=worker, clock=clock):
+                if self._ledger.withdraw((worker, clock)) and self._keeping is not None:
+                    self._keeping.give_up()
+        if is_due:
+            self._perform(None)
+        return loss
+
+    def _perform(self, block: int | None) -> None:
+        for action in self._ledger.due(block):
+            match action:
+                case Make(line=line):
+                    if line is not None:
+                        line.before = self._image(action.block)
+                    self._update(action)
+                case Undo(before=before):
+                    self._store.restore(action.block, before)
+                    self._frozen[action.block] = (before.version, before.values)
+                case Keep(before=before):
+                    assert self._keeping is not None
+                    image = before or self._image(action.block)
+                    self._keeping.take(self.model, action.block, image.values, image.state)
+                case Give(step=step, number=number):
+                    version, values = self._freeze(action.block)
+                    self._give(action.worker, Values(self.model, step, action.block, version, number), values)
+        self._making.close(self._ledger.is_final)
+
+    def _image(self, block: int) -> Image:
+        """What the block is now; its values are those that were given, if they were."""
+        return self._store.image(block, self._freeze(block)[1])
+
+    def _update(self, make: Make) -> None:
+        self._making.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
+        about: list[About] = [about for (_, about), _ in make.parts if about.weight > 0]
+        parts = [(part, about.weight) for (_, about), part in make.parts]
+        if about and about[0].change:
+            self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
+            return
+        names = self.details.names
+        unused = frozenset.intersection(*(frozenset(one.unused) for one in about)) if about else frozenset()
+        self._store.update(
+            make.block,
+            parts,
+            hyper=about[0].hyper if about else (),
+            rate=make.rate,
+            unused={names[i] for i in unused if 0 <= i < len(names)},
+        )
+
+    def _freeze(self, block: int) -> tuple[int, torch.Tensor]:
+        """What is on its way must not change with the next update; all who get the same version share it."""
+        version, values = self._frozen.get(block, (-1, None))
+        if values is None or version != self._store.versions[block]:
+            version, values = self._store.versions[block], self._store.values[block].clone()
+            self._frozen[block] = (version, values)
+        return version, values
+
+
+def _blocks(details: Details, held_bytes: int) -> dict[int, Block]:
+    blocks = {}
+    for one in details.blocks:
+        if one.dtype not in DTYPES:
+            raise PeerError(f"Cannot hold parameters of type {one.dtype!r} at a server.")
+        pieces = tuple(Piece(details.names[p.name], p.start, p.numel) for p in one.pieces)
+        if len({piece.name for piece in pieces}) < len(pieces):
+            raise PeerError(f"Cannot hold block {one.index}: a parameter has two pieces in it.")
+        blocks[one.index] = Block(one.index, 0, 0, one.dtype, DTYPES[one.dtype].itemsize, pieces)
+    if not blocks and details.shards == 1:  # others would be held to it, as to the first one's
+        raise PeerError("Cannot hold a model without blocks: no other shard has any.")
+    if len(blocks) < len(details.blocks):
+        raise PeerError(f"Cannot hold {len(details.blocks)} blocks: {len(details.blocks) - len(blocks)} come twice.")
+    largest = max((block.size_bytes for block in blocks.values()), default=0)
+    if largest > _MOST_BLOCK_BYTES:
+        raise PeerError(f"Cannot hold a block of {largest} bytes: one has at most {_MOST_BLOCK_BYTES}.")
+    # Compared before anything is allocated, so that nobody can bring the machine down by a number.
+    size_bytes, memory_bytes = sum(block.size_bytes for block in blocks.values()), _memory_bytes()
+    if held_bytes + size_bytes > memory_bytes:
+        beside = f", and {held_bytes:,} of other models" if held_bytes else ""
+        raise PeerError(
+            f"Cannot hold parameters of {size_bytes:,} bytes{beside}: this server's machine has {memory_bytes:,} bytes "
+            "of memory. Use more shards, on other machines."
+        )
+    return blocks
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def digest_of(text: str) -> str:
+    """Its hexadecimal SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,315 @@
+"""Who is connected to a shard, and what its link hands frames to: workers, onlookers, other shards, the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.protocol.checkpoints import Done, Fetch, Put, PutAll
+from offbeat.protocol.data_leases import Restock
+from offbeat.protocol.messages import SAYS, details_of, from_chief, from_guest, pack
+from offbeat.protocol.plan_swap import Adopt
+from offbeat.protocol.shards import Begin, Mark
+from offbeat.protocol.training import Fill, Open, Part, Refused
+from offbeat.server.optimizer_checkpoint import Portion
+from offbeat.server.shard.parameter_store import DTYPES
+from offbeat.server.snapshot import STATE_DTYPES
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offbeat.coordinator.loss import Loss
+    from offbeat.protocol.checkpoints import Piece
+    from offbeat.protocol.data_leases import Stock
+    from offbeat.protocol.messages import Decision, FromChief, FromShard, FromWorker, ToWorker
+    from offbeat.protocol.status import Sight
+    from offbeat.protocol.training import Details
+    from offbeat.server.shard.model_shard import Table
+    from offbeat.sync import Push
+    from offbeat.wire.link import Link
+
+_MOST_UNSEEN = 8
+_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker", "operator": "an operator"}
+
+
+class PeerHandler(Protocol):
+    """What a shard does with what its connections hear."""
+
+    is_over: bool
+
+    @property
+    def coordinates(self) -> bool: ...
+
+    def table(self, model: int) -> Table: ...
+
+    def open(self, guest: Guest, model: int, details: Details, entry: int = 0) -> None: ...
+
+    def fill(self, guest: Guest, model: int, block: int) -> None: ...
+
+    def arrive(self, guest: Guest, model: int, push: Push, block: int, part: torch.Tensor) -> None: ...
+
+    def fetch(self, guest: Guest, message: Fetch) -> None: ...
+
+    def hear(self, guest: Guest, message: Any) -> None: ...
+
+    def is_early(self, guest: Guest, model: int) -> bool: ...
+
+    def may_push(self, model: int, push: Push) -> bool: ...
+
+    def lose(self, guest: Guest, error: OffbeatError | None) -> None: ...
+
+    def begin(self, begin: Begin) -> None: ...
+
+    def mark(self, mark: Mark) -> None: ...
+
+    def adopt(self, adopt: Adopt) -> None: ...
+
+    def decide(self, decision: Decision) -> Loss | None: ...
+
+    def refuse(self, reason: str) -> None: ...
+
+    def end(self, error: OffbeatError | None) -> None: ...
+
+
+class Guest:
+    """One connected worker, or another shard; what its link hands frames to."""
+
+    def __init__(self, shard: PeerHandler, link: Link) -> None:
+        self._shard, self.link = shard, link
+        self.rank, self.role = link.rank, link.role
+        self.models: dict[int, int] = {}  # that it has opened, with its entry
+        self.filling: set[int] = set()  # models whose first values come from it
+        self._unseen = 0  # answers that it has not received
+        self._is_fetching = False
+        self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutAll`
+        self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
+        self._landing: torch.Tensor | None = None
+        self._filled: int | None = None  # the block whose values are being received
+        self._details = bytearray()
+
+    def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
+        """Send a message; nothing if the peer is just leaving."""
+        if not self.link.is_open:
+            return
+        try:
+            self.link.send(pack(message), body)
+        except NetworkError as error:  # it fits into no frame; not now, since others are being told something, too
+            asyncio.get_running_loop().call_soon(self.link.fail, error)
+
+    def answer(self, message: Sight | Stock, body: bytes) -> None:
+        """Answer a question that may be asked at any time.
+
+        Raises:
+            PeerError: if answers pile up, because it does not take them in.
+        """
+        if self._unseen >= _MOST_UNSEEN:
+            raise PeerError("Cannot answer this peer: it asks for what it does not take in.")
+        self._unseen += 1
+        if self.link.is_open:
+            self.link.send(pack(message), body, self._on_seen)
+
+    def _on_seen(self) -> None:
+        self._unseen -= 1
+
+    def give_state(self, pieces: Iterable[tuple[Piece, Any]], done: Done) -> None:
+        """Send the optimizer's state.
+
+        Raises:
+            PeerError: if it has not taken in what it fetched before.
+        """
+        if self._is_fetching:
+            raise PeerError("Cannot send this peer the optimizer's state: it has not taken in what it fetched before.")
+        self._is_fetching = True
+        for piece, body in pieces:
+            self.say(piece, body)
+        if self.link.is_open:
+            self.link.send(pack(done), b"", self._on_fetched)
+
+    def _on_fetched(self) -> None:
+        self._is_fetching = False
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Where the body of a message goes.
+
+        Raises:
+            PeerError: if it is not expected, or of another size or type.
+        """
+        message = self._hear(metadata)
+        match message:
+            case Open():
+                self._details = bytearray(size_bytes)
+                return memoryview(self._details)
+            case Fill(model=model, block=block):
+                table = self._shard.table(model)
+                if model not in self.filling or block not in table.unfilled:
+                    raise PeerError(f"Rank {self.rank} was not asked for the values of block {block}.")
+                self._filled = block
+                return _sized(table.values(block), block, size_bytes)
+            case Part():
+                return self._landing_place(message, size_bytes)
+            case Put():
+                return self._putting_place(message, size_bytes)
+            case Restock():
+                self._details = bytearray(size_bytes)
+                return memoryview(self._details)
+            case _:
+                raise PeerError(f"{type(message).__name__} has no body.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """A message is here, whole."""
+        if not self._shard.is_over:
+            self._take(self._hear(metadata))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link is gone for good."""
+        self._shard.lose(self, error)
+
+    def open(self, model: int, details: Details, entry: int) -> None:
+        """What it wants to open can be opened now, or refused."""
+        try:
+            self._shard.open(self, model, details, entry)
+        except PeerError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: PeerError) -> PeerError:
+        """The same error, which the worker has been told, so that it does not come back with what it is about."""
+        self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
+        return error
+
+    def take_body(self) -> bytearray:
+        """What came with the message at hand."""
+        body, self._details = self._details, bytearray()
+        return body
+
+    def _hear(self, metadata: bytes) -> FromWorker | FromShard:
+        message = from_guest(metadata)
+        if type(message) not in SAYS[self.role]:
+            raise PeerError(f"{type(message).__name__} is not for {_A[self.role]} to say.")
+        return message
+
+    def _take(self, message: FromWorker | FromShard) -> None:
+        shard = self._shard
+        match message:
+            case Open(model=model, entry=entry):
+                details, self._details = details_of(self._details), bytearray()
+                self.open(model, details, entry)
+            case Fill(model=model, block=block):
+                filled, self._filled = self._filled, None
+                if filled != block:
+                    raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
+                shard.fill(self, model, block)
+            case Part(model=model, clock=clock, block=block):
+                landing, self._landing = self._landing, None
+                if landing is None:
+                    raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
+                shard.arrive(self, model, (self.rank, clock), block, landing)
+            case Fetch(model=model):
+                if model not in self.models:
+                    raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+                shard.fetch(self, message)
+            case Put(model=model, block=block, name=name, key=key):
+                landing, self._landing = self._landing, None
+                names = shard.table(model).details.names
+                if landing is None or name >= len(names):
+                    raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
+                shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
+            case PutAll(model=model, number=number):
+                self.may_put.discard(model)
+                self.say(Done(number))
+            case _:
+                shard.hear(self, message)
+
+    def _putting_place(self, message: Put, size_bytes: int) -> memoryview:
+        values = self._shard.table(message.model).values(message.block)
+        if message.model not in self.may_put:
+            raise PeerError(
+                f"Cannot take other parameters of model {message.model} from rank {self.rank}: the others do not wait "
+                "for them. All load a checkpoint together."
+            )
+        if message.model not in self.models or (message.key and message.dtype not in STATE_DTYPES):
+            raise PeerError(f"Cannot take a state of type {message.dtype!r} from rank {self.rank}.")
+        dtype = STATE_DTYPES[message.dtype] if message.key else values.dtype
+        if size_bytes % dtype.itemsize or size_bytes > values.numel() * dtype.itemsize:
+            raise PeerError(f"Cannot take {size_bytes} bytes of {message.dtype}: the block is smaller.")
+        flat = torch.empty(size_bytes // dtype.itemsize, dtype=dtype)
+        self._landing = flat[0] if message.single else flat
+        return bytes_of(flat)
+
+    def _landing_place(self, message: Part, size_bytes: int) -> memoryview:
+        model, block, dtype = message.model, message.block, message.dtype
+        if model not in self.models:
+            raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+        table = self._shard.table(model)
+        numel = table.values(block).numel()
+        if dtype not in DTYPES:
+            raise self._refused(PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}."))
+        self._check_turn((self.rank, message.clock), table, block)
+        self._landing = torch.empty(numel, dtype=DTYPES[dtype])
+        try:
+            return _sized(self._landing, block, size_bytes)
+        except PeerError as error:
+            raise self._refused(error) from error
+
+    def _check_turn(self, push: Push, table: Table, block: int) -> None:
+        expected, shard = table.next(self.rank), self._shard
+        if shard.is_early(self, table.model):
+            return
+        if table.expects(push, block):
+            if not shard.may_push(table.model, push):
+                raise PeerError(f"Cannot take contribution {push[1]} of rank {self.rank}: it has not been granted.")
+        elif expected is not None and (shard.coordinates or not table.is_past(push)):
+            # To other shards the coordinator's word may be quicker than what the worker had still on its way.
+            raise PeerError(
+                f"Cannot take block {block} of contribution {push[1]} of rank {self.rank}: what is left of number "
+                f"{expected} is next."
+            )
+
+
+class Chief:
+    """What the link to the coordinator hands frames to.
+
+    Args:
+        shard: that follows it.
+    """
+
+    def __init__(self, shard: PeerHandler) -> None:
+        self._shard = shard
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Nowhere: decisions have no body.
+
+        Raises:
+            PeerError: always.
+        """
+        raise PeerError("The coordinator sends a body where none is expected.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """A decision is here."""
+        if self._shard.is_over:
+            return
+        match message := from_chief(metadata):
+            case Begin():
+                self._shard.begin(message)
+            case Mark():
+                self._shard.mark(message)
+            case Refused(reason=reason):
+                self._shard.refuse(reason)
+            case Adopt():
+                self._shard.adopt(message)
+            case _:
+                self._shard.decide(message)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The coordinator is gone for good."""
+        self._shard.end(error)
+
+
+def _sized(tensor: torch.Tensor, block: int, size_bytes: int) -> memoryview:
+    view = bytes_of(tensor)
+    if view.nbytes != size_bytes:
+        raise PeerError(f"Cannot take {size_bytes} bytes as block {block}: it has {view.nbytes}.")
+    return view

@@ -1,0 +1,678 @@
+"""One shard of a parameter server, at work: between the links, the tables and, on the first shard, the lead.
+
+Everything happens on one event loop, so an update of a block is atomic to whoever reads it. A `Shard` has one life (see
+`offbeat.coordinator.reconnect`): it ends when the last worker has gone, or begins another one as a new `Shard`.
+
+Call order: (the process) `accept` whoever dials, and on shards that do not coordinate `follow` the one that does;
+`begin_with_who_is_here_after` when it goes on from a snapshot; `save` before it ends for another reason than by itself;
+`stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from offbeat.coordinator.coordinator import Lead
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.history import Replaced, Serves
+from offbeat.protocol.checkpoints import Done, Fetch, MayPut, Piece, Replace
+from offbeat.protocol.data_leases import Books, Crowded, Enrol, Restock, Return, Stock, Take
+from offbeat.protocol.messages import pack
+from offbeat.protocol.plan_swap import Adopt, Agreed, Swap, Swapped
+from offbeat.protocol.shards import (
+    Admit,
+    Begin,
+    Enlist,
+    Filled,
+    Gone,
+    Mark,
+    Nearly,
+    Parted,
+    Replacing,
+    Save,
+    Saved,
+    Whole,
+)
+from offbeat.protocol.status import Look, Sight, TellStatus
+from offbeat.protocol.training import SECRET_BYTES, Announce, Ask, Leaves, Opened, Pulled, Refused, Values
+from offbeat.server.optimizers import check_hyper
+from offbeat.server.shard.admission_check import compare
+from offbeat.server.shard.model_shard import Table
+from offbeat.server.shard.peer import Chief, Guest
+from offbeat.server.shard.snapshot_barrier import Marks
+from offbeat.server.snapshot import Identity
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from offbeat.coordinator.loss import Loss
+    from offbeat.coordinator.plan_proposal import Parts
+    from offbeat.history import Record
+    from offbeat.protocol.data_leases import FromData
+    from offbeat.protocol.messages import Decision, FromShard, ToWorker
+    from offbeat.protocol.training import Back, Details
+    from offbeat.server.shard.snapshot_store import Archive
+    from offbeat.sync import Push
+    from offbeat.wire.link import Link
+
+_log = logging.getLogger("offbeat")
+
+# A contribution is nearly there when no more than one in so many of its blocks, or one block, is still to come.
+_NEARLY = 10
+
+
+class Shard:
+    """Serves the workers of one job.
+
+    Args:
+        read_plan: from TOML, if this is the first shard, which coordinates; None if another does.
+        done: called when the last worker has gone.
+        archive: where snapshots are kept; None for none.
+        job: its name.
+        every: updates between two snapshots.
+        again: called when another shard is lost, and this one has to begin a new life with it.
+        patience_s: for how long a worker that was lost, and was the last, may come back.
+        record: writes the history.
+    """
+
+    def __init__(
+        self,
+        read_plan: Callable[[str], Parts] | None,
+        done: Callable[[], None] = lambda: None,
+        *,
+        archive: Archive | None = None,
+        job: str = "",
+        every: int = 100,
+        again: Callable[[], None] = lambda: None,
+        patience_s: float = 0.0,
+        record: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._record = record
+        self._done, self._again, self._patience_s = done, again, patience_s
+        self._archive = archive
+        self._tables: dict[int, Table] = {}
+        self._guests: dict[int, Guest] = {}  # workers
+        self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
+        self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
+        self._shards: list[Guest] = []  # that follow this one
+        self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
+        self._decided: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
+        # What was opened before this life had begun, by worker and model, with the worker's entry.
+        self._waiting: dict[tuple[int, int], tuple[Guest, Details, int]] = {}
+        self._chief: Link | None = None  # to the shard that coordinates, if that is another
+        self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
+        self._lead = (
+            None
+            if read_plan is None
+            else Lead(
+                read_plan, self._decide, self._say, self.life, self._have_adopted, record, check_hyper=check_hyper
+            )
+        )
+        self._marks = Marks(
+            archive,
+            job,
+            every,
+            life=self.life,
+            tables=self._tables,
+            lead=self._lead,
+            followers=self._shards,
+            say=self._say,
+            tell_chief=self._tell_chief,
+        )
+        self._to_give: list[tuple[Guest, Values, torch.Tensor]] = []
+        self.begun = asyncio.Event()
+        self.was_visited = False
+        self.is_over = False
+        self._beginning: asyncio.TimerHandle | None = None
+        self.is_finished = False  # the last worker has said good-bye
+        self.refusal = ""  # why the shard that coordinates does not want this one
+        if self._lead is not None:
+            self._begin_if_all_are_here()
+
+    def accept(self, link: Link) -> Guest:
+        """A worker, or another shard, has connected and proved who it is."""
+        return Guest(self, link)
+
+    def follow(self, link: Link) -> Chief:
+        """The coordinator has been reached; returns what the link hands frames to."""
+        self._chief = link
+        held = self._archive.held if self._archive is not None else {}
+        least = self._archive.least if self._archive is not None else 0
+        link.send(pack(Enlist(tuple((one.number, one.life) for one in held), least)))
+        return Chief(self)
+
+    # -- lives and snapshots -------------------------------------------------------------------------------------
+
+    def begin_with_who_is_here_after(self, patience_s: float) -> None:
+        """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
+        if self._lead is not None:
+            loop = asyncio.get_running_loop()
+            self._beginning = loop.call_later(patience_s, self._lead.begin_with_who_is_here)
+
+    def stop(self) -> None:
+        """This life is over: what it hears now is of no interest any more, and nothing happens later.
+
+        The process may begin another one, and a timer would hold this one's parameters until then, or decide something
+        in the history of that.
+        """
+        self.is_over = True
+        if self._beginning is not None:
+            self._beginning.cancel()
+        if self._lead is not None:
+            self._lead.stop()
+
+    async def save(self) -> None:
+        """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
+
+        From then on nothing is decided, so that nobody is told of an update that is not in it.
+        """
+        await self._marks.last()
+
+    async def be_quiet(self) -> None:
+        """Wait until no file is being written."""
+        await self._marks.be_quiet()
+
+    def begin(self, begin: Begin) -> None:
+        """The life begins, from a snapshot or from nothing."""
+        self.life = self._marks.life = begin.life
+        try:
+            if begin.snapshot is not None:
+                self._restore(Identity(*begin.snapshot))
+        except PeerError as error:
+            _log.error("Cannot go on from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
+            raise
+        self.begun.set()
+        waiting, self._waiting = self._waiting, {}
+        for (_, model), (guest, details, entry) in waiting.items():
+            with contextlib.suppress(PeerError):  # it has been told
+                guest.open(model, details, entry)
+
+    def mark(self, mark: Mark) -> None:
+        """The coordinator has all shards make a snapshot."""
+        self._marks.keep(mark)
+
+    def _restore(self, identity: Identity) -> None:
+        assert self._archive is not None
+        snapshot = self._archive.read(identity)
+        for one in snapshot.header.models:
+            self._tables[one.model] = self._new_table(one.model, one.details, one.version)
+            if self._lead is not None and one.progress is not None:
+                self._lead.restore(one.model, one.details, one.version, one.progress, self._archive.gone)
+        for what, tensor in snapshot.tensors:
+            self.table(what.model).restore(what, tensor)
+        if self._lead is not None:
+            self._marks.go_on_from(identity, self._lead.version)
+        versions = ", ".join(str(one.version) for one in snapshot.header.models)
+        _log.warning("Goes on from its snapshot of version %s.", versions)
+
+    def _begin_if_all_are_here(self) -> None:
+        """Decide which snapshot all shards go on from, once all that it was made by are here."""
+        held = dict(self._archive.held) if self._archive is not None else {}
+        if self.begun.is_set() or (held and len(self._held) < next(iter(held.values())).shards - 1):
+            return
+        theirs = [{Identity(*one) for one in enlist.held} for enlist in self._held.values()]
+        common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
+        if held and not common:
+            _log.error("Cannot go on: no snapshot is there on every shard.")
+        least = max([0 if self._archive is None else self._archive.least, *(e.least for e in self._held.values())])
+        self._marks.number_from(least)
+        chosen = (common[0].number, common[0].life) if common else None
+        for shard in self._shards:
+            shard.say(Begin(self.life, chosen))
+        self.begin(Begin(self.life, chosen))
+
+    def _enlist(self, guest: Guest, enlist: Enlist) -> None:
+        if guest in self._shards:
+            raise PeerError("Cannot take in this shard for a second time.")
+        if count := self._has_all(enlist):
+            refusal = (
+                f"Cannot take in another shard: the workers of this job named {count}, and all are here. To use more, "
+                "start the workers anew with the addresses of all."
+            )
+            guest.say(Refused(refusal))
+            raise PeerError(refusal)
+        if self.begun.is_set() and self._tables and self._archive is not None:
+            self._again()  # one of the shards has come back before it was missed
+            return
+        self._shards.append(guest)
+        self._held[guest] = enlist
+        if self.begun.is_set():
+            guest.say(Begin(self.life))
+        self._begin_if_all_are_here()
+
+    def _has_all(self, enlist: Enlist) -> int:
+        """How many shards the workers named, if all are here, and the one that comes is none of them; else 0.
+
+        One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
+        """
+        held = {} if self._archive is None else self._archive.held
+        comes_back = any(Identity(*one) in held for one in enlist.held)
+        is_broken = any(not shard.link.connected for shard in self._shards)
+        named = max((table.details.shards for table in self._tables.values()), default=0)
+        return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
+
+    # -- what is said --------------------------------------------------------------------------------------------
+
+    def open(self, guest: Guest, model: int, details: Details, entry: int = 0) -> None:
+        """A worker wants to train a model, or comes back to it.
+
+        Raises:
+            DisagreementError: if it differs from the others' in plan or layout.
+            PeerError: if the model cannot be held, the worker is here already, or it was here before and nothing is
+                known of that.
+        """
+        if not self.begun.is_set():
+            there, *_ = self._waiting.get((guest.rank, model), (None,))
+            if there is not None and there.link.connected and (there is guest or details.back is None):
+                raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
+            if there is not None and there is not guest:
+                there.link.abort()  # it is to hear that it is another's place now, if it is there at all
+            self._waiting[(guest.rank, model)] = (guest, details, entry)
+            return
+        if model in guest.models and details.back is None:
+            raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
+        is_same = self._make_room(guest, details.back)
+        table = self._tables.get(model)
+        if table is None and details.back is not None and self._lead is None:
+            raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
+        is_first = table is None
+        if table is None:
+            if self._tables and guest.rank not in self._guests:
+                raise PeerError(
+                    f"Cannot open model {model}: rank {guest.rank} takes part in none of this job's models. Prepare "
+                    "the models in the same order on every worker."
+                )
+            shards = len(self._shards) + 1
+            if self._lead is not None and details.shards != shards:
+                raise PeerError(
+                    f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
+                    "but the first with --coordinator, and name all of them to the workers, the first one first."
+                )
+            table = self._new_table(model, details)
+            if self._lead is not None:
+                self._lead.begin(model, details)
+            self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
+            for decision in self._decided.pop(model, []):
+                table.decide(decision)
+        compare(guest.rank, details, table.details)
+        if not is_same:
+            self._secrets[guest.rank] = secrets.token_bytes(SECRET_BYTES)
+        self._guests[guest.rank] = guest
+        self._note_back(guest.rank)
+        self.was_visited = True
+        guest.models[model] = entry
+        filler = any(model in other.filling for other in self._guests.values())
+        if table.unfilled and not filler:
+            guest.filling.add(model)
+        secret = self._secrets[guest.rank]
+        guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
+        if not details.blocks and is_first and details.back is None:  # more shards than blocks
+            self._on_filled(model)
+        if self._lead is not None:
+            self._lead.join(model, guest.rank, details, entry)
+
+    def _new_table(self, model: int, details: Details, version: int = 0) -> Table:
+        table = Table(
+            model,
+            details,
+            self._give,
+            keeping=self._marks.keeping,
+            version=version,
+            held_bytes=sum(other.size_bytes for other in self._tables.values()),
+            record=self._record,
+        )
+        self._record(Serves(model, self.life, version, len(table.blocks)))
+        return table
+
+    def fill(self, guest: Guest, model: int, block: int) -> None:
+        """A block of the initial parameters is here.
+
+        Raises:
+            PeerError: if this worker was not asked for it.
+        """
+        table = self.table(model)
+        if model not in guest.filling or block not in table.unfilled:
+            raise PeerError(f"Rank {guest.rank} was not asked for the values of block {block}.")
+        table.unfilled.discard(block)
+        if not table.unfilled:
+            guest.filling.discard(model)
+            self._on_filled(model)
+
+    def arrive(self, guest: Guest, model: int, push: Push, block: int, part: torch.Tensor) -> None:
+        """A block of a contribution is here."""
+        table = self.table(model)
+        if self.is_early(guest, model):
+            guest.early[(model, block)] = (push, part)
+            return
+        # Not if the worker was sent away in the meantime.
+        if not table.expects(push, block):
+            return
+        missing, count = table.arrive(push, block, part), len(table.sizes)
+        if missing == min(max(1, count // _NEARLY), count - 1):
+            self._tell_lead(Nearly(model, *push))
+        if missing == 0:
+            self._tell_lead(Whole(model, *push, guest.models[model]))
+
+    def fetch(self, guest: Guest, message: Fetch) -> None:
+        """A worker wants the optimizer's state, as it is now."""
+        table = self.table(message.model)
+        index = {name: i for i, name in enumerate(table.details.names)}
+
+        def pieces() -> Iterator[tuple[Piece, memoryview]]:
+            for it in table.state():
+                tensor = it.tensor.clone()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                piece = Piece(message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
+                yield piece, bytes_of(tensor.reshape(-1))
+
+        guest.give_state(pieces(), Done(message.number))
+
+    def hear(
+        self,
+        guest: Guest,
+        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | Replace | FromData | FromShard,
+    ) -> None:
+        """Something for the coordinator.
+
+        Raises:
+            PeerError: if this is not the coordinator, or it cannot be.
+        """
+        lead = self._lead
+        if lead is None:
+            raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
+        self._check_place(guest, message)
+        match message:
+            case Announce():
+                lead.announce(guest.rank, message)
+            case Swap(number=number, part=part, whole=whole):
+                by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
+                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)), whole=whole, by=by)
+            case Agreed():
+                lead.agree(guest.rank, message)
+            case Pulled(model=model, step=step):
+                lead.pulled(model, guest.rank, step)
+            case Look(number=number):
+                guest.answer(Sight(number), pack(lead.look()))
+            case Ask():
+                lead.ask(guest.rank, message)
+            case TellStatus(status=status):
+                if self._guests.get(guest.rank) is guest:  # else it is not in yet, or not any more
+                    lead.statuses[guest.rank] = status
+            case Leaves():
+                lead.leaves(guest.rank, message)
+            case Enrol() | Take() | Return() | Crowded():
+                lead.data(guest.rank, message)
+            case Books(number=number):
+                guest.answer(Stock(number), lead.books())
+            case Replace():
+                lead.replace(guest.rank, message)
+            case Restock(number=number):
+                lead.restock(guest.rank, guest.take_body(), lambda refusal: guest.say(Stock(number, refusal)))
+            case Enlist():
+                self._enlist(guest, message)
+            case Save():
+                self._marks.ask_for_last()
+            case Saved(number=number, well=well, cost_s=cost_s):
+                self._marks.saved(number, well, cost_s)
+            case Filled(model=model):
+                lead.filled(model)
+            case Nearly() | Whole():
+                self._tell_lead(message)
+            case Parted(model=model, number=number):
+                lead.parted(model, number)
+
+    def _check_place(self, guest: Guest, message: object) -> None:
+        """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
+        kind = type(message).__name__
+        if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
+            raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
+        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look | TellStatus):
+            return
+        raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
+
+    def lose(self, guest: Guest, error: OffbeatError | None) -> None:
+        """A worker or shard is gone; `error` says why, None that it said good-bye."""
+        if self.is_over:
+            return
+        self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not guest}
+        if guest in self._shards:
+            self._shards.remove(guest)
+            self._held.pop(guest, None)
+            if self._archive is not None:
+                if self.begun.is_set():
+                    _log.warning("A shard of the parameter server is gone: %s", error or "it has ended.")
+                    self._again()
+                return
+            for worker in self._guests.values():
+                worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
+            return
+        if self._guests.get(guest.rank) is not guest:  # it was never taken in
+            if isinstance(error, PeerError):
+                _log.warning("%s", error)
+            if guest.role == "worker" and guest.rank not in self._guests and self._lead is not None:
+                self._lead.miss(guest.rank)
+            return
+        self._remove(guest, "gone" if self._lead is None else self._lead.tell_gone(guest.rank, error))
+        asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
+        if not self._guests:
+            self._end_unless_one_comes_back(error)
+
+    def _end_unless_one_comes_back(self, error: OffbeatError | None) -> None:
+        if error is None:
+            self.is_finished = True
+            self._done()
+            return
+        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
+
+    def _note_gone(self, worker: int) -> None:
+        """It has not come back: if the server is killed now, who goes on does not wait for it."""
+        if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._guests:
+            self._archive.note_gone(self._archive.gone | {worker})
+
+    def _note_back(self, worker: int) -> None:
+        if self._lead is not None and self._archive is not None:
+            self._archive.note_gone(self._archive.gone - {worker})
+
+    def adopt(self, adopt: Adopt) -> None:
+        """Another plan holds; workers that come with an earlier one of this job are told of it."""
+        for table in self._tables.values():
+            table.adopt(adopt.plan, adopt.number)
+
+    def decide(self, decision: Decision) -> Loss | None:
+        """Carry out what the coordinator decided."""
+        loss = self._carry_out(decision)
+        if isinstance(decision, Gone) and decision.number:
+            self._tell_chief(Parted(decision.model, decision.number))
+        return loss
+
+    def _carry_out(self, decision: Decision) -> Loss | None:
+        if isinstance(decision, Replacing):
+            self._let_replace(decision)
+            return None
+        stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
+        if isinstance(decision, Admit | Gone) and (guest := self._guests.get(decision.worker)) is not None:
+            guest.may_put.discard(decision.model)  # if it has not said that it was all, it was
+        if isinstance(decision, Admit):
+            self._admitted[(decision.model, decision.worker)] = decision.entry
+        if decision.model not in self._tables:
+            self._decided.setdefault(decision.model, []).append(decision)
+            return None
+        loss = self._tables[decision.model].decide(decision, stays=stays)
+        if isinstance(decision, Admit):
+            self._take_what_came_early(decision)
+        return loss
+
+    def _let_replace(self, decision: Replacing) -> None:
+        """A worker may put other parameters: from here on what the model has is not only of its contributions."""
+        table, guest = self._tables.get(decision.model), self._guests.get(decision.worker)
+        if table is not None and guest is not None:
+            self._record(Replaced(decision.model, table.version, decision.worker))
+            guest.may_put.add(decision.model)
+            guest.say(MayPut(decision.number))
+
+    def is_early(self, guest: Guest, model: int) -> bool:
+        """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
+        if self._lead is not None:
+            return False
+        return not self._is_admitted(guest, model) or self.table(model).next(guest.rank) is None
+
+    def _is_admitted(self, guest: Guest, model: int) -> bool:
+        """Whether the coordinator has let it in since it opened the model last."""
+        return guest.models.get(model) == self._admitted.get((model, guest.rank))
+
+    def _is_same(self, decision: Admit | Gone) -> bool:
+        """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
+        guest = self._guests.get(decision.worker)
+        if self._lead is not None or guest is None or not self._is_admitted(guest, decision.model):
+            return False
+        return isinstance(decision, Gone) or decision.entry == guest.models.get(decision.model)
+
+    def _take_what_came_early(self, admit: Admit) -> None:
+        guest = self._guests.get(admit.worker)
+        if guest is not None:
+            for model, block in [key for key in guest.early if key[0] == admit.model]:
+                push, part = guest.early.pop((model, block))
+                self.arrive(guest, model, push, block, part)
+
+    def refuse(self, reason: str) -> None:
+        """The coordinator does not want this shard."""
+        self.refusal = reason
+        self._done()
+
+    def end(self, error: OffbeatError | None) -> None:
+        """The coordinator is gone, and with it the job; or it is to come back."""
+        if self.is_over:
+            return
+        if error is not None and self._archive is not None:
+            _log.warning("The shard that coordinates is gone: %s", error)
+            self._again()
+        else:
+            self._done()
+
+    def table(self, model: int) -> Table:
+        """The model's.
+
+        Raises:
+            PeerError: if nobody has opened it.
+        """
+        if model not in self._tables:
+            raise PeerError(f"Model {model} has not been opened.")
+        return self._tables[model]
+
+    def may_push(self, model: int, push: Push) -> bool:
+        """Whether the policy has let the worker push this contribution, as far as this shard can know."""
+        return self._lead is None or self._lead.has_granted(model, push)
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this is the first shard."""
+        return self._lead is not None
+
+    def _make_room(self, guest: Guest, back: Back | None) -> bool:
+        """See that there is one worker of each rank; whether it is the one that was taken in, as its secret shows.
+
+        Without, it is a new process of that rank, for which there is room once the one before is not connected.
+
+        Raises:
+            PeerError: if there is no room, or it claims to be who it is not.
+        """
+        there = self._guests.get(guest.rank)
+        if there is guest:
+            return True
+        secret = self._secrets.get(guest.rank)
+        is_same = secret is not None and back is not None and hmac.compare_digest(back.secret, secret)
+        if there is not None and there.link.connected and not is_same:
+            raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
+        if secret is not None and back is not None and back.life == self.life and not is_same:
+            raise PeerError(
+                f"Cannot take in rank {guest.rank} as the one that was here before: it does not know what that one was "
+                "told when it was taken in. Another process has this rank, or had it since."
+            )
+        if there is not None:
+            self._remove(there)  # its process is gone, and this is the one that follows it
+            there.link.abort()
+        return is_same
+
+    def _remove(self, guest: Guest, end: str = "gone") -> None:
+        del self._guests[guest.rank]
+        if self._lead is not None:
+            self._lead.leave(guest.rank, end)
+        for model in guest.filling:
+            self._ask_another_to_fill(model)
+
+    def _ask_another_to_fill(self, model: int) -> None:
+        """Who was to send the first values is gone."""
+        table = self._tables[model]
+        table.unfilled = set(table.sizes)  # of what has come, nothing goes with the values of another
+        for other in self._guests.values():
+            if model in other.models:
+                other.filling.add(model)
+                other.say(Opened(model, True, self.life, self._archive is not None))
+                return
+        del self._tables[model]  # whoever comes next is the first
+        if self._lead is not None:
+            self._lead.forget(model)
+
+    # -- what goes out -------------------------------------------------------------------------------------------
+
+    def _have_adopted(self, adopt: Adopt) -> None:
+        """Tell all shards and workers which plan holds."""
+        for guest in (*self._shards, *self._guests.values()):
+            guest.say(adopt)
+        self.adopt(adopt)
+
+    def _decide(self, decision: Decision) -> Loss | None:
+        for shard in self._shards:
+            shard.say(decision)
+        self._marks.look_soon()
+        return self.decide(decision)
+
+    def _say(self, worker: int, message: ToWorker) -> None:
+        if worker in self._guests:
+            self._guests[worker].say(message)
+
+    def _give(self, worker: int, message: Values, values: torch.Tensor) -> None:
+        guest = self._guests.get(worker)
+        if guest is not None and self._is_admitted(guest, message.model):
+            if not self._to_give:
+                asyncio.get_running_loop().call_soon(self._give_all)
+            self._to_give.append((guest, message, values))
+
+    def _give_all(self) -> None:
+        """Send the values that are due, after what lets others go on: that would wait behind them on the link."""
+        to_give, self._to_give = self._to_give, []
+        for guest, message, values in to_give:
+            guest.say(message, bytes_of(values))
+
+    def _tell_lead(self, message: Nearly | Whole) -> None:
+        """How far a contribution has arrived."""
+        push = (message.worker, message.clock)
+        if self._lead is None:
+            self._tell_chief(message)
+        elif isinstance(message, Whole):
+            self._lead.whole(message.model, push, message.entry)
+        else:
+            self._lead.nearly(message.model, push)
+
+    def _on_filled(self, model: int) -> None:
+        if self._lead is not None:
+            self._lead.filled(model)
+        else:
+            self._tell_chief(Filled(model))
+
+    def _tell_chief(self, message: FromShard) -> None:
+        """Send it to the shard that coordinates; nothing if that is just being lost."""
+        if self._chief is not None and self._chief.is_open:
+            self._chief.send(pack(message))
+
+
+def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
+    return all(one in held for held in theirs)

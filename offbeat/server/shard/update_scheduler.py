@@ -1,0 +1,406 @@
+"""Which contribution has arrived, which update waits for it, and who waits for the update; per block, without I/O.
+
+A policy decides about whole contributions, often before they have arrived. The ledger carries that out block by block,
+so that one block travels back to a worker while the next one of its contribution is still on its way. What is half here
+when its worker is lost is taken out again.
+
+Rules:
+
+* An update is made in a block once that block of all its contributions is there; if it is `in_order`, once all
+  earlier updates of the block have been made as well.
+* A released worker is given a block once the update with its own contribution has been made there; if that was dropped
+  or there was none, once all updates so far have.
+* Each block of a contribution is taken once, and contributions of a worker come in order, one at a time.
+* A contribution is *open* until the coordinator says that it is whole at all shards (`commit`), or that it never will
+  be (`withdraw`), because its worker is lost. Of a lost worker a shard takes nothing more, and no update goes on
+  without it before that word. One that is withdrawn is in no block: updates that have it are undone, and made anew from
+  what the others brought; if that is nothing they change nothing, but they count.
+* No more than a few updates for each worker are kept to be undone. If that is not enough, because a contribution takes
+  very long to arrive, its update is taken out again, together with those that have to come after it, and is made once
+  it is whole.
+* A mark is put behind the updates so far. No block is updated beyond it before it has been updated up to it, whatever
+  the order of updates; once nothing in those is open, it is kept as it was there. So what is kept of all blocks is one
+  version of the parameters, without half of anything. A mark with a contribution that is withdrawn is given up.
+
+Who was given blocks with a contribution that is withdrawn is given them again, all with a greater `number`: how many
+contributions were withdrawn, since the worker was released, from updates that it waits for, or that come before those
+in order. A worker goes on when it has all blocks with one number. Why that is right, with one shard or several:
+
+* All shards hear the same decisions in the same order, and an update with something open is known to all of them. So
+  they count alike, and each worker's number ends at the same N everywhere: each block is given with N at last, and
+  whoever sees an N waits for the others. Nobody waits for ever.
+* Nobody goes on too early. What is withdrawn was incomplete at some shard when that one heard that the worker is gone;
+  there is a block there which was not updated before the withdrawal was heard, and was given with the number that
+  counts it. So no smaller number is ever there in all blocks.
+
+Without order (`ASP`) a worker waits for its own update only, and may have computed on others' contributions that are
+withdrawn later, as it may have computed on none of them: the server's parameters end without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offbeat.coordinator.loss import Loss
+from offbeat.server.shard.undo_log import Journal, Update
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from offbeat.server.shard.undo_log import Line
+    from offbeat.sync import Apply, Push
+
+_MOST_LINES = 4  # that are kept to be undone in a block, for each worker
+
+
+@dataclass(frozen=True)
+class Make:
+    """Update `block` with the weighted mean of `parts`.
+
+    Args:
+        version: of the parameters, counting updates from 1.
+        parts: of each contribution what was said about it and what arrived, by worker; empty if all were withdrawn.
+            What arrived is not to be changed.
+        rate: of the `Apply`.
+        line: where what the block was before is to be put; None if nobody will want it.
+    """
+
+    block: int
+    version: int
+    parts: tuple[tuple[Any, Any], ...]
+    rate: float
+    line: Line | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Have `block` be what it was `before` an update; what is to be made anew follows."""
+
+    block: int
+    before: Any
+
+
+@dataclass(frozen=True)
+class Give:
+    """Send `block` to `worker`, which was released for `step`.
+
+    Args:
+        number: see above.
+    """
+
+    block: int
+    worker: int
+    step: int
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep `block` as it is after the updates up to the mark.
+
+    Args:
+        before: what it was before the next one; None if that has not been made.
+    """
+
+    block: int
+    before: Any = None
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A contribution on its way: what is there, by block; None where it has been used or is not wanted.
+
+    Args:
+        is_whole: it has arrived at all shards.
+    """
+
+    blocks: dict[int, Any] = field(default_factory=dict)
+    wanted: bool = True
+    is_whole: bool = False
+
+
+@dataclass(eq=False)
+class Taker:
+    """A released worker: for which step, after which updates, and the blocks it has not been given."""
+
+    step: int
+    after: tuple[Update, ...]
+    left: set[int]
+    number: int = 0
+
+    def needs(self, update: Update) -> bool:
+        """Whether it waits for this one, or for one that comes after it in order."""
+        return update in self.after or any(a.apply.in_order and update.version < a.version for a in self.after)
+
+
+class Ledger:
+    """The books of one shard. After any call, `due` says what can be done now.
+
+    Args:
+        blocks: indices of the blocks it holds.
+        version: updates before this one began.
+    """
+
+    def __init__(self, blocks: Iterable[int], version: int = 0) -> None:
+        self._blocks = dict.fromkeys(blocks)  # in order, and found at once
+        self._next: dict[int, int] = {}  # worker: number of the contribution it may push
+        self._arrivals: dict[Push, Arrival] = {}
+        self._updates: list[Update] = []  # not made everywhere, or open, by version
+        self._journal = Journal(self._blocks)
+        self._takers: dict[int, Taker] = {}
+        self._applied: dict[int, int] = {}  # worker: its last contribution that is in an update
+        self.version = self._mark = version
+        self._unkept: set[int] = set()  # blocks that have not been kept since the mark
+
+    def admit(self, worker: int, clock: int, *, stayed: bool = False) -> None:
+        """The worker takes part; its next contribution has the number `clock`.
+
+        Args:
+            stayed: it had only stepped out, and what has come of that contribution is part of it.
+        """
+        # What it began to push in an earlier life, and nobody had heard of when it was lost.
+        for push in [push for push in self._arrivals if push[0] == worker and push[1] >= clock + stayed]:
+            del self._arrivals[push]
+        arrival = self._arrivals.get((worker, clock))
+        self._next[worker] = clock + (arrival is not None and len(arrival.blocks) == len(self._blocks))
+
+    def next(self, worker: int) -> int | None:
+        """Number of the contribution that is next or on its way; None if the worker does not take part."""
+        return self._next.get(worker)
+
+    def expects(self, push: Push, block: int) -> bool:
+        """Whether this block of a contribution is still to come."""
+        worker, clock = push
+        if self._next.get(worker) != clock or block not in self._blocks:
+            return False
+        return push not in self._arrivals or block not in self._arrivals[push].blocks
+
+    def is_past(self, push: Push) -> bool:
+        """Whether the worker has brought this contribution before, or does not take part any more."""
+        worker, clock = push
+        return worker not in self._next or clock < self._next[worker]
+
+    def arrive(self, push: Push, block: int, part: Any) -> int:
+        """A block of a contribution that is expected is here; returns how many are still to come."""
+        assert self.expects(push, block), (push, block)
+        arrival = self._arrivals.setdefault(push, Arrival())
+        arrival.blocks[block] = part if arrival.wanted else None
+        missing = len(self._blocks) - len(arrival.blocks)
+        if not missing:
+            self._next[push[0]] += 1
+            if not arrival.wanted:
+                del self._arrivals[push]
+        return missing
+
+    def apply(self, apply: Apply, about: Mapping[Push, Any]) -> None:
+        """The policy's decision about contributions that have arrived or will.
+
+        Args:
+            about: what is to be handed on about each.
+        """
+        self.version += 1
+        is_open = set()
+        for push in apply.pushes:
+            if not self._arrivals.setdefault(push, Arrival()).is_whole:
+                is_open.add(push)
+            self._applied[push[0]] = push[1]
+        self._updates.append(Update(self.version, apply, about, set(self._blocks), is_open))
+
+    def commit(self, push: Push) -> bool:
+        """The contribution is whole at all shards; whether anything may be due now."""
+        update = self._update_of(push)
+        if update is None:
+            self._arrivals.setdefault(push, Arrival()).is_whole = True
+            return False
+        update.open.discard(push)
+        for block in self._blocks:
+            self._trim(block)
+        self._close()
+        return bool(self._unkept) or (update.is_held and not update.open)
+
+    def withdraw(self, push: Push) -> bool:
+        """The contribution will never be whole, and is to be in no update; whether a mark is given up for that."""
+        update = self._update_of(push)
+        if update is None:
+            return False
+        update.open.discard(push)
+        update.withdrawn.add(push)
+        self._arrivals.pop(push, None)
+        for block in self._blocks:
+            self._journal.undo(block, update)
+        for taker in self._takers.values():
+            if taker.needs(update):
+                taker.number += 1
+                taker.left = set(self._blocks)
+        if update.version > self._mark or not self._unkept:
+            return False
+        self._unkept.clear()
+        return True
+
+    def forget(self, block: int) -> None:
+        """The block has been given other values, and what it was before is of no use any more."""
+        self._journal.forget(block)
+
+    def mark(self) -> None:
+        """Have each block kept as it is after the updates so far; the last mark has been reached, or is given up."""
+        self._mark, self._unkept = self.version, set(self._blocks)
+
+    def drop(self, push: Push, *, coming: bool) -> None:
+        """The contribution is not used.
+
+        Args:
+            coming: whether the worker may have begun to push it; what still comes is discarded.
+        """
+        worker, clock = push
+        if self._next.get(worker) != clock:  # it is here, whole
+            self._arrivals.pop(push, None)
+        elif coming:
+            arrival = self._arrivals.setdefault(push, Arrival())
+            arrival.wanted, arrival.blocks = False, dict.fromkeys(arrival.blocks)
+        else:
+            self._next[worker] = clock + 1
+
+    def release(self, worker: int, step: int) -> None:
+        """The worker may have the parameters for `step`."""
+        own = (worker, step - 1)
+        after = tuple(update for update in self._updates if own in update.apply.pushes)
+        if self._applied.get(worker) != step - 1:
+            after = tuple(self._updates)
+        self._takers[worker] = Taker(step, after, set(self._blocks))
+
+    def lose(self, worker: int, *, stays: bool = False) -> Loss | None:
+        """The worker is gone, until it is admitted again; what of it is in an update is committed or withdrawn then.
+
+        Args:
+            stays: it only steps out; what has come of a contribution that nobody has decided about is kept.
+        """
+        clock = self._next.pop(worker, None)
+        self._takers.pop(worker, None)
+        self._applied.pop(worker, None)
+        if clock is None or (arrival := self._arrivals.get((worker, clock))) is None:
+            return None
+        push = (worker, clock)
+        if stays or arrival.is_whole or self._update_of(push) is not None:
+            return None
+        del self._arrivals[push]
+        return Loss(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
+
+    def due(self, block: int | None = None) -> Iterator[Undo | Make | Keep | Give]:
+        """What can be done now, in order; it counts as done when it is yielded.
+
+        Args:
+            block: the only one that changed since the last call; any may have if None.
+        """
+        for one in self._blocks if block is None else (block,):
+            yield from self._due(one)
+        while (update := self._stuck(self._blocks if block is None else (block,))) is not None:
+            self._take_out(update)
+            for one in self._blocks:
+                yield from self._due(one)
+        self._close()
+
+    def _due(self, block: int) -> Iterator[Undo | Make | Keep | Give]:
+        yield from self._redo(block)
+        yield from self._makes(block)
+        yield from self._keep(block)
+        yield from self._gives(block)
+
+    def _redo(self, block: int) -> Iterator[Undo | Make]:
+        lines = self._journal.take_undone(block)
+        if lines:
+            yield Undo(block, lines[0].before)
+        for line in lines:
+            if block not in line.update.left:
+                yield self._make(block, line.update, {p: line.parts[p] for p in line.update.pushes})
+
+    def _makes(self, block: int) -> Iterator[Make | Keep]:
+        first = True  # all earlier updates have been made here
+        for update in self._updates:
+            if block not in update.left:
+                continue
+            if block in self._unkept and update.version > self._mark:
+                yield from self._keep(block)
+                if block in self._unkept and (self._is_behind(block) or len(self._journal.of(block)) >= self._most):
+                    return
+            pushes, is_held = update.pushes, update.is_held and bool(update.open)
+            if (
+                (first or not update.apply.in_order)
+                and not is_held
+                and all(block in self._arrivals[push].blocks for push in pushes)
+            ):
+                update.left.discard(block)
+                parts = {push: self._arrivals[push].blocks[block] for push in pushes}
+                for push in pushes:
+                    self._arrivals[push].blocks[block] = None
+                yield self._make(block, update, parts)
+            else:
+                first = False
+
+    def _make(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Make:
+        line = self._journal.write(block, update, parts)
+        brought = tuple((update.about[push], part) for push, part in parts.items())
+        return Make(block, update.version, brought, update.apply.rate, line)
+
+    def _keep(self, block: int) -> Iterator[Keep]:
+        """If the block has been updated up to the mark, and nothing in that is open."""
+        if block not in self._unkept or self._is_behind(block):
+            return
+        lines = self._journal.of(block)
+        if not lines or lines[0].update.version > self._mark:
+            self._unkept.discard(block)
+            yield Keep(block, lines[0].before if lines else None)
+            self._trim(block)
+
+    def _gives(self, block: int) -> Iterator[Give]:
+        for worker, taker in tuple(self._takers.items()):
+            if block in taker.left and all(block not in update.left for update in taker.after):
+                taker.left.discard(block)
+                yield Give(block, worker, taker.step, taker.number)
+
+    def _is_behind(self, block: int) -> bool:
+        return any(block in u.left for u in self._updates if u.version <= self._mark)
+
+    @property
+    def _most(self) -> int:
+        return _MOST_LINES * max(1, len(self._next))
+
+    def _stuck(self, blocks: Iterable[int]) -> Update | None:
+        """One for which too much is kept; what is before a mark stays, and nothing goes far beyond it meanwhile."""
+        for block in blocks:
+            lines = self._journal.of(block)
+            if len(lines) > self._most and (lines[0].update.version > self._mark or not self._unkept):
+                return lines[0].update
+        return None
+
+    def _take_out(self, update: Update) -> None:
+        """Undo an update, as if some of it had not arrived."""
+        update.is_held = True
+        for block in self._blocks:
+            for line in self._journal.undo(block, update):
+                if line.update is update or (line.update.apply.in_order and line.update.version > update.version):
+                    line.update.left.add(block)
+                    for push in line.update.pushes:
+                        self._arrivals[push].blocks[block] = line.parts[push]
+
+    def _trim(self, block: int) -> None:
+        """Erase what need not be undone; what is beyond a mark tells what was there."""
+        self._journal.trim(block, self._mark if block in self._unkept else None)
+
+    def _close(self) -> None:
+        """Forget the updates that are done with; one in order tells what comes before it, while that is open."""
+        is_open = False
+        for update in tuple(self._updates):
+            if not update.left and not update.open and not (is_open and update.apply.in_order):
+                self._updates.remove(update)
+                for push in update.apply.pushes:
+                    self._arrivals.pop(push, None)
+            is_open |= bool(update.open)
+
+    def is_final(self, version: int) -> bool:
+        """Whether an update has been made in all blocks, and none will be undone."""
+        return all(update.version != version for update in self._updates) and not self._journal.holds(version)
+
+    def _update_of(self, push: Push) -> Update | None:
+        """The one that it is in."""
+        return next((update for update in self._updates if push in update.apply.pushes), None)

@@ -1,0 +1,185 @@
+"""What a shard keeps of itself to go on after it was killed, and how that is written as a file.
+
+    file = frames as on the wire (`offbeat.wire.frame`), each with its checksums:
+           Header's bytes | TensorOf + elements, once per tensor | Last
+
+A file without its `Last` was cut off; a frame that does not agree with its checksum is damaged: such a file is not
+read. Nothing in it is code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import msgspec
+import torch
+
+from offbeat.coordinator.progress import Progress
+from offbeat.errors import PeerError
+from offbeat.protocol.training import Details
+from offbeat.safe_read import UnreadableError, decode
+from offbeat.wire.frame import Frame, Reader, head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT = 1
+_MOST_BODY_BYTES = (1 << 32) - 1  # of one frame
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+STATE_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+}
+
+
+class Identity(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Which snapshot: the same on all shards of a server.
+
+    Args:
+        number: later ones have greater numbers.
+        life: of the server that made it (see `offbeat.coordinator.reconnect`).
+    """
+
+    number: _Count
+    life: _Count
+
+
+class ModelOf(msgspec.Struct, frozen=True):
+    """One model. `progress` is None on shards that do not coordinate."""
+
+    model: Annotated[int, msgspec.Meta(ge=0, lt=256)]
+    version: _Count
+    details: Details
+    progress: Progress | None = None
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What stands before the tensors.
+
+    Args:
+        shards: of the server.
+    """
+
+    format: int
+    job: str
+    identity: Identity
+    shards: _Count
+    models: tuple[ModelOf, ...]
+
+
+class TensorOf(msgspec.Struct, frozen=True, array_like=True):
+    """Of one block: its values if `name` is "", else a part of the optimizer's state of that parameter."""
+
+    model: _Count
+    block: _Count
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[_Count, ...]
+
+
+class Last(msgspec.Struct, frozen=True, tag=True):
+    tensors: _Count
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A shard at one version of each model.
+
+    Args:
+        tensors: which do not change any more.
+    """
+
+    header: Header
+    tensors: list[tuple[TensorOf, torch.Tensor]]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_header = msgspec.msgpack.Decoder(Header).decode
+_tensor_of = msgspec.msgpack.Decoder(TensorOf).decode
+
+
+def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> TensorOf:
+    """What is written before a tensor."""
+    return TensorOf(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def write(file: BinaryIO, snapshot: Snapshot) -> None:
+    """Write it.
+
+    Raises:
+        OSError: as the file does.
+    """
+    body = _encode(snapshot.header)
+    file.write(head(b"", body) + body)
+    for what, tensor in snapshot.tensors:
+        view = _bytes_of(tensor)
+        file.write(head(_encode(what), view))
+        file.write(view)
+    file.write(head(_encode(Last(len(snapshot.tensors)))))
+
+
+def read(file: BinaryIO) -> Snapshot:
+    """All of it, checked.
+
+    Raises:
+        PeerError: if it is damaged, cut off, or no snapshot.
+        OSError: as the file does.
+    """
+    frames = _frames(file)
+    header = _header_of(next(frames, None))
+    tensors: list[tuple[TensorOf, torch.Tensor]] = []
+    for frame in frames:
+        try:
+            if not frame.body and frame.metadata == _encode(Last(len(tensors))):
+                return Snapshot(header, tensors)
+            what = decode(_tensor_of, frame.metadata)
+        except UnreadableError as error:
+            raise PeerError(f"it holds what does not belong there: {error}") from error
+        tensors.append((what, _tensor(what, frame)))
+    raise PeerError("its end is missing")
+
+
+def _header_of(frame: Frame | None) -> Header:
+    if frame is None:
+        raise PeerError("it is empty, or cut off")
+    try:
+        header = decode(_header, frame.body)
+    except UnreadableError as error:
+        raise PeerError(f"it does not begin as a snapshot: {error}") from error
+    if header.format != FORMAT:
+        raise PeerError(f"it is of format {header.format}, this is format {FORMAT}")
+    return header
+
+
+def _frames(file: BinaryIO) -> Iterator[Frame]:
+    reader = Reader(max_metadata_bytes=1 << 20, max_body_bytes=_MOST_BODY_BYTES)
+    while size := file.readinto(reader.get_buffer()):  # type: ignore[attr-defined]
+        if reader.buffer_updated(size):
+            while (frame := reader.next_frame()) is not None:
+                yield frame
+
+
+def _tensor(what: TensorOf, frame: Frame) -> torch.Tensor:
+    dtype = STATE_DTYPES.get(what.dtype)
+    numel = 1
+    for size in what.shape:
+        numel *= size
+    if dtype is None or numel * dtype.itemsize != len(frame.body):
+        raise PeerError(f"a tensor of {len(frame.body)} bytes says it is {what.dtype} of shape {list(what.shape)}")
+    if numel == 0:
+        try:
+            return torch.empty(what.shape, dtype=dtype)
+        except RuntimeError as error:  # of a shape that torch cannot count through
+            raise PeerError(f"an empty tensor says it is of shape {list(what.shape)[:8]}: {error}") from error
+    return torch.frombuffer(frame.body, dtype=dtype).reshape(what.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array) if array.size else memoryview(b"")

@@ -1,0 +1,197 @@
+"""Workers that all hold the parameters: an all-reduce in every step, or every few steps.
+
+All of them end a step together, so a step is worked out rather than played. A bucket is sent when the slowest worker
+has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the slowest link, in 2 (N-1) rounds
+(Patarasuk and Yuan 2009).
+
+What a worker loses to bad luck (`[straggle]`) comes behind its backward pass, as in the lab's replays: by then an
+exchange of gradients is over, so that neither hides in the other, and the next exchange waits for whoever lost most.
+
+A fault strikes before the optimizer's step: behind the exchange of that step's gradients, or before that of a change.
+
+Where the plan's controller swaps the policy all confer, in four rounds of messages; that optimizers average on the way
+back what they have gathered in steps of the workers' own is not counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.float_sum import add_up
+from offbeat.sim.controller_driver import Steered
+from offbeat.sim.detection_times import MEND_S, retried_s
+from offbeat.sim.disturbances import Troubles
+from offbeat.sim.faults import Faults
+from offbeat.sim.result import Played
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from offbeat.batching import BatchTuning
+    from offbeat.control import Controller
+    from offbeat.sim.compute_time import Course
+    from offbeat.sim.links import Links
+    from offbeat.sim.message_sizes import Bucket
+    from offbeat.sync import Policy
+
+# Of a step with an exchange, beyond what is computed and sent: the fence, the optimizer, Python.
+_STEP_S = 0.002
+_CONFERRED = 4  # all-reduces of nothing, as long as which it takes to say what is wanted, and whether all can
+_TOLD_EVERY = 5  # steps, where batches are tuned (`offbeat.loading.replicated_source`)
+
+
+def ring_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
+    """Seconds of one all-reduce.
+
+    Args:
+        slowest: bytes per second of the slowest link.
+        to_worker_s: of a message from one worker to another.
+    """
+    if world == 1:
+        return 0.0
+    return 2 * (world - 1) * (size_bytes / world / slowest + to_worker_s / 2)
+
+
+def play(
+    courses: Sequence[Course],
+    links: Links,
+    *,
+    buckets: Sequence[Bucket],
+    policy: Policy,
+    steps: int,
+    batch: int,
+    tune: BatchTuning | None = None,
+    faults: Faults | None = None,
+    controller: Controller | None = None,
+) -> Played:
+    """Play so many steps of all workers.
+
+    Args:
+        batch: samples of a worker's step, on average.
+        tune: how batches follow the machines.
+        faults: what goes wrong.
+        controller: has another policy than `policy` decide.
+    """
+    world = len(courses)
+    steered = Steered(policy, controller)
+    played, circle = Played.of(world), Circle(world, links, faults or Faults())
+    tuning = None if tune is None else tune.init(batch * world, together=True)
+    for rank in range(world if tune is not None else 0):
+        tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
+    untold: list[dict[int, tuple[int, float, float]]] = []
+    clock_s = [0.0] * world
+    held_s = dict.fromkeys(range(world), 0.0)  # behind the exchange of the step before
+    for step in range(steps):
+        for rank in circle.strike(step, clock_s, computed=False, played=played):
+            tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
+        counts = dict.fromkeys(circle.here, batch)
+        if tune is not None and tuning is not None:
+            if step % _TOLD_EVERY == 0:
+                for told in untold:
+                    least_s = min(wait_s for _, _, wait_s in told.values())
+                    for rank, (count, compute_s, wait_s) in told.items():
+                        if rank in circle.here:
+                            tuning = tune.observe(tuning, rank, count, compute_s, least_s, wait_s - least_s)
+                untold.clear()
+            tuning, counts = tune.plan(tuning, step)
+        took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
+        begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
+        what = steered.contributes(step)
+        # Bad luck strikes behind the backward pass. Gradients are exchanged by then, changes are not yet.
+        after_s = {rank: lost_s if what == "gradient" else 0.0 for rank, (_, lost_s) in took.items()}
+        before_s = {rank: own_s[rank] - after_s[rank] for rank in circle.here}
+        for rank in circle.here:
+            clock_s[rank] = circle.computed_s(rank, begun_s[rank], before_s[rank])
+        late_s = {rank: clock_s[rank] - begun_s[rank] - before_s[rank] for rank in circle.here}
+        gone: Collection[int] = ()
+        if what != "gradient":
+            computed_s = list(clock_s)
+            gone = circle.strike(step, clock_s, computed=True, played=played)
+            late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in circle.here}
+        if what is not None:
+            end_s = 0.0
+            for bucket in buckets:
+                ready_s = max(
+                    begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
+                    for rank in circle.here
+                )
+                end_s = circle.exchange(max(end_s, ready_s), bucket.size_bytes)
+            for rank in circle.here:
+                stepping_s = max(end_s, clock_s[rank])
+                clock_s[rank] = circle.computed_s(rank, stepping_s, after_s[rank]) + _STEP_S
+        steered.stepped({rank: before_s[rank] + late_s[rank] + held_s[rank] for rank in circle.here}, batch)
+        held_s = {rank: after_s.get(rank, 0.0) for rank in range(world)}
+        if what == "gradient":
+            stepped_s = list(clock_s)
+            gone = circle.strike(step, clock_s, computed=True, played=played)
+            held_s = {rank: held_s[rank] + clock_s[rank] - stepped_s[rank] for rank in range(world)}
+        for rank in gone:
+            tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
+        waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
+        untold.append({rank: (counts[rank], own_s[rank], waits_s[rank]) for rank in circle.here})
+        for rank in circle.here:
+            played.step_s[rank].append(clock_s[rank] - begun_s[rank])
+            played.samples[rank].append(counts[rank])
+            played.waited_s[rank].append(waits_s[rank])
+        if what is not None and (swap := steered.exchanged(min(clock_s[rank] for rank in circle.here))) is not None:
+            end_s = circle.confer(max(clock_s[rank] for rank in circle.here))
+            for rank in circle.here:
+                played.step_s[rank][-1] += end_s - clock_s[rank]
+                played.waited_s[rank][-1] += end_s - clock_s[rank]
+                clock_s[rank] = end_s
+            steered.adopt(swap, step + 1, end_s)
+            played.swaps.append((end_s, swap.sync, swap.reason))
+        steered.ask(step + 1)
+    return played
+
+
+class Circle:
+    """Those that go on, and what goes wrong among them.
+
+    Args:
+        world: workers of the beginning.
+        links: of the scenario.
+        faults: that strike them.
+    """
+
+    def __init__(self, world: int, links: Links, faults: Faults) -> None:
+        self.here = list(range(world))
+        self._links, self._faults, self._troubles = links, faults, Troubles()
+        self._is_broken = False  # by somebody who is gone, until the next exchange
+
+    def computed_s(self, rank: int, begun_s: float, takes_s: float) -> float:
+        """When a worker has computed its step."""
+        return self._troubles.done_s(rank, begun_s, takes_s)
+
+    def exchange(self, begun_s: float, size_bytes: float) -> float:
+        """When an all-reduce is over that all have been ready for since then."""
+        links, troubles = self._links, self._troubles
+        if not self._faults.all:
+            return begun_s + ring_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
+        if self._is_broken:
+            self._is_broken, begun_s = False, begun_s + MEND_S
+        whole_s = max(troubles.whole_s(rank, begun_s) for rank in self.here)
+        begun_s = retried_s(begun_s, whole_s, self._faults.there_and_back_s)
+        slowest = min(links.worker[rank] * troubles.part(rank, begun_s) for rank in self.here)
+        takes_s = ring_s(size_bytes, len(self.here), slowest, links.to_worker_s)
+        return max(troubles.done_s(rank, begun_s, takes_s) for rank in self.here)
+
+    def confer(self, begun_s: float) -> float:
+        """When all have said what they want, and whether they can, who have been there since then."""
+        return begun_s + _CONFERRED * ring_s(0.0, len(self.here), self._links.slowest, self._links.to_worker_s)
+
+    def strike(self, step: int, clock_s: list[float], *, computed: bool, played: Played) -> list[int]:
+        """Have strike what is due at this step, at each worker's own time; who is gone by it."""
+        gone = []
+        for rank in self.here if self._faults.all else ():
+            for fault in self._faults.due(rank, step, computed=computed):
+                played.struck.append((clock_s[rank], fault))
+                if fault.ends:
+                    gone.append(rank)
+                    self._is_broken |= fault.kind != "leave"
+                    continue
+                self._troubles.add(*self._faults.lasting(fault, clock_s[rank]))
+                clock_s[rank] = self._troubles.done_s(rank, clock_s[rank], 0.0)
+        self.here = [rank for rank in self.here if rank not in gone]
+        played.ended.update(gone)
+        return gone

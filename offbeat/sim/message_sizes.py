@@ -1,0 +1,68 @@
+"""What a step sends, in which buckets, and when in the backward pass each is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.codec import Cast
+from offbeat.float_sum import add_up
+from offbeat.layout import arrange
+from offbeat.scenario import Replay
+
+if TYPE_CHECKING:
+    from offbeat.plan import Plan
+    from offbeat.scenario import Scenario
+
+_DDP_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of gradients.
+
+    Args:
+        size_bytes: on the wire.
+        ready: which part of a step's computation is over when it is full.
+    """
+
+    size_bytes: float
+    ready: float
+
+
+def narrowing(plan: Plan | None) -> float:
+    """Bytes on the wire for each byte of a float32 gradient."""
+    return 0.5 if plan is not None and isinstance(plan.codec, Cast) else 1.0
+
+
+def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0) -> list[Bucket]:
+    """The buckets of a step, in the order in which they are sent: by the layout that the workers make.
+
+    Args:
+        plan: None for DistributedDataParallel, whose buckets are as large.
+        gradient_bytes: of a script's gradients, in float32, which are known to be there only at the end.
+        narrow: bytes on the wire for each of these, of a peer.
+    """
+    narrow, workload = narrow * narrowing(plan), scenario.workload
+    if not isinstance(workload, Replay):
+        return [Bucket(narrow * gradient_bytes, 1.0)]
+    layers = workload.layers()
+    whole_s = add_up(layer.forward_s + layer.backward_s for layer in layers) or 1.0
+    passed_s = add_up(layer.forward_s for layer in layers)
+    ready_s: dict[str, float] = {}
+    for layer in reversed(layers):
+        passed_s += layer.backward_s
+        ready_s |= {f"{layer.name}.{index}": passed_s for index in range(len(layer.shapes))}
+    like = {
+        f"{layer.name}.{index}": torch.empty(shape, device="meta")
+        for layer in layers
+        for index, shape in enumerate(layer.shapes)
+    }
+    largest = workload.bucket_bytes or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
+    layout = arrange(like, bucket_bytes=largest)
+    return [
+        Bucket(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)
+        for bucket in layout.buckets
+    ]

@@ -1,0 +1,121 @@
+"""A worker with a server, and the updates that its contributions are in, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.sim.max_min_fair import Way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.batching import Lease
+    from offbeat.sim.compute_time import Course
+    from offbeat.sim.flows import Flow
+    from offbeat.sync import Policy, Push
+
+PARTS = 10
+"""Of a contribution; the last but one of them is when a shard says that it is nearly there."""
+_NOWHERE = Way(())
+
+
+@dataclass(eq=False)
+class Update:
+    """An `Apply` that is not everywhere yet.
+
+    Args:
+        missing: for each part, how many of its contributions have not brought it.
+        pushes, rate: what is in it, and which part of a round that is.
+        before: the update that each part of this one waits for.
+        after: the update that waits for this one.
+        made: parts that are.
+    """
+
+    missing: list[int]
+    pushes: tuple[Push, ...]
+    rate: float
+    before: Update | None = None
+    after: Update | None = None
+    made: int = 0
+    pullers: list[Contributor] = field(default_factory=list)
+
+    def follow(self, before: Update | None) -> None:
+        """Be made in order behind that one."""
+        if before is not None and before.made < PARTS:
+            self.before, before.after = before, self
+
+    def make(self, give: Callable[[Contributor], None], whole: Callable[[Update], None]) -> None:
+        """Make the parts that can be made, and then those of the updates that wait for this one.
+
+        Args:
+            give: called for each worker that waits for parts of it.
+            whole: called when all are made, before the last of them are given.
+        """
+        update: Update | None = self
+        while update is not None:
+            most = PARTS if update.before is None else update.before.made
+            made = update.made
+            while made < most and not update.missing[made]:
+                made += 1
+            if made == update.made:
+                return
+            update.made = made
+            if made == PARTS:
+                whole(update)  # before what is given with it
+            for worker in update.pullers:
+                worker.due = made
+                give(worker)
+            if made == PARTS:
+                update.pullers.clear()
+                if update.after is not None:
+                    update.after.before = None
+            update = update.after
+
+
+@dataclass(eq=False)
+class Contributor:
+    """One worker.
+
+    Args:
+        host: whose link it is on; the rank of a worker of the beginning.
+        policy: that it goes by.
+        left: steps that it has still to do.
+        entry: how often it was torn out of what it did; what was to happen before does not any more.
+        alone: steps since its last contribution.
+        holds: it has computed a contribution, and not gone on.
+        read: updates that were in the parameters that it was given last.
+        brought: parts of the contribution at hand that have arrived.
+        update: that this contribution is in.
+        got, due: parts of the next parameters that are here, and that may come.
+    """
+
+    rank: int
+    host: int
+    course: Course
+    policy: Policy
+    left: int
+    entry: int = 0
+    alone: int = 0
+    read: int = 0
+    own_step: int = 0
+    begun_s: float = 0.0
+    computed_s: float = 0.0
+    push: Push = (-1, -1)
+    holds: bool = False
+    is_announced: bool = False
+    is_change: bool = False
+    ends: bool = False
+    may_push: bool = False
+    samples: int = 0
+    leases: list[Lease] = field(default_factory=list)
+    brought: int = 0
+    arrived_s: float = 0.0
+    way: Way = _NOWHERE
+    flow: Flow | None = None
+    update: Update | None = None
+    is_pulling: bool = False
+    moving: Flow | None = None  # parameters that are on their way
+    is_waiting: bool = False  # to be given more, until its process or link goes on
+    got: int = 0
+    due: int = 0

@@ -1,0 +1,171 @@
+"""Who listens: takes in who dials, and sees to it that strangers cost little.
+
+Until it has proved who it is, who dials is a stranger. It gets `STRANGER_BYTES` for a message, `STRANGER_S`, and one of
+`STRANGERS` places, the oldest of which is freed when another needs one. It is not told why it is refused; the log is.
+Who has proved it and is refused all the same is told, with a proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PeerError
+from offbeat.wire import handshake
+from offbeat.wire.credentials import Certificates, Credentials, token_of
+from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
+from offbeat.wire.link import Link
+from offbeat.wire.messages import Claim, Join, pack
+from offbeat.wire.rate_limited_log import Refusals
+from offbeat.wire.stream import close, open_stream, prepare
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from offbeat.wire.session import Limits, Receiver
+
+_log = logging.getLogger("offbeat.wire")
+
+STRANGER_S = 5.0
+STRANGERS = 64
+_REMEMBERED = 64
+_OUT_OF_FILES_S = 0.2
+
+
+class Listener:
+    """An open door; made by `listen`. Closing it leaves the links that came through it alone."""
+
+    def __init__(self, sock: socket.socket, door: Door) -> None:
+        self._sock, self._door = sock, door
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self.address = _shown(sock.getsockname())
+        self._open()
+
+    @property
+    def links(self) -> list[Link]:
+        """Those that have not ended."""
+        return list(self._door.links.values())
+
+    def close(self) -> None:
+        """Take in nobody any more, nor a link whose connection was lost; again does nothing."""
+        if self._sock.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for stranger in list(self._strangers):
+            stranger.cancel()
+
+    def _open(self) -> None:
+        self._loop.add_reader(self._sock, self._take_in)
+
+    def _take_in(self) -> None:
+        """Take in one; the others have their turn, however many dial."""
+        try:
+            sock, peer = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # it has hung up in the meantime
+            return
+        except OSError as error:  # no more file descriptors
+            _log.warning("Cannot take in a connection on %s: %s", self.address, error)
+            self._loop.remove_reader(self._sock)
+            self._pause = self._loop.call_later(_OUT_OF_FILES_S, self._open)
+            return
+        if len(self._strangers) >= STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+        stranger = self._loop.create_task(self._door.welcome(sock, _shown(peer)))
+        self._strangers[stranger] = None
+        stranger.add_done_callback(lambda task: self._strangers.pop(task, None))
+
+
+class Door:
+    """Decides who comes in.
+
+    Args:
+        accept, job, credentials, limits: as of `tcp.listen`.
+
+    Raises:
+        NetworkError: if a certificate cannot be used.
+    """
+
+    def __init__(
+        self, accept: Callable[[Link], Receiver], job: str, credentials: Credentials | None, limits: Limits
+    ) -> None:
+        self._accept, self._job, self._limits = accept, job, limits
+        self._token = token_of(credentials)
+        self._context = credentials.server_context() if isinstance(credentials, Certificates) else None
+        self._refusals = Refusals()
+        self.links: dict[bytes, Link] = {}
+        self._over: dict[bytes, str] = {}  # why sessions ended, of the latest few
+
+    async def welcome(self, sock: socket.socket, peer: str) -> None:
+        """See whom `peer` claims to be, and attach its connection to its link."""
+        try:
+            prepare(sock)
+            async with asyncio.timeout(STRANGER_S):
+                stream = await open_stream(sock, self._context, server=True)
+                sock = stream.sock
+                said = handshake.hello()
+                await say(stream, said)
+                join = await hear(stream, STRANGER_BYTES)
+                if not isinstance(join, Join):
+                    raise PeerError("it did not prove who it is")
+                handshake.check(self._token, said, join)
+                if join.claim.job != self._job:
+                    raise PeerError(f"it belongs to job {join.claim.job!r}, this is {self._job!r}")
+                try:
+                    link = self._link(join.claim, peer)
+                except PeerError as error:
+                    await say(stream, handshake.refuse(self._token, said, join, str(error)))
+                    raise
+        except (OSError, PeerError) as error:  # a TimeoutError is an OSError
+            self._refusals.tell(f"{peer}: {str(error) or 'it took too long'}")
+            close(sock)
+        except BaseException:
+            close(sock)
+            raise
+        else:
+            opening = pack(handshake.welcome(self._token, said, join, link.received))
+            link.attach(stream, join.claim.received, opening)
+
+    def _link(self, claim: Claim, peer: str) -> Link:
+        link = self.links.get(claim.session)
+        if link is not None and (link.role, link.rank) != (claim.role, claim.rank):
+            raise PeerError(f"it says it is {claim.role} {claim.rank}, and was {link.role} {link.rank}")
+        if link is not None:
+            link.detach()  # from here on nothing changes what has been received
+            link.peer = peer
+            return link
+        if claim.resumes:
+            why = self._over.get(claim.session, "")
+            raise PeerError(f"its session is over: {why}" if why else "its session is over")
+        link = Link(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True)
+        try:
+            link.begin(self._accept(link))
+        except BaseException:
+            link.abort()
+            raise
+        self.links[claim.session] = link
+        link.ended.add_done_callback(lambda _: self._forget(claim.session))
+        return link
+
+    def _forget(self, session: bytes) -> None:
+        self._over[session] = self.links.pop(session).trouble
+        if len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+
+def _shown(name: tuple[object, ...]) -> str:
+    host, port = str(name[0]), name[1]
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host.partition("%")[0]).version == 6:
+            return f"[{host}]:{port}"
+    return f"{host}:{port}"
