@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from benchmarks.cell import Story
-    from offbeat.audit import Contribution, Verdict
+    from offbeat.audit import AuditResult, ContributionFate
 
 _A_LITTLE = 0.02  # by which a mark may differ from its share, relative to that
 _MOST_BROKEN = 3
@@ -101,12 +101,14 @@ def books(story: Story, each: int = 1) -> Books | None:
     )
 
 
-def _weighs_nothing(one: Contribution) -> bool:
+def _weighs_nothing(one: ContributionFate) -> bool:
     """Whether it took its turn, and moved nothing: it held NaN or Inf."""
     return one.fate == "applied" and one.share == 0
 
 
-def _spans(known: Iterable[Contribution], each: int, ends: Mapping[int, int]) -> Iterator[tuple[Contribution, range]]:
+def _spans(
+    known: Iterable[ContributionFate], each: int, ends: Mapping[int, int]
+) -> Iterator[tuple[ContributionFate, range]]:
     """Each contribution, and the steps of its worker that it is of."""
     following: Counter[int] = Counter()
     for one in known:
@@ -133,7 +135,7 @@ def _together(
     steps: Mapping[int, range],
     idle: Collection[Place],
     torn: int,
-    verdict: Verdict,
+    verdict: AuditResult,
     broken: tuple[str, ...],
 ) -> Books:
     """Where all step together, the marks of a step add up to 1, and who came to the end is in each."""
@@ -154,7 +156,7 @@ def _together(
     )
 
 
-def _miscounted(known: Iterable[Contribution], seen: Iterable[Mapping[str, int]]) -> int:
+def _miscounted(known: Iterable[ContributionFate], seen: Iterable[Mapping[str, int]]) -> int:
     """How many contributions more, or fewer, of a fate the server counts than the history has."""
     # What a worker brings that was left behind is dropped; to the history it went with that worker before.
     recorded = Counter((one.rank, one.fate == "applied") for one in known if one.fate != "pending")
@@ -178,7 +180,7 @@ class _Words:
     _SERVERS = re.compile(r"Contribution (\d+) of rank (\d+) \(.* samples\) is (lost|dropped): ")
     _LEFT_OUT = re.compile(r"step (\d+): the .* holds NaN or Inf on this worker; it is left out")
 
-    def __init__(self, story: Story, spans: Iterable[tuple[Contribution, range]]) -> None:
+    def __init__(self, story: Story, spans: Iterable[tuple[ContributionFate, range]]) -> None:
         numbered, ending = dict[Place, range](), dict[Place, range]()
         for one, steps in spans:
             numbered |= {(one.rank, number): steps for number in one.numbers}

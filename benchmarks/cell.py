@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.audit import Verdict, contributions, verify
+from offbeat.audit import AuditResult, contributions, verify
 from offbeat.exit_codes import how_it_ended
 from offbeat.fault_spec import Fault, read_fired, unfired
-from offbeat.server.launch import RESTARTS, Settings, start_shard
+from offbeat.server.launch import RESTARTS, ShardSettings, start_shard
 from offbeat.testing.faults import environment
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
     from benchmarks.workloads.marked import Held
-    from offbeat.audit import Contribution
+    from offbeat.audit import ContributionFate
     from offbeat.plan import Plan
 
 WORKERS = 3
@@ -79,8 +79,8 @@ class Story:
     lines: list[Line] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
-    known: list[Contribution] = field(default_factory=list)
-    verdict: Verdict = field(default_factory=Verdict)
+    known: list[ContributionFate] = field(default_factory=list)
+    verdict: AuditResult = field(default_factory=AuditResult)
     took_s: float = 0.0
 
     @property
@@ -179,7 +179,7 @@ def _start_shards(story: Story, count: int) -> tuple[list[subprocess.Popen[bytes
     addresses: list[str] = []
     servers: list[subprocess.Popen[bytes]] = []
     for number in range(count):
-        settings = Settings(
+        settings = ShardSettings(
             job=job,
             token=token,
             coordinator=addresses[0] if addresses else "",

@@ -10,16 +10,16 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.lab.run_result import Repeat, behind_faults, reached, repeats
+from offbeat.lab.run_result import RunResult, behind_faults, reached, repeats
 from offbeat.lab.swap_cost import AROUND
 from offbeat.scenario import Replay, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.lab.results import Record, Report
+    from offbeat.lab.results import ResultFile, RowResult
 
-    Measure = Callable[["Report", str, str], float | None]
+    Measure = Callable[["ResultFile", str, str], float | None]
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Claim:
         assert (self.at_least is None) != (self.at_most is None)
         assert self.measure in MEASURES
 
-    def measured(self, report: Report) -> float | None:
+    def measured(self, report: ResultFile) -> float | None:
         """What the file says; None if it cannot say: a row is missing, or did not reach the target."""
         return None if self.missing(report) else MEASURES[self.measure](report, self.row, self.against)
 
-    def missing(self, report: Report) -> bool:
+    def missing(self, report: ResultFile) -> bool:
         """Whether the file is older than one of the rows."""
         named = {self.row, "" if self.measure == IDEAL else self.against} - {""}
         return not named <= {row.row for row in report.rows}
 
-    def met(self, report: Report) -> bool:
+    def met(self, report: ResultFile) -> bool:
         """Whether the file bears it out."""
         value = self.measured(report)
         if value is None:
@@ -86,7 +86,7 @@ COST = "seconds that the others waited because of the worst fault"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
 
 
-def ratio(report: Report, row: str, against: str, of: Callable[[Repeat], float | None]) -> float | None:
+def ratio(report: ResultFile, row: str, against: str, of: Callable[[RunResult], float | None]) -> float | None:
     """Median over the repeats of the row's value divided by the other's; None if one has none."""
     pairs = zip(repeats(report, row), repeats(report, against), strict=True)
     values = [(of(one), of(other)) for one, other in pairs]
@@ -94,26 +94,26 @@ def ratio(report: Report, row: str, against: str, of: Callable[[Repeat], float |
     return statistics.median(ratios) if len(ratios) == len(values) else None
 
 
-def _ratio_of(of: Callable[[Repeat], float | None]) -> Measure:
+def _ratio_of(of: Callable[[RunResult], float | None]) -> Measure:
     return lambda report, row, against: ratio(report, row, against, of)
 
 
-def _time_to_target(report: Report, row: str, against: str) -> float | None:
+def _time_to_target(report: ResultFile, row: str, against: str) -> float | None:
     workload = Scenario.from_toml(report.scenario).workload
     return ratio(report, row, against, lambda one: one.time_to(workload))
 
 
-def _points(report: Report, row: str, against: str) -> float | None:
+def _points(report: ResultFile, row: str, against: str) -> float | None:
     mine, others = record(report, row).final_metric, record(report, against).final_metric
     return None if mine is None or others is None else mine - others
 
 
-def _uneven(report: Report, row: str, against: str) -> float | None:
+def _uneven(report: ResultFile, row: str, against: str) -> float | None:
     variation = {link.row: link.variation for link in report.links}
     return variation[row] / variation[against] if row in variation and variation.get(against) else None
 
 
-def _ideal(report: Report, row: str, against: str) -> float | None:
+def _ideal(report: ResultFile, row: str, against: str) -> float | None:
     """Against so many workers of the fastest one's speed that never wait for anything."""
     workload = Scenario.from_toml(report.scenario).workload
     if not isinstance(workload, Replay):
@@ -122,8 +122,8 @@ def _ideal(report: Report, row: str, against: str) -> float | None:
     return statistics.median(one.samples_per_s for one in repeats(report, row)) / (float(against) * one_per_s)
 
 
-def _jump(report: Report, row: str, against: str) -> float | None:
-    """Ten steps before are compared with ten behind, and the two in between left out, as `Handover` does."""
+def _jump(report: ResultFile, row: str, against: str) -> float | None:
+    """Ten steps before are compared with ten behind, and the two in between left out, as `SwapCost` does."""
     rises = [
         one.loss_after - one.loss_before
         for one in report.handovers
@@ -140,16 +140,16 @@ def _jump(report: Report, row: str, against: str) -> float | None:
     return max(rises) - max(usual) if rises and usual else None
 
 
-def _never(report: Report, row: str, against: str) -> float | None:
+def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
 
-def _cost(report: Report, row: str, against: str) -> float | None:
+def _cost(report: ResultFile, row: str, against: str) -> float | None:
     costs = [one.others_s for one in report.recoveries if one.row == row and one.others_s is not None]
     return max(costs, default=None)
 
 
-def _beside_best(report: Report, row: str, against: str) -> float | None:
+def _beside_best(report: ResultFile, row: str, against: str) -> float | None:
     kept = [
         one.name
         for one in Scenario.from_toml(report.scenario).row
@@ -245,6 +245,6 @@ EXPLAINED: dict[str, dict[str, str]] = {
 """By scenario and row, why the simulator is off by more than that."""
 
 
-def record(report: Report, row: str) -> Record:
+def record(report: ResultFile, row: str) -> RowResult:
     """The record of a row."""
     return next(one for one in report.rows if one.row == row)

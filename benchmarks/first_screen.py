@@ -27,7 +27,7 @@ ROWS = {
 _BEFORE_S, _AFTER_S = 4.0, 18.0
 
 
-def course(report: results.Report, row: str) -> tuple[list[float], list[int]]:
+def course(report: results.ResultFile, row: str) -> tuple[list[float], list[int]]:
     """Seconds since the worker was killed, and steps since then, of the first worker of a row; steps made again once.
 
     >>> times_s, steps = course(results.read(RESULTS / "kill.json"), "elastic")
@@ -44,7 +44,7 @@ def course(report: results.Report, row: str) -> tuple[list[float], list[int]]:
     return [end_s for end_s, _ in points], [step for _, step in points]
 
 
-def draw(report: results.Report, path: Path) -> None:
+def draw(report: results.ResultFile, path: Path) -> None:
     """Draw the first screen's picture as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from offbeat.scenario import Scenario
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.lab.results import Report
+    from offbeat.lab.results import ResultFile
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "README.md"
@@ -67,7 +67,7 @@ def page() -> str:
     return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), shared_cores(), simulator(), grown(), last])
 
 
-def section(report: Report) -> str:
+def section(report: ResultFile) -> str:
     """One scenario: what was claimed, what came of it, and the table."""
     hardware = f"{report.hardware['cores']} cores, {report.hardware['processor']}"
     parts = [f"\n## {report.name}\n\n{report.description}.\n\n", *map(_verdict(report), CLAIMS[report.name])]
@@ -86,7 +86,7 @@ def section(report: Report) -> str:
     return "".join(parts)
 
 
-def _hardly_seen(report: Report) -> str:
+def _hardly_seen(report: ResultFile) -> str:
     """Which links were looked at for less than half of the time that a worker's measured steps took."""
     took_s = {raw.row: sum(raw.step_s) for raw in reversed(report.raw)}
     short = [link for link in report.links if link.seen_s < took_s[link.row] / 2]
@@ -99,7 +99,7 @@ def _hardly_seen(report: Report) -> str:
     )
 
 
-def _recoveries(report: Report) -> str:
+def _recoveries(report: ResultFile) -> str:
     """What each fault cost each row."""
     if not report.recoveries:
         return ""
@@ -126,7 +126,7 @@ def _recoveries(report: Report) -> str:
     return told + _behind_faults(report)
 
 
-def _handovers(report: Report) -> str:
+def _handovers(report: ResultFile) -> str:
     """What each swap cost."""
     if not report.handovers:
         return ""
@@ -153,7 +153,7 @@ def _handovers(report: Report) -> str:
     return f"\nWhat [each swap cost](../../docs/lab.md#what-a-swap-cost):\n\n{_lines(headings, rows)}\n"
 
 
-def _behind_faults(report: Report) -> str:
+def _behind_faults(report: ResultFile) -> str:
     """How fast each row trained from one fault to the next."""
     found = {row.row: behind_faults(report, row.row) for row in report.rows}
     steps = sorted(set().union(*found.values()))
@@ -239,7 +239,7 @@ def grown() -> str:
     )
 
 
-def _verdict(report: Report) -> Callable[[Claim], str]:
+def _verdict(report: ResultFile) -> Callable[[Claim], str]:
     def words(claim: Claim) -> str:
         if claim.missing(report):
             return f"* {claim.words}. Not measured yet.\n"
@@ -252,7 +252,7 @@ def _verdict(report: Report) -> Callable[[Claim], str]:
     return words
 
 
-def _beside_ring(report: Report) -> str:
+def _beside_ring(report: ResultFile) -> str:
     """Where a server stands beside ddp, which needs none: who wins, in plain words."""
     rows = [row.row for row in report.rows if "ParameterServer(" in row.plan]
     if not rows or all(row.row != "ddp" for row in report.rows):
@@ -271,7 +271,7 @@ def _beside_ring(report: Report) -> str:
     return f"\nDoes the server pay? ddp needs none. By {what}, {'; '.join(told)}.\n"
 
 
-def _against_ddp(report: Report, rows: list[str]) -> tuple[str, dict[str, float]]:
+def _against_ddp(report: ResultFile, rows: list[str]) -> tuple[str, dict[str, float]]:
     """What is compared, and the ratio of each row to ddp: times to target where all have one, else times per step."""
     workload = Scenario.from_toml(report.scenario).workload
     if all(reached(report, row) is not None for row in (*rows, "ddp")):
@@ -283,7 +283,7 @@ def _against_ddp(report: Report, rows: list[str]) -> tuple[str, dict[str, float]
     return what, {row: value for row, value in found.items() if value is not None}
 
 
-def _table(report: Report) -> str:
+def _table(report: ResultFile) -> str:
     return _lines(*table(report))
 
 

@@ -19,7 +19,7 @@ import msgspec
 from offbeat.cli.threads import SAID, share_of_cores
 from offbeat.lab import hardware
 from offbeat.report import Records
-from offbeat.report.records import Step
+from offbeat.report.records import StepRecord
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/threads.json"
@@ -77,7 +77,7 @@ def steps_per_s(threads: int | None) -> float:
         steps = ["--steps", str(WARMUP_STEPS + STEPS)]
         subprocess.run([*command, *steps], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         records = Records(Path(folder) / "metrics.jsonl").all()
-    ends_s = sorted(one.time_s for one in records if isinstance(one, Step) and one.rank == 0)[WARMUP_STEPS:]
+    ends_s = sorted(one.time_s for one in records if isinstance(one, StepRecord) and one.rank == 0)[WARMUP_STEPS:]
     return (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])
 
 

@@ -26,7 +26,7 @@ DECODERS = (
     messages.details_of,
     messages.from_chief,
     messages.to_worker,
-    messages.scenes_of,
+    messages.statuses_of,
 )
 
 

@@ -4,7 +4,7 @@ A payload is *linear* (`Sum`) or *opaque* (`Gather`). A linear one may be added 
 server, in a switch. An opaque one must reach every decoder unopened.
 
 The reply to a `Sum` is a `Total`: the sum of the contributions and the sum of their weights, so that an aggregate that
-some workers did not take part in says so. The reply to a `Gather` is one `Contribution` per worker, in rank order.
+some workers did not take part in says so. The reply to a `Gather` is one `GatheredPart` per worker, in rank order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Total:
 
 
 @dataclass(frozen=True, eq=False)
-class Contribution:
+class GatheredPart:
     """One worker's part of the reply to `Gather`."""
 
     worker: int
@@ -73,7 +73,7 @@ class Contribution:
 
 
 Payload = Sum | Gather
-Reply = Total | list[Contribution]
+Reply = Total | list[GatheredPart]
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

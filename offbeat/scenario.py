@@ -39,7 +39,7 @@ from offbeat import toml_reader
 from offbeat.errors import ScenarioError, brief
 from offbeat.fault_spec import Fault
 from offbeat.model_profiles import TimedLayer, scaled, timed
-from offbeat.straggler_model import Straggle
+from offbeat.straggler_model import StragglerLaw
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 
 System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
@@ -65,7 +65,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A table of the file: what it does not name is refused."""
 
 
-class About(_Table, frozen=True, kw_only=True):
+class ScenarioTable(_Table, frozen=True, kw_only=True):
     """`[scenario]`: `name` is a file name without its ending."""
 
     name: Annotated[
@@ -169,7 +169,7 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
         return self.fixed + (1 - self.fixed) * count / self.batch
 
 
-class Script(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
+class TrainingScript(_Table, frozen=True, kw_only=True, tag_field="kind", tag="script"):
     """A training script, run by every worker. `path` and `data` are relative to the scenario's folder or to ours.
 
     With a `target` the time until `metric` first reaches it is measured: until it is at least that, or, where `better`
@@ -220,12 +220,12 @@ class Rounds(_Table, frozen=True, kw_only=True):
 class Scenario(_Table, frozen=True, kw_only=True):
     """A scenario, checked as far as it can be without opening a file."""
 
-    scenario: About
-    workload: Replay | Script
+    scenario: ScenarioTable
+    workload: Replay | TrainingScript
     row: list[Row]
     hosts: Hosts | None = None
     host: list[HostTable] = []
-    straggle: Straggle | None = None
+    straggle: StragglerLaw | None = None
     impair: Impair | None = None
     fault: list[Fault] = []
     run: Rounds = msgspec.field(default_factory=Rounds)

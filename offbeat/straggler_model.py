@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 
-class Straggle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StragglerLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Each step of each worker, with `probability`, takes U(`low`, `high`) times its mean computation longer."""
 
     probability: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -28,7 +28,7 @@ class Straggler:
         rank: of the worker, so that each has its own.
     """
 
-    def __init__(self, straggle: Straggle | None, rank: int) -> None:
+    def __init__(self, straggle: StragglerLaw | None, rank: int) -> None:
         self._straggle = straggle
         self._chance = random.Random(f"straggler {rank}")
 

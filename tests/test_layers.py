@@ -168,3 +168,13 @@ def test_what_has_to_start_at_once_loads_no_torch() -> None:
     light = ("cli.app", "coordinator.coordinator", "diagnosis.sentinel", "protocol.messages", "report", "server.launch")
     program = "".join(f"import offbeat.{name}\n" for name in light) + "import sys\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_class_name_occurs_once() -> None:
+    """A reader who searches for a name finds one thing; `State` is what each codec and policy calls its own."""
+    where: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "State":
+                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: places for name, places in where.items() if len(places) > 1}

@@ -34,7 +34,7 @@ print(len(paths))
 LOAD = """
 import importlib, warnings
 warnings.simplefilter("error")
-for name in ("errors", "clock", "addition", "exits", "sync", "lab.enter"):
+for name in ("errors", "clock", "float_sum", "exit_codes", "sync", "lab.netns_exec"):
     importlib.import_module(f"offbeat.{name}")
 from offbeat.sync import BSP, SSP, Hybrid
 print(Hybrid(BSP(), SSP(bound=2), groups=4), dir(importlib.import_module("offbeat"))[0])

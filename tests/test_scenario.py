@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ScenarioError
-from offbeat.scenario import Replay, Scenario, Script
+from offbeat.scenario import Replay, Scenario, TrainingScript
 
 SHIPPED = sorted((Path(__file__).parent.parent / "benchmarks/scenarios").glob("*.toml"))
 
@@ -74,7 +74,7 @@ def test_a_script_and_loopback() -> None:
         'kind = "replay"\nprofile = "resnet50"\nscale = 0.01', 'kind = "script"\npath = "a.py"\ntarget = 0.9'
     )
     scenario = Scenario.from_toml(text.replace("rate_mbps = 100", 'network = "loopback"'))
-    assert isinstance(scenario.workload, Script)
+    assert isinstance(scenario.workload, TrainingScript)
     assert scenario.workload.target == 0.9
     assert scenario.loopback
 
@@ -94,7 +94,7 @@ def test_what_is_reached_depends_on_what_is_better() -> None:
     lower = Scenario.from_toml(text.replace("target = 2.0", 'target = 2.0\nbetter = "lower"')).workload
     none = Scenario.from_toml(text.replace("target = 2.0", "")).workload
     for workload, wanted in ((higher, [False, True, True]), (lower, [True, True, False]), (none, [False] * 3)):
-        assert isinstance(workload, Script)
+        assert isinstance(workload, TrainingScript)
         assert [workload.reached(value) for value in (1.9, 2.0, 2.1)] == wanted
 
 
@@ -277,7 +277,7 @@ def test_shipped_scenarios(path: Path) -> None:
     if not scenario.servers:
         assert {row.name: row.system for row in scenario.row}[scenario.run.baseline] == "ddp"
         assert any(row.system == "offbeat" and row.plan is None for row in scenario.row)
-    if isinstance(scenario.workload, Script):
+    if isinstance(scenario.workload, TrainingScript):
         assert (path.parent / scenario.workload.path).is_file()
 
 

@@ -15,14 +15,14 @@ from torch import nn
 
 import offbeat
 from offbeat.batching import Leases
-from offbeat.coordinator.coordinator import Lead
+from offbeat.coordinator.coordinator import Coordinator
 from offbeat.diagnosis.startup_barrier import look_at
 from offbeat.errors import HistoryError, ModelError, PeerError
-from offbeat.history import Began, Has, Header, Log
+from offbeat.history import HistoryHeader, HistoryLog, LifeBegan, ParametersAfter
 from offbeat.loading import position
 from offbeat.safe_read import MOST_BYTES, UnreadableError, open_file, read_file
 from offbeat.server.optimizers import check_hyper
-from offbeat.server.shard.snapshot_store import Archive
+from offbeat.server.shard.snapshot_store import SnapshotStore
 from offbeat.server.snapshot import Snapshot, about, read
 from offbeat.wire.frame import head
 from tests.fabric.test_snapshot import snapshot
@@ -225,7 +225,7 @@ def test_what_would_be_passed_over_is_not_written(job: Job, tmp_path: Path) -> N
 
 
 def test_any_bit_of_who_has_gone_may_be_another(tmp_path: Path) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     archive.note_gone({1, 12})
     path = tmp_path / "gone.json"
     found = set()
@@ -263,7 +263,7 @@ def test_any_bit_of_a_place_in_the_data_may_be_another() -> None:
 
 @pytest.mark.parametrize("data", [b'{"0":"\xff"}', b"[" * 100_000, b'{"0":' + b"7" * 5000 + b"}"])
 def test_a_coordinator_is_told_why_it_cannot_go_on_there(data: bytes) -> None:
-    lead = Lead(
+    lead = Coordinator(
         lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None, check_hyper=check_hyper
     )
     assert lead.go_on_in_data(data)
@@ -271,12 +271,16 @@ def test_a_coordinator_is_told_why_it_cannot_go_on_there(data: bytes) -> None:
 
 def test_any_bit_of_a_history_may_be_another_behind_its_checksums(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.log"
-    records = [Header(1, "worker", "job", 0, 0.0, "now"), Began(0, 5, "plan"), Has(0, 1, 0.5, 3, 1.0)]
+    records = [
+        HistoryHeader(1, "worker", "job", 0, 0.0, "now"),
+        LifeBegan(0, 5, "plan"),
+        ParametersAfter(0, 1, 0.5, 3, 1.0),
+    ]
     read_back = 0
     for payload in flipped(msgspec.msgpack.encode(records)):
         path.write_bytes(b"offbeat history\n" + chunk(zlib.compress(payload, 0)))
         try:
-            read_back += len(list(Log(path)))
+            read_back += len(list(HistoryLog(path)))
         except HistoryError:
             continue
     assert read_back
@@ -313,8 +317,8 @@ def test_what_is_no_file_is_not_read(what: str, tmp_path: Path, caplog: pytest.L
     STRANGE[what](tmp_path / f"{1:012d}-{7:010x}.snapshot")
     STRANGE[what](tmp_path / "gone.json")
     with pytest.raises(HistoryError, match=r"^Cannot read .*a\.log: .*\.$"):
-        Log(tmp_path / "a.log")
-    archive = Archive(tmp_path, "j")
+        HistoryLog(tmp_path / "a.log")
+    archive = SnapshotStore(tmp_path, "j")
     assert not archive.held
     assert not archive.gone
     assert "Cannot use the snapshot" in caplog.text

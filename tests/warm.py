@@ -38,6 +38,7 @@ import time
 import traceback
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -263,6 +264,7 @@ def _become(request: Request, fds: dict[int, int]) -> NoReturn:
         _forget_logging()
         if request.own_session:
             os.setsid()
+        _take_name([sys.executable, *request.arguments])
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)
@@ -290,6 +292,12 @@ def _take_files(fds: dict[int, int]) -> None:
         if number >= first:
             os.closerange(first, number)
             first = number + 1
+
+
+def _take_name(command: list[str]) -> None:
+    """Have /proc tell the command, as far as it fits where the one before stood; tests look for processes by it."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    ctypes.memmove(begin, "\0".join(command).encode()[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _forget_signals() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.fault_spec import LASTING, LOG, read_fired
 
 RANKS, STEPS = 6, 3000
@@ -163,7 +163,7 @@ def _held(run: offbeat.Run, module: Marked, done: int, began: int, loss: float, 
     server, seen = run._server, []
     if server is not None:
         look = server.client.look()
-        run._waiter.wait(look, Awaited("a look at the server", outlives=True))
+        run._waiter.wait(look, WaitContext("a look at the server", outlives=True))
         seen = [msgspec.to_builtins(one) for one in look.scenes[0].workers]
     return Held(
         rank=run.rank,

@@ -14,8 +14,8 @@
 """
 
 from offbeat.audit.compare_runs import compare
-from offbeat.audit.contributions import Contribution
-from offbeat.audit.findings import LAWS, Verdict, Violation
+from offbeat.audit.contributions import ContributionFate
+from offbeat.audit.findings import LAWS, AuditResult, Violation
 from offbeat.audit.verify import contributions, verify
 
-__all__ = ["LAWS", "Contribution", "Verdict", "Violation", "compare", "contributions", "verify"]
+__all__ = ["LAWS", "AuditResult", "ContributionFate", "Violation", "compare", "contributions", "verify"]

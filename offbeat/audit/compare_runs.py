@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 from offbeat.audit.log_files import find_jobs
 from offbeat.audit.replicas import read_diary
 from offbeat.errors import HistoryError
-from offbeat.history import Adopts, Trains
+from offbeat.history import ModelPrepared, PlanAdopted
 from offbeat.plan import Plan
 from offbeat.sync import BSP, Hybrid, LocalSGD, RoundRobin
 
 if TYPE_CHECKING:
     import os
 
-    from offbeat.audit.findings import Verdict
-    from offbeat.history import Has
+    from offbeat.audit.findings import AuditResult
+    from offbeat.history import ParametersAfter
     from offbeat.sync import Policy
 
 _Step = tuple[int, int]  # model, step
 
 
 @dataclass
-class Course:
+class ParameterTrace:
     """What the workers of a run had after each step.
 
     Args:
@@ -37,10 +37,10 @@ class Course:
     """
 
     plans: list[str] = field(default_factory=list)
-    has: dict[_Step, dict[int, Has]] = field(default_factory=dict)
+    has: dict[_Step, dict[int, ParametersAfter]] = field(default_factory=dict)
 
 
-def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdict: Verdict) -> None:
+def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdict: AuditResult) -> None:
     """Hold a run against another; what is found goes into `verdict`.
 
     Raises:
@@ -86,23 +86,23 @@ def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdi
         verdict.checked.add(5)
 
 
-def _course(path: Path) -> Course:
-    course = Course()
+def _course(path: Path) -> ParameterTrace:
+    course = ParameterTrace()
     for job in find_jobs([path]):
         for log in job.workers:
             for has in read_diary(log).has:
                 if has.numbers or not has.life:
                     course.has.setdefault((has.model, has.step), {})[log.header.rank] = has
             if not course.plans:
-                course.plans = [record.plan for record in log if isinstance(record, Trains)][:1]
+                course.plans = [record.plan for record in log if isinstance(record, ModelPrepared)][:1]
         for log in job.coordinators:
-            course.plans += [record.plan for record in log if isinstance(record, Adopts)]
+            course.plans += [record.plan for record in log if isinstance(record, PlanAdopted)]
     if not course.plans:
         raise HistoryError(f"Cannot compare {path}: there is no worker's history in it.")
     return course
 
 
-def _differ(mine: Has, theirs: Has) -> bool:
+def _differ(mine: ParametersAfter, theirs: ParametersAfter) -> bool:
     return None not in (mine.digest, theirs.digest) and mine.digest != theirs.digest
 
 
@@ -112,7 +112,7 @@ def _difference(here: str, there: str) -> str:
     return f"{'; '.join(lines) or 'nothing'} - there {'; '.join(others) or 'nothing'}"
 
 
-def _ranks(has: dict[int, Has]) -> str:
+def _ranks(has: dict[int, ParametersAfter]) -> str:
     return f"rank {', '.join(map(str, sorted(has)))}"
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from offbeat.audit.replicas import Diary
-    from offbeat.audit.updates import Fates
+    from offbeat.audit.replicas import WorkerHistory
+    from offbeat.audit.updates import UpdateAudit
 
 Fate = Literal["pending", "applied", "dropped", "lost"]
 
 
 @dataclass(frozen=True)
-class Contribution:
+class ContributionFate:
     """What a worker brought to a server.
 
     Args:
@@ -41,7 +41,7 @@ class Contribution:
     told: bool | None
 
 
-def listed(model: int, fates: Fates, diaries: Sequence[Diary]) -> Iterator[Contribution]:
+def listed(model: int, fates: UpdateAudit, diaries: Sequence[WorkerHistory]) -> Iterator[ContributionFate]:
     """All of one model: those that workers recorded, in order of their files, then the others."""
     seen = set()
     for diary in diaries:
@@ -53,13 +53,13 @@ def listed(model: int, fates: Fates, diaries: Sequence[Diary]) -> Iterator[Contr
             used = [push for push in pushes if fates.fates.get(push) == "applied"]
             push = (used or pushes or [(diary.rank, -1)])[-1]
             fate: Fate = _fate(fates, push) if push in fates.fates else "dropped"
-            yield Contribution(model, diary.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
+            yield ContributionFate(model, diary.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
     for rank, number in sorted(fates.fates.keys() - seen):
         push = (rank, number)
-        yield Contribution(model, rank, (number,), None, _fate(fates, push), fates.share(push), None)
+        yield ContributionFate(model, rank, (number,), None, _fate(fates, push), fates.share(push), None)
 
 
-def _fate(fates: Fates, push: tuple[int, int]) -> Fate:
+def _fate(fates: UpdateAudit, push: tuple[int, int]) -> Fate:
     fate = fates.fates[push]
     assert fate in ("pending", "applied", "dropped", "lost"), fate
     return fate  # type: ignore[return-value]

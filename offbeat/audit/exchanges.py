@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
-    from offbeat.audit.findings import Verdict
-    from offbeat.audit.replicas import Diary
+    from offbeat.audit.findings import AuditResult
+    from offbeat.audit.replicas import WorkerHistory
 
     Place = tuple[int, int, int]  # model, step, and how many checkpoints had been taken over
-    Took = list[tuple[Diary, int]]  # who took part, and which of its records says so
+    Took = list[tuple[WorkerHistory, int]]  # who took part, and which of its records says so
 
 
-def check_exchanges(diaries: list[Diary], verdict: Verdict) -> None:
+def check_exchanges(diaries: list[WorkerHistory], verdict: AuditResult) -> None:
     """Add up what workers without a server gave, and count how far each went alone."""
     places: dict[Place, Took] = defaultdict(list)
     for diary in diaries:
@@ -44,7 +44,7 @@ def check_exchanges(diaries: list[Diary], verdict: Verdict) -> None:
         _check_sum(place, took, verdict, may_lack=may_lack)
 
 
-def _check_sum(place: Place, took: Took, verdict: Verdict, *, may_lack: bool) -> None:
+def _check_sum(place: Place, took: Took, verdict: AuditResult, *, may_lack: bool) -> None:
     _, step, _ = place
     sums = {total for diary, index in took for total in diary.has[index].weights[1:]}
     given = [diary.has[index].weights[0] for diary, index in took]
@@ -74,7 +74,7 @@ def _slack(given: list[float]) -> float:
     return min((weight for weight in given if weight > 0), default=1.0) / 2
 
 
-def _check_lead(diary: Diary, verdict: Verdict) -> None:
+def _check_lead(diary: WorkerHistory, verdict: AuditResult) -> None:
     """How many steps the worker made alone since the last exchange, each time."""
     exchanged: dict[tuple[int, int], int] = {}
     for index, has in enumerate(diary.has):
@@ -98,6 +98,6 @@ def _check_lead(diary: Diary, verdict: Verdict) -> None:
             )
 
 
-def _last(diary: Diary) -> tuple[int, int]:
+def _last(diary: WorkerHistory) -> tuple[int, int]:
     """The last step that it recorded, behind as many checkpoints."""
     return (diary.loaded(len(diary.has) - 1), diary.has[-1].step) if diary.has else (-1, -1)

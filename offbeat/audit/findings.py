@@ -29,7 +29,7 @@ class Violation:
 
 
 @dataclass
-class Verdict:
+class AuditResult:
     """Of one or more jobs.
 
     Args:

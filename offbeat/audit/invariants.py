@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _A_LITTLE_MORE = 1 + 1e-9  # than what is allowed, for rates are rounded
 
 
-class Broken(AssertionError):
+class InvariantViolation(AssertionError):
     """A promise is broken.
 
     Args:
@@ -29,7 +29,7 @@ class Broken(AssertionError):
 
 
 @dataclass(eq=False)
-class Update:
+class UpdateInFlight:
     """An `Apply` on its way.
 
     Args:
@@ -42,7 +42,7 @@ class Update:
 
 
 @dataclass(eq=False)
-class Account:
+class WorkerAccount:
     """One life of a worker.
 
     Args:
@@ -70,8 +70,8 @@ class Account:
     granted: bool = False
     arrived: bool = True
     pulls: bool = False
-    update: Update | None = None
-    needs: set[Update] = field(default_factory=set)
+    update: UpdateInFlight | None = None
+    needs: set[UpdateInFlight] = field(default_factory=set)
     late: set[Push] = field(default_factory=set)
 
     @property
@@ -86,7 +86,7 @@ class Account:
             self.brought += 1
 
 
-class Books:
+class InvariantChecker:
     """Of one interleaving. Events and actions are entered in their order; `make_updates` after each of them.
 
     Raises:
@@ -94,9 +94,9 @@ class Books:
     """
 
     def __init__(self) -> None:
-        self.accounts: dict[int, Account] = {}
+        self.accounts: dict[int, WorkerAccount] = {}
         self.fates: dict[Push, str] = {}
-        self._open: list[Update] = []
+        self._open: list[UpdateInFlight] = []
         self._updates = 0
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Books:
         """Open an account; `pace` is that of somebody who is there, or between."""
         paces = [account.pace for account in self.accounts.values()]
         assert not paces or min(paces) <= pace <= max(paces), f"{rank} joins at {pace}, others: {paces}"
-        self.accounts[rank] = Account(rank, number, pace, pace)
+        self.accounts[rank] = WorkerAccount(rank, number, pace, pace)
 
     def ready(self, rank: int, number: int) -> None:
         """A contribution is announced."""
@@ -157,13 +157,15 @@ class Books:
     def applied(self, apply: Apply, policy: Policy) -> None:
         """An update is decided."""
         if not 0 <= apply.rate <= len(apply.pushes) * _A_LITTLE_MORE:
-            raise Broken(f"{apply} has no sensible rate: each contribution is at most a whole round, which is 1")
+            raise InvariantViolation(
+                f"{apply} has no sensible rate: each contribution is at most a whole round, which is 1"
+            )
         if policy.replicated and (missing := self._missing(apply)) is not None:
-            raise Broken(
+            raise InvariantViolation(
                 f"it is `replicated`, but {apply} is made without worker {missing}, which is no further", missing
             )
         self._updates += 1
-        update = Update(self._updates, apply.in_order, set())
+        update = UpdateInFlight(self._updates, apply.in_order, set())
         for push in apply.pushes:
             self._decided(push, "applied")
             account = self.accounts.get(push[0])
@@ -176,7 +178,9 @@ class Books:
     def dropped(self, push: Push, policy: Policy) -> None:
         """A contribution is not used."""
         if not policy.drops:
-            raise Broken(f"contribution {push} is dropped, but the policy does not say that it drops any", push[0])
+            raise InvariantViolation(
+                f"contribution {push} is dropped, but the policy does not say that it drops any", push[0]
+            )
         self._decided(push, "dropped")
         account = self.accounts.get(push[0])
         if account is not None and account.push == push:
@@ -191,7 +195,7 @@ class Books:
             brought = other.brought + (other.update is not None and not other.arrived and _sees(account, other))
             lead = max(lead, account.pace + 1 - brought)
             if bound is not None and brought < account.pace + 1 - bound:
-                raise Broken(
+                raise InvariantViolation(
                     f"worker {rank} is released for step {account.pace + 1}, but worker {other.rank} has brought "
                     f"{brought}: that breaks the bound of {bound}",
                     rank,
@@ -207,14 +211,14 @@ class Books:
         """A worker is not waited for any longer; its account is closed."""
         account = self.accounts[rank]
         if waits := self._why_it_waits(account):
-            raise Broken(f"worker {rank} is evicted, but has done all it was asked for: {waits}", rank)
+            raise InvariantViolation(f"worker {rank} is evicted, but has done all it was asked for: {waits}", rank)
         if not any(other.held or other.pulls for other in self.accounts.values() if other is not account):
-            raise Broken(f"worker {rank} is evicted, but nobody waits for it", rank)
+            raise InvariantViolation(f"worker {rank} is evicted, but nobody waits for it", rank)
         self.left(rank)
 
     def make_updates(self) -> list[int]:
         """Make the updates that have all they need; who now has all that it waited for."""
-        left: list[Update] = []
+        left: list[UpdateInFlight] = []
         for update in self._open:
             if update.waits or (update.in_order and left):
                 left.append(update)
@@ -231,7 +235,7 @@ class Books:
 
     def _decided(self, push: Push, fate: str) -> None:
         if self.fates[push] != "pending":
-            raise Broken(f"contribution {push} is {fate}, but it was {self.fates[push]}", push[0])
+            raise InvariantViolation(f"contribution {push} is {fate}, but it was {self.fates[push]}", push[0])
         self.fates[push] = fate
 
     def _missing(self, apply: Apply) -> int | None:
@@ -243,7 +247,7 @@ class Books:
                 return account.rank
         return None
 
-    def _why_it_waits(self, account: Account) -> str:
+    def _why_it_waits(self, account: WorkerAccount) -> str:
         """What a worker that is not at work, and need not be, waits for; "" if something is expected from it."""
         if account.held and account.arrived:
             return f"contribution {account.push} was {self.fates[account.push]}, and it waits to be released"
@@ -259,7 +263,7 @@ class Books:
             update.waits.discard(push)
 
 
-def _sees(one: Account, other: Account) -> bool:
+def _sees(one: WorkerAccount, other: WorkerAccount) -> bool:
     """Whether a worker is given no block before the last contribution of another is in it."""
     mine, theirs = one.update, other.update
     assert theirs is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import HistoryError
-from offbeat.history import Log
+from offbeat.history import HistoryLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Job:
+class JobHistory:
     """Everything that was recorded of a job, of each kind in the order in which it began."""
 
     name: str
-    coordinators: list[Log] = field(default_factory=list)
-    shards: list[Log] = field(default_factory=list)
-    workers: list[Log] = field(default_factory=list)
+    coordinators: list[HistoryLog] = field(default_factory=list)
+    shards: list[HistoryLog] = field(default_factory=list)
+    workers: list[HistoryLog] = field(default_factory=list)
 
 
-def find_jobs(paths: Iterable[Path]) -> list[Job]:
+def find_jobs(paths: Iterable[Path]) -> list[JobHistory]:
     """The jobs whose files are there.
 
     Args:
@@ -32,10 +32,10 @@ def find_jobs(paths: Iterable[Path]) -> list[Job]:
     Raises:
         HistoryError: if one cannot be read, or holds no history.
     """
-    jobs: dict[str, Job] = {}
-    logs = [Log(file) for file in dict.fromkeys(file for path in paths for file in _files(path))]
+    jobs: dict[str, JobHistory] = {}
+    logs = [HistoryLog(file) for file in dict.fromkeys(file for path in paths for file in _files(path))]
     for log in sorted(logs, key=lambda log: (log.header.began_s, str(log.path))):
-        job = jobs.setdefault(log.header.job, Job(log.header.job))
+        job = jobs.setdefault(log.header.job, JobHistory(log.header.job))
         {"coordinator": job.coordinators, "shard": job.shards, "worker": job.workers}[log.header.kind].append(log)
     return list(jobs.values())
 

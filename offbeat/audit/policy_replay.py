@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offbeat.audit.invariants import Books, Broken
+from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.errors import PlanError
-from offbeat.history import Adopts, Began, Returns, Told, actions_of, event_of
+from offbeat.history import LifeBegan, PlanAdopted, PolicyStep, WorkerReturned, actions_of, event_of
 from offbeat.plan import Plan
 from offbeat.sync import (
     ASP,
@@ -28,23 +28,23 @@ from offbeat.sync import (
     Grant,
     Joined,
     Left,
-    Paced,
     Pulled,
     Pushed,
     Ready,
     Release,
     Remember,
     State,
+    TakesEveryNth,
     adoption,
     on,
 )
 from offbeat.sync.state import changed, enact, observe
-from offbeat.sync.transition import Stage, bring, take_over
+from offbeat.sync.transition import DecisionStage, bring, take_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat.audit.findings import Verdict
+    from offbeat.audit.findings import AuditResult
     from offbeat.sync import Action, Event, Policy, Push
 
 _STORY = 12  # events
@@ -52,7 +52,7 @@ _STORY = 12  # events
 _NONSENSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 
 
-class _Ahead(Broken):
+class _Ahead(InvariantViolation):
     """Of law 3."""
 
 
@@ -61,12 +61,12 @@ def _about_pace() -> Iterator[None]:
     """What is broken here is law 3."""
     try:
         yield
-    except Broken as broken:
+    except InvariantViolation as broken:
         raise _Ahead(str(broken), broken.rank) from broken
 
 
 @dataclass(frozen=True)
-class Update:
+class DecidedUpdate:
     """One that was decided.
 
     Args:
@@ -78,7 +78,7 @@ class Update:
     rate: float
 
 
-class Decisions:
+class PolicyReplay:
     """About one model in one life. `hear` each record of it in order.
 
     Attributes:
@@ -90,15 +90,15 @@ class Decisions:
         is_broken: what follows makes no sense any more, because of what was found.
     """
 
-    def __init__(self, began: Began, verdict: Verdict) -> None:
+    def __init__(self, began: LifeBegan, verdict: AuditResult) -> None:
         self.began, self.model, self.life = began, began.model, began.life
-        self.updates: dict[int, Update] = {}
+        self.updates: dict[int, DecidedUpdate] = {}
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
         self.is_broken = False
         self._verdict = verdict
-        self._books = Books()
+        self._books = InvariantChecker()
         self._state = State(version=began.version, past=dict(began.past), hosts=began.hosts)
         self._version = began.version
         self._knows_policy = True
@@ -107,7 +107,7 @@ class Decisions:
         self._replays = True
         self._base: dict[int, int] = {}  # worker: version of the parameters it computes on
         self._bases: dict[Push, int] = {}
-        self._returning: Returns | None = None
+        self._returning: WorkerReturned | None = None
         self._stories: dict[int, deque[str]] = {}
         self._story: deque[str] = deque(maxlen=_STORY)
         self._origin_s: float | None = None
@@ -128,20 +128,20 @@ class Decisions:
         """Workers that took part when the recording ended."""
         return tuple(sorted(self._books.accounts))
 
-    def hear(self, record: Returns | Told | Adopts) -> None:
+    def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted) -> None:
         """The next record."""
         if self.is_broken:
             return
-        if isinstance(record, Returns):
+        if isinstance(record, WorkerReturned):
             self._returning = record
-        elif isinstance(record, Adopts):
+        elif isinstance(record, PlanAdopted):
             self._next_policy = record.plan
         else:
             self._take(event_of(record), actions_of(record), record)
 
     # -- one event and what was decided --------------------------------------------------------------------------
 
-    def _take(self, event: Event, actions: tuple[Action, ...], record: Told) -> None:
+    def _take(self, event: Event, actions: tuple[Action, ...], record: PolicyStep) -> None:
         verdict, before = self._verdict, self._state
         verdict.events += 1
         self._tell(event, actions)
@@ -163,7 +163,7 @@ class Decisions:
             self._forget(event)
         except _Ahead as broken:
             self._fail(3, str(broken), event, broken.rank)
-        except Broken as broken:
+        except InvariantViolation as broken:
             self._fail(2, str(broken), event, broken.rank)
         except _NONSENSE as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -176,7 +176,9 @@ class Decisions:
         if self._began:
             self._verdict.swaps += 1
             if self._knows_policy and adoption(old, self._policy, event.at_s) != event:
-                raise Broken(f"{self._policy!r} takes over from {old!r} by {event}, which is not how it does")
+                raise InvariantViolation(
+                    f"{self._policy!r} takes over from {old!r} by {event}, which is not how it does"
+                )
 
     def _know(self, event: Event) -> State:
         """The state before an event, with what was known of a worker that comes back."""
@@ -207,7 +209,7 @@ class Decisions:
         match event:
             case Ready(worker=rank, clock=clock, weight=weight) if rank in books.accounts:
                 if (rank, clock) in books.fates:
-                    raise Broken(f"contribution {(rank, clock)} is announced a second time", rank)
+                    raise InvariantViolation(f"contribution {(rank, clock)} is announced a second time", rank)
                 books.ready(rank, clock)
                 self.weights[(rank, clock)] = weight
                 self._bases[(rank, clock)] = self._base[rank]
@@ -216,7 +218,7 @@ class Decisions:
                 books.pushed(rank, clock)
             case Pulled(worker=rank) if rank in books.accounts:
                 books.pulled(rank)
-            case Paced(worker=rank, every=every) if rank in books.accounts:
+            case TakesEveryNth(worker=rank, every=every) if rank in books.accounts:
                 books.paced(rank, every)
             case Left(worker=rank):
                 self._leave(rank)
@@ -246,7 +248,7 @@ class Decisions:
                     verdict.staleness += stale
                     verdict.stalest = max(verdict.stalest, stale)
                 self._version += 1
-                self.updates[self._version] = Update(self._version, pushes, rate)
+                self.updates[self._version] = DecidedUpdate(self._version, pushes, rate)
             case Drop(pushes=pushes):
                 for push in pushes:
                     self._known(push, "dropped")
@@ -268,19 +270,19 @@ class Decisions:
 
     def _known(self, push: Push, fate: str) -> None:
         if push not in self._books.fates:
-            raise Broken(f"contribution {push} is {fate}, but was never announced", push[0])
+            raise InvariantViolation(f"contribution {push} is {fate}, but was never announced", push[0])
         if self._books.fates[push] == "applied" and fate == "applied":
             self._verdict.twice += 1
 
     def _account(self, rank: int, action: Action) -> Any:
         account = self._books.accounts.get(rank)
         if account is None:
-            raise Broken(f"{action} is decided, but worker {rank} does not take part", rank)
+            raise InvariantViolation(f"{action} is decided, but worker {rank} does not take part", rank)
         return account
 
     # -- the policy, asked again ---------------------------------------------------------------------------------
 
-    def _ask_again(self, old: Policy, before: State, event: Event, record: Told) -> State | None:
+    def _ask_again(self, old: Policy, before: State, event: Event, record: PolicyStep) -> State | None:
         """The state after what the policy decides; None if that is not what is recorded, or it cannot be asked."""
         if not (self._replays and self._knows_policy):
             return None
@@ -290,7 +292,7 @@ class Decisions:
             after, stages = bring(self._policy, before, event, change=record.change, ends=record.ends)
         else:
             after, anything = on(self._policy, before, event)
-            stages = (Stage(before, anything),)
+            stages = (DecisionStage(before, anything),)
         decided = tuple(a for stage in stages for a in stage.actions if not isinstance(a, Remember))
         actions = actions_of(record)
         if decided == actions:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from offbeat.audit.findings import Verdict
-    from offbeat.audit.replicas import Diary
-    from offbeat.history import Replaced
+    from offbeat.audit.findings import AuditResult
+    from offbeat.audit.replicas import WorkerHistory
+    from offbeat.history import ParametersReplaced
 
 
-def check_replaced(replaced: Iterable[tuple[int, Replaced]], diaries: Sequence[Diary], verdict: Verdict) -> None:
+def check_replaced(
+    replaced: Iterable[tuple[int, ParametersReplaced]], diaries: Sequence[WorkerHistory], verdict: AuditResult
+) -> None:
     """Hold what the server says was replaced against what workers say they loaded.
 
     Args:
@@ -38,7 +40,7 @@ def check_replaced(replaced: Iterable[tuple[int, Replaced]], diaries: Sequence[D
                 break
 
 
-def _was_there(diary: Diary, life: int, one: Replaced) -> bool:
+def _was_there(diary: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
     """Whether it had parameters of before, and has some of after that."""
     versions = [
         max(has.versions[:2]) for has in diary.has if (has.model, has.life) == (one.model, life) and has.versions
@@ -46,7 +48,7 @@ def _was_there(diary: Diary, life: int, one: Replaced) -> bool:
     return any(version < one.version for version in versions) and any(version > one.version for version in versions)
 
 
-def _loaded_there(diary: Diary, life: int, one: Replaced) -> bool:
+def _loaded_there(diary: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
     """Whether what it had next, after some checkpoint that it loaded, was that version."""
     for load in diary.loads:
         following = (has for has in diary.has[load:] if has.model == one.model)

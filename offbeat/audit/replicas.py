@@ -12,22 +12,30 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
-from offbeat.history import Admits, Adopts, Crosses, Ended, Has, Loaded, Trains
+from offbeat.history import (
+    CheckpointLoaded,
+    FabricMigrated,
+    HistoryEnded,
+    ModelPrepared,
+    ParametersAfter,
+    PlanAdopted,
+    WorkersAdmitted,
+)
 from offbeat.plan import Plan
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from offbeat.audit.findings import Verdict
-    from offbeat.history import Log
+    from offbeat.audit.findings import AuditResult
+    from offbeat.history import HistoryLog
     from offbeat.sync import Policy
 
 _STORY = 6  # of a worker's last records
 
 
 @dataclass
-class Diary:
+class WorkerHistory:
     """What one worker process recorded.
 
     Args:
@@ -44,11 +52,11 @@ class Diary:
     rank: int
     file: str
     plans: dict[int, Policy | None] = field(default_factory=dict)
-    has: list[Has] = field(default_factory=list)
+    has: list[ParametersAfter] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
     admitted: set[int] = field(default_factory=set)
-    crosses: list[Crosses] = field(default_factory=list)
+    crosses: list[FabricMigrated] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
 
@@ -66,27 +74,27 @@ class Diary:
         return tuple(f"rank {self.rank}, {_told(one)}" for one in self.has[max(0, index - _STORY) : index + 1])
 
 
-def read_diary(log: Log) -> Diary:
+def read_diary(log: HistoryLog) -> WorkerHistory:
     """What a worker recorded.
 
     Raises:
         HistoryError: if it cannot be read.
     """
-    diary = Diary(log.header.rank, log.path.name)
+    diary = WorkerHistory(log.header.rank, log.path.name)
     for record in log:
-        diary.is_whole = isinstance(record, Ended) and not record.why
-        if isinstance(record, Trains):
+        diary.is_whole = isinstance(record, HistoryEnded) and not record.why
+        if isinstance(record, ModelPrepared):
             diary.world = max(diary.world, record.world)
             diary.plans[record.model] = _policy(record.plan)
-        elif isinstance(record, Adopts):
+        elif isinstance(record, PlanAdopted):
             diary.swaps.append((len(diary.has), _policy(record.plan)))
-        elif isinstance(record, Has):
+        elif isinstance(record, ParametersAfter):
             diary.has.append(record)
-        elif isinstance(record, Admits):
+        elif isinstance(record, WorkersAdmitted):
             diary.admitted |= set(record.ranks)
-        elif isinstance(record, Crosses):
+        elif isinstance(record, FabricMigrated):
             diary.crosses.append(record)
-        elif isinstance(record, Loaded):
+        elif isinstance(record, CheckpointLoaded):
             diary.loads.append(len(diary.has))
     return diary
 
@@ -98,9 +106,9 @@ def _policy(plan: str) -> Policy | None:
         return None
 
 
-def check_replicas(diaries: list[Diary], verdict: Verdict) -> None:
+def check_replicas(diaries: list[WorkerHistory], verdict: AuditResult) -> None:
     """Compare what workers have with what others have at the same place."""
-    seen: dict[Hashable, tuple[int, Diary, int]] = {}
+    seen: dict[Hashable, tuple[int, WorkerHistory, int]] = {}
     counted: Counter[Hashable] = Counter()
     for diary in diaries:
         for key, index in _places(diary):
@@ -123,13 +131,13 @@ def check_replicas(diaries: list[Diary], verdict: Verdict) -> None:
         verdict.checked.add(1)
 
 
-def check_borders(diaries: Sequence[Diary], verdict: Verdict) -> None:
+def check_borders(diaries: Sequence[WorkerHistory], verdict: AuditResult) -> None:
     """Compare what workers have on both sides of where they went to a server, or left it.
 
     Args:
         diaries: of all stretches.
     """
-    first: dict[str, tuple[Diary, Crosses]] = {}
+    first: dict[str, tuple[WorkerHistory, FabricMigrated]] = {}
     for diary in diaries:
         for one in diary.crosses:
             other, there = first.setdefault(one.border, (diary, one))
@@ -145,7 +153,7 @@ def check_borders(diaries: Sequence[Diary], verdict: Verdict) -> None:
         verdict.checked.add(1)
 
 
-def _places(diary: Diary) -> Iterator[tuple[Hashable, int]]:
+def _places(diary: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
     """Where each record stands: who stands at the same place has the same."""
     times: Counter[Hashable] = Counter()
     for index, has in enumerate(diary.has):
@@ -163,7 +171,7 @@ def _places(diary: Diary) -> Iterator[tuple[Hashable, int]]:
         yield key, index
 
 
-def _loaded_since(diary: Diary, index: int) -> int:
+def _loaded_since(diary: WorkerHistory, index: int) -> int:
     """Which checkpoint is about to replace what it has, at the same versions; 0 if none is."""
     has = diary.has[index]
     for number, load in enumerate(diary.loads, 1):
@@ -172,7 +180,7 @@ def _loaded_since(diary: Diary, index: int) -> int:
     return 0
 
 
-def _told(has: Has, *, capital: bool = False) -> str:
+def _told(has: ParametersAfter, *, capital: bool = False) -> str:
     digest = "" if has.digest is None or capital else f": {has.digest:016x}"
     at = ""
     if has.life:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.audit.findings import Verdict
-    from offbeat.audit.policy_replay import Decisions, Update
-    from offbeat.history import Has, Made, Serves, Used
+    from offbeat.audit.findings import AuditResult
+    from offbeat.audit.policy_replay import DecidedUpdate, PolicyReplay
+    from offbeat.history import ParametersAfter, ShardServes, UpdateMade, UsedContribution
     from offbeat.sync import Push
 
 _A_LITTLE = 1e-9  # by which weights may differ
 
 
 @dataclass
-class Held:
+class ShardUpdates:
     """What one shard holds of one model in one life, and which updates it has made there.
 
     Args:
@@ -32,11 +32,11 @@ class Held:
     """
 
     file: str
-    serves: Serves
-    made: dict[int, Made] = field(default_factory=dict)
+    serves: ShardServes
+    made: dict[int, UpdateMade] = field(default_factory=dict)
     is_whole: bool = False
 
-    def take(self, made: Made, verdict: Verdict) -> None:
+    def take(self, made: UpdateMade, verdict: AuditResult) -> None:
         """The shard has made an update."""
         if made.version in self.made:
             verdict.violated(2, f"Update {made.version} was made twice, as {self.file} says.")
@@ -44,9 +44,9 @@ class Held:
 
 
 def check_shards(
-    decisions: Decisions,
-    shards: list[Held],
-    verdict: Verdict,
+    decisions: PolicyReplay,
+    shards: list[ShardUpdates],
+    verdict: AuditResult,
     *,
     is_whole: bool,
     is_done: bool,
@@ -89,7 +89,7 @@ def check_shards(
     return missing
 
 
-def _what_is_wrong(made: Made, update: Update | None, shard: Held, decisions: Decisions) -> str:
+def _what_is_wrong(made: UpdateMade, update: DecidedUpdate | None, shard: ShardUpdates, decisions: PolicyReplay) -> str:
     if update is None:
         return f"Update {made.version} was made, but never decided"
     if made.times != shard.serves.blocks:
@@ -109,11 +109,13 @@ def _what_is_wrong(made: Made, update: Update | None, shard: Held, decisions: De
     return ""
 
 
-def _weighs(one: Used, decisions: Decisions) -> bool:
+def _weighs(one: UsedContribution, decisions: PolicyReplay) -> bool:
     return abs(one.weight - decisions.weights.get((one.worker, one.clock), 0.0)) <= _A_LITTLE * max(1.0, one.weight)
 
 
-def _check_all_made(decisions: Decisions, shard: Held, verdict: Verdict, *, is_whole: bool, kept: float) -> None:
+def _check_all_made(
+    decisions: PolicyReplay, shard: ShardUpdates, verdict: AuditResult, *, is_whole: bool, kept: float
+) -> None:
     """Whatever had arrived is made, if nobody ended the server before that.
 
     A shard that alone was told to end has all that it made in its snapshot and in its history, and the coordinator goes
@@ -136,7 +138,7 @@ def _listed(pushes: tuple[Push, ...]) -> str:
     return ", ".join(map(str, pushes[:6])) + (", ..." if len(pushes) > 6 else "")
 
 
-class Fates:
+class UpdateAudit:
     """What became of each contribution to one model, over all lives of the server.
 
     Call order: `begin` and `add` for each life, `brought` for each step of each worker, `count`.
@@ -153,7 +155,7 @@ class Fates:
         self._versions: dict[Push, int] = {}  # of the update that a contribution is in
         self._version = 0
 
-    def begin(self, decisions: Decisions, verdict: Verdict, *, was_whole: bool) -> None:
+    def begin(self, decisions: PolicyReplay, verdict: AuditResult, *, was_whole: bool) -> None:
         """A life begins: undo what its snapshot has not.
 
         Args:
@@ -173,7 +175,9 @@ class Fates:
             else:
                 verdict.notes.append(text)
 
-    def add(self, decisions: Decisions, shards: list[Held], missing: dict[Push, bool], verdict: Verdict) -> None:
+    def add(
+        self, decisions: PolicyReplay, shards: list[ShardUpdates], missing: dict[Push, bool], verdict: AuditResult
+    ) -> None:
         """What a life has decided.
 
         Args:
@@ -207,7 +211,9 @@ class Fates:
         self.weights |= decisions.weights
         self._version = decisions.version
 
-    def brought(self, rank: int, has: Has, verdict: Verdict, *, is_whole: bool, went_on: bool = False) -> None:
+    def brought(
+        self, rank: int, has: ParametersAfter, verdict: AuditResult, *, is_whole: bool, went_on: bool = False
+    ) -> None:
         """A worker says under which numbers it announced one contribution: only one of them may be used.
 
         Args:
@@ -250,7 +256,7 @@ class Fates:
                 2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
             )
 
-    def _take_unrecorded(self, push: Push, has: Has, verdict: Verdict, *, went_on: bool) -> None:
+    def _take_unrecorded(self, push: Push, has: ParametersAfter, verdict: AuditResult, *, went_on: bool) -> None:
         """A worker was told that a contribution is used, by a server that had not recorded that.
 
         Either it was killed before it could, or it could not, and goes on with what it used if it was not killed later.
@@ -267,7 +273,7 @@ class Fates:
         """With which a contribution counts in its update, times the update's rate; None if that is not recorded."""
         return self._shares.get(push) if self.fates.get(push) == "applied" else 0.0
 
-    def count(self, verdict: Verdict) -> None:
+    def count(self, verdict: AuditResult) -> None:
         """Add up what became of all."""
         fates = list(self.fates.values())
         verdict.applied += fates.count("applied")

@@ -8,23 +8,33 @@ from typing import TYPE_CHECKING
 
 from offbeat.audit.contributions import listed
 from offbeat.audit.exchanges import check_exchanges
-from offbeat.audit.findings import Verdict
+from offbeat.audit.findings import AuditResult
 from offbeat.audit.log_files import find_jobs
-from offbeat.audit.policy_replay import Decisions
+from offbeat.audit.policy_replay import PolicyReplay
 from offbeat.audit.replacements import check_replaced
-from offbeat.audit.replicas import Diary, check_borders, check_replicas, read_diary
-from offbeat.audit.updates import Fates, Held, check_shards
-from offbeat.history import Adopts, Began, Ended, Made, Noticed, Replaced, Returns, Serves, Told
+from offbeat.audit.replicas import WorkerHistory, check_borders, check_replicas, read_diary
+from offbeat.audit.updates import ShardUpdates, UpdateAudit, check_shards
+from offbeat.history import (
+    HistoryEnded,
+    LifeBegan,
+    NoticeGiven,
+    ParametersReplaced,
+    PlanAdopted,
+    PolicyStep,
+    ShardServes,
+    UpdateMade,
+    WorkerReturned,
+)
 
 if TYPE_CHECKING:
     import os
 
-    from offbeat.audit.contributions import Contribution
-    from offbeat.audit.log_files import Job
-    from offbeat.history import Log
+    from offbeat.audit.contributions import ContributionFate
+    from offbeat.audit.log_files import JobHistory
+    from offbeat.history import HistoryLog
 
 
-def verify(*paths: str | os.PathLike[str]) -> Verdict:
+def verify(*paths: str | os.PathLike[str]) -> AuditResult:
     """Whether laws 1, 2 and 3 hold in what was recorded.
 
     Args:
@@ -33,7 +43,7 @@ def verify(*paths: str | os.PathLike[str]) -> Verdict:
     Raises:
         HistoryError: if one cannot be read.
     """
-    verdict, diaries = Verdict(), list[Diary]()
+    verdict, diaries = AuditResult(), list[WorkerHistory]()
     for job in find_jobs(map(Path, paths)):
         verdict.jobs += 1
         verdict.files += len(job.coordinators) + len(job.shards) + len(job.workers)
@@ -44,7 +54,7 @@ def verify(*paths: str | os.PathLike[str]) -> Verdict:
     return verdict
 
 
-def contributions(*paths: str | os.PathLike[str]) -> list[Contribution]:
+def contributions(*paths: str | os.PathLike[str]) -> list[ContributionFate]:
     """What became of each contribution to a server, one by one.
 
     Args:
@@ -53,9 +63,9 @@ def contributions(*paths: str | os.PathLike[str]) -> list[Contribution]:
     Raises:
         HistoryError: if one cannot be read.
     """
-    found: list[Contribution] = []
+    found: list[ContributionFate] = []
     for job in find_jobs(map(Path, paths)):
-        audit = _Audit(job, Verdict())
+        audit = _Audit(job, AuditResult())
         audit.run()
         found += [one for model, fates in audit.fates.items() for one in listed(model, fates, audit.diaries)]
     return found
@@ -72,13 +82,13 @@ class _Audit:
         diaries: what each worker process recorded.
     """
 
-    def __init__(self, job: Job, verdict: Verdict) -> None:
+    def __init__(self, job: JobHistory, verdict: AuditResult) -> None:
         self._job, self._verdict = job, verdict
-        self.fates: dict[int, Fates] = {}
-        self.diaries: list[Diary] = []
-        self._decisions: list[Decisions] = []  # in their order
-        self._held: list[Held] = []
-        self._replaced: list[tuple[int, Replaced]] = []  # with the server's life
+        self.fates: dict[int, UpdateAudit] = {}
+        self.diaries: list[WorkerHistory] = []
+        self._decisions: list[PolicyReplay] = []  # in their order
+        self._held: list[ShardUpdates] = []
+        self._replaced: list[tuple[int, ParametersReplaced]] = []  # with the server's life
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
         self._unrecorded: set[int] = set()  # lives that went on when nothing more of them could be written
         self._stopped: set[int] = set()  # lives that were told to stop: what was decided last need not be made
@@ -105,10 +115,10 @@ class _Audit:
         check_exchanges(diaries, verdict)
         check_replicas(diaries, verdict)
 
-    def _check_decisions(self, diaries: list[Diary]) -> None:
+    def _check_decisions(self, diaries: list[WorkerHistory]) -> None:
         verdict = self._verdict
         for model in sorted({decisions.model for decisions in self._decisions}):
-            fates = self.fates[model] = Fates()
+            fates = self.fates[model] = UpdateAudit()
             was_whole = True
             lives = self._of(model)
             versions_kept = [*(decisions.began.version for decisions in lives[1:]), math.inf]
@@ -133,39 +143,39 @@ class _Audit:
                         fates.brought(diary.rank, has, verdict, is_whole=is_whole, went_on=went_on)
             fates.count(verdict)
 
-    def _of(self, model: int) -> list[Decisions]:
+    def _of(self, model: int) -> list[PolicyReplay]:
         """Decisions about a model; of a life only the last, if all had left before it had any parameters."""
         last = {decisions.life: decisions for decisions in self._decisions if decisions.model == model}
         return list(last.values())
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _read_coordinator(self, log: Log) -> None:
-        present: dict[int, Decisions] = {}
-        held: dict[int, Held] = {}
+    def _read_coordinator(self, log: HistoryLog) -> None:
+        present: dict[int, PolicyReplay] = {}
+        held: dict[int, ShardUpdates] = {}
         is_whole, lives = False, set[int]()
         for record in log:
-            if isinstance(record, Began):
+            if isinstance(record, LifeBegan):
                 if present and record.life not in lives:
                     present = {}
                 lives.add(record.life)
-                present[record.model] = Decisions(record, self._verdict)
+                present[record.model] = PolicyReplay(record, self._verdict)
                 self._decisions.append(present[record.model])
-            elif isinstance(record, Adopts):
+            elif isinstance(record, PlanAdopted):
                 if present and record.by:
                     self._verdict.swapped_by.append(record.by)
                 for decisions in present.values():
                     decisions.hear(record)
-            elif isinstance(record, Told | Returns):
+            elif isinstance(record, PolicyStep | WorkerReturned):
                 if record.model in present:
                     present[record.model].hear(record)
                 else:
                     self._verdict.violated(2, f"Model {record.model} is decided about, but never began.")
-            elif isinstance(record, Serves | Made | Replaced):
+            elif isinstance(record, ShardServes | UpdateMade | ParametersReplaced):
                 self._take(log, held, record)
-            elif isinstance(record, Noticed):
+            elif isinstance(record, NoticeGiven):
                 self._verdict.notes.append(record.what)
-            elif isinstance(record, Ended):
+            elif isinstance(record, HistoryEnded):
                 is_whole = not record.gave_up
                 self._stopped |= lives if record.why and is_whole else set()
                 self._unrecorded |= lives if record.gave_up else set()
@@ -175,38 +185,40 @@ class _Audit:
         for one in held.values():
             one.is_whole = is_whole
 
-    def _read_shard(self, log: Log) -> None:
-        held: dict[int, Held] = {}
+    def _read_shard(self, log: HistoryLog) -> None:
+        held: dict[int, ShardUpdates] = {}
         is_whole = False
         for record in log:
-            if isinstance(record, Serves | Made | Replaced):
+            if isinstance(record, ShardServes | UpdateMade | ParametersReplaced):
                 self._take(log, held, record)
-            is_whole = isinstance(record, Ended) and not record.why
+            is_whole = isinstance(record, HistoryEnded) and not record.why
         self._tell_torn(log)
         for one in held.values():
             one.is_whole = is_whole
 
-    def _take(self, log: Log, held: dict[int, Held], record: Serves | Made | Replaced) -> None:
-        if isinstance(record, Serves):
+    def _take(
+        self, log: HistoryLog, held: dict[int, ShardUpdates], record: ShardServes | UpdateMade | ParametersReplaced
+    ) -> None:
+        if isinstance(record, ShardServes):
             before = held.get(record.model)
             if before is not None and before.serves.life == record.life:
                 self._held.remove(before)  # all had left before there were any parameters
-            held[record.model] = Held(log.path.name, record)
+            held[record.model] = ShardUpdates(log.path.name, record)
             self._held.append(held[record.model])
         elif record.model not in held:
-            what = "made an update" if isinstance(record, Made) else "let somebody replace the parameters"
+            what = "made an update" if isinstance(record, UpdateMade) else "let somebody replace the parameters"
             self._verdict.violated(2, f"{log.path.name} has {what} of model {record.model}, and holds none of it.")
-        elif isinstance(record, Made):
+        elif isinstance(record, UpdateMade):
             held[record.model].take(record, self._verdict)
         else:
             self._replaced.append((held[record.model].serves.life, record))
 
-    def _read_worker(self, log: Log) -> Diary:
+    def _read_worker(self, log: HistoryLog) -> WorkerHistory:
         diary = read_diary(log)
         self._tell_torn(log)
         return diary
 
-    def _tell_torn(self, log: Log) -> None:
+    def _tell_torn(self, log: HistoryLog) -> None:
         if log.gave_up:
             self._verdict.notes.append(
                 f"{log.path.name} ends before its process did, which could write no more of it: {log.gave_up}."

@@ -13,24 +13,24 @@
 """
 
 from offbeat.batching.equal_batches import KEEPS, Keeps, even_batches, what_changes
-from offbeat.batching.lease_state import Lease, Over, Piece, Pool, Tally, Wait
+from offbeat.batching.lease_state import EndOfEpoch, Lease, LeasePool, NoDataYet, PositionRange, SampleCounts
 from offbeat.batching.leases import Leases
 from offbeat.batching.tuning import BatchTuning
-from offbeat.batching.worker_speed import Machine, Tuning
+from offbeat.batching.worker_speed import TuningState, WorkerSpeed
 
 __all__ = [
     "KEEPS",
     "BatchTuning",
+    "EndOfEpoch",
     "Keeps",
     "Lease",
+    "LeasePool",
     "Leases",
-    "Machine",
-    "Over",
-    "Piece",
-    "Pool",
-    "Tally",
-    "Tuning",
-    "Wait",
+    "NoDataYet",
+    "PositionRange",
+    "SampleCounts",
+    "TuningState",
+    "WorkerSpeed",
     "even_batches",
     "what_changes",
 ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CycleCost:
     """What a worker's batch costs, and how large it may be.
 
     Args:
@@ -43,12 +43,12 @@ class Cost:
         return self.fixed_s + self.per_sample_s * batch
 
 
-def shares(costs: Sequence[Cost], total: int) -> list[float]:
+def shares(costs: Sequence[CycleCost], total: int) -> list[float]:
     """Parts of `total`, not rounded, with the smallest possible longest cycle.
 
     The sum is `total` if the bounds allow it; else it is the nearest they do.
 
-    >>> shares([Cost(0.0, 1.0, 1, 99), Cost(0.0, 2.0, 1, 99)], 30)
+    >>> shares([CycleCost(0.0, 1.0, 1, 99), CycleCost(0.0, 2.0, 1, 99)], 30)
     [20.0, 10.0]
     """
     if total <= sum(cost.least for cost in costs):
@@ -75,14 +75,14 @@ def shares(costs: Sequence[Cost], total: int) -> list[float]:
             return [fixed[i] for i in range(len(costs))]
 
 
-def split(costs: Sequence[Cost], total: int) -> list[int]:
+def split(costs: Sequence[CycleCost], total: int) -> list[int]:
     """The same in whole samples, and the sum exactly: none has a smaller longest cycle.
 
     Rounded down, and then by largest remainder, each remainder weighed by what a sample costs its worker: the next
     sample goes where the cycle is shortest with it. Where a worker's `fixed_s` is some 10^15 times its `per_sample_s`,
     shares are wrong by whole samples; what is too much is then taken from where the cycle is longest.
 
-    >>> split([Cost(0.0, 1.0, 1, 99), Cost(0.0, 2.0, 1, 99), Cost(1.0, 1.0, 1, 8)], 30)
+    >>> split([CycleCost(0.0, 1.0, 1, 99), CycleCost(0.0, 2.0, 1, 99), CycleCost(1.0, 1.0, 1, 8)], 30)
     [15, 7, 8]
     """
     batches = [int(share) for share in shares(costs, total)]

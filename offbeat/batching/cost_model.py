@@ -38,7 +38,7 @@ _LARGEST, _LEAST_S, _LARGEST_RESIDUAL, _MOST_STEPS = 1e30, 1e-12, 100.0, 1 << 61
 
 
 @dataclass(frozen=True)
-class Fit:
+class CostFit:
     """What is known of one worker's steps; immutable.
 
     Args:
@@ -107,7 +107,7 @@ class Fit:
         off = self.fixed_error * (batch / self.batch - 1) * self.seconds / self.predict(batch)
         return math.hypot(self.noise / math.sqrt(self.weight), off)
 
-    def observe(self, batch: int, seconds: float, *, memory: int = 50) -> Fit:
+    def observe(self, batch: int, seconds: float, *, memory: int = 50) -> CostFit:
         """The fit after another step.
 
         Args:
@@ -125,7 +125,7 @@ class Fit:
             return dataclasses.replace(counted, weight=1.0, batch=float(batch), seconds=seconds)
         return counted._follow(batch, seconds, memory)
 
-    def _follow(self, batch: int, seconds: float, memory: int) -> Fit:
+    def _follow(self, batch: int, seconds: float, memory: int) -> CostFit:
         expected = self.predict(batch)
         residual = math.log(seconds / expected)
         deviation = math.hypot(self.noise, self.error(batch))
@@ -144,7 +144,7 @@ class Fit:
         fit = dataclasses.replace(self, weight=weight, variance=variance, recent=recent)
         return fit._moved(batch, expected * math.exp(cut), memory)
 
-    def _moved(self, batch: int, seconds: float, memory: int) -> Fit:
+    def _moved(self, batch: int, seconds: float, memory: int) -> CostFit:
         """Means and sums with one more point; what is known of the slope fades as far as the point tells about it."""
         off_batch, off_seconds = batch - self.batch, seconds - self.seconds
         mean_batch = self.batch + off_batch / self.weight
@@ -160,7 +160,7 @@ class Fit:
             together=self.together * keep * pace + off_batch * (seconds - mean_seconds),
         )
 
-    def _scaled(self, factor: float) -> Fit:
+    def _scaled(self, factor: float) -> CostFit:
         """The machine runs at another speed from now on."""
         return dataclasses.replace(
             self,

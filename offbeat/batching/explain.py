@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.batching.worker_speed import Machine, Tuning
+    from offbeat.batching.worker_speed import TuningState, WorkerSpeed
 
 _EVEN = 1.05  # cycles that differ by less are called even
 
 
-def explain(state: Tuning, *, known: Mapping[int, Machine], least: Mapping[int, int], most_change: float) -> str:
+def explain(
+    state: TuningState, *, known: Mapping[int, WorkerSpeed], least: Mapping[int, int], most_change: float
+) -> str:
     """Who paces the rounds and why, and how sure that is.
 
     Args:
@@ -42,7 +44,7 @@ def explain(state: Tuning, *, known: Mapping[int, Machine], least: Mapping[int, 
     return "; ".join(parts) + "."
 
 
-def _other_sum(state: Tuning, total: int, least: Mapping[int, int]) -> str:
+def _other_sum(state: TuningState, total: int, least: Mapping[int, int]) -> str:
     """Why the batches of a round make `total` samples instead of as many as were asked for."""
     if state.changed:  # the others are made up for when the next round is planned
         return f"a worker has come, gone or run out of memory since the last round: {total} samples of {state.total}"
@@ -55,7 +57,7 @@ def _other_sum(state: Tuning, total: int, least: Mapping[int, int]) -> str:
     return said
 
 
-def _made_of(machine: Machine) -> str:
+def _made_of(machine: WorkerSpeed) -> str:
     fixed_s, sample_ms = round(machine.compute.fixed_s, 6), 1000 * machine.compute.per_sample_s
     transfer_s = round(machine.transfer_s, 6)
     return f"{fixed_s:.3g} s fixed, {machine.batch} samples of {sample_ms:.3g} ms, {transfer_s:.3g} s transfer"
@@ -64,7 +66,7 @@ def _made_of(machine: Machine) -> str:
 def _why(
     cycles_s: Mapping[int, float],
     slowest: int,
-    regular: Mapping[int, Machine],
+    regular: Mapping[int, WorkerSpeed],
     least: Mapping[int, int],
     most_change: float,
 ) -> str:
@@ -82,7 +84,7 @@ def _why(
     return f"{longer}, because batches change by at most {100 * most_change:.0f} % at a time and for a clear gain only"
 
 
-def _sure(machine: Machine) -> str:
+def _sure(machine: WorkerSpeed) -> str:
     fit = machine.compute
     fixed = f"{100 * fit.fixed_s / fit.seconds:.0f} +- {100 * fit.fixed_error:.0f} % of it fixed"
     return (

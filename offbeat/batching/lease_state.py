@@ -18,7 +18,7 @@ _MOST_S = 1e12
 _MOST_BEHIND = 1 << 16  # epochs: who is behind is told the end of each
 
 
-class Piece(NamedTuple):
+class PositionRange(NamedTuple):
     """Positions `start` to below `stop` in the order of `epoch`."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Lease:
 
     number: int
     epoch: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PositionRange, ...]
 
     @property
     def count(self) -> int:
@@ -52,14 +52,14 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Over:
+class EndOfEpoch:
     """For this worker there is nothing more in `epoch`; its next request is for the one behind it, if there is one."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class Wait:
+class NoDataYet:
     """Nothing is left, but what `workers` hold may return, and no epoch follows in which others could take it.
 
     Ask again when one of them has delivered or is lost, at the latest at `until_s`. Who still holds leases contributes
@@ -71,7 +71,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldLease:
     """A lease that is neither acknowledged nor returned.
 
     Args:
@@ -86,7 +86,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Tally:
+class SampleCounts:
     """Samples that are settled, and how.
 
     Args:
@@ -104,12 +104,12 @@ class Tally:
         """All of them."""
         return self.used + self.dropped + self.skipped
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.used + other.used, self.dropped + other.dropped, self.skipped + other.skipped)
+    def __add__(self, other: SampleCounts) -> SampleCounts:
+        return SampleCounts(self.used + other.used, self.dropped + other.dropped, self.skipped + other.skipped)
 
 
 @dataclass(frozen=True)
-class Pool:
+class LeasePool:
     """Where every sample is; immutable.
 
     Args:
@@ -129,12 +129,12 @@ class Pool:
     epoch: int = 0
     fresh: int = 0
     number: int = 0
-    held: dict[int, Held] = field(default_factory=dict)
-    returned: tuple[Piece, ...] = ()
+    held: dict[int, HeldLease] = field(default_factory=dict)
+    returned: tuple[PositionRange, ...] = ()
     at: dict[int, int] = field(default_factory=dict)
-    open: dict[int, Tally] = field(default_factory=lambda: {0: Tally()})
+    open: dict[int, SampleCounts] = field(default_factory=lambda: {0: SampleCounts()})
     complete: int = 0
-    settled: Tally = Tally()
+    settled: SampleCounts = SampleCounts()
     came_back: int = 0
     now_s: float = 0.0
 
@@ -153,12 +153,12 @@ class Pool:
         return tuple([n for n, held in self.held.items() if held.worker == worker and not held.delivered])
 
 
-def total(pieces: Iterable[Piece]) -> int:
+def total(pieces: Iterable[PositionRange]) -> int:
     """Samples in all of them."""
     return sum([stop - start for _, start, stop in pieces])
 
 
-def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
+def give_back(pool: LeasePool, numbers: Collection[int]) -> LeasePool:
     """The pool in which those of the leases that were not delivered are returned."""
     # A dict, so that whatever a lost worker held is gone through once.
     back = {n: held for n in numbers if not (held := pool.held[n]).delivered}
@@ -173,12 +173,12 @@ def give_back(pool: Pool, numbers: Collection[int]) -> Pool:
     )
 
 
-def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
+def draw(pool: LeasePool, count: int) -> tuple[LeasePool, tuple[PositionRange, ...]]:
     """Take `count` samples that are there: first what was returned, oldest first, then fresh ones.
 
     Fewer if they would be in too many pieces.
     """
-    drawn: list[Piece] = []
+    drawn: list[PositionRange] = []
     # Only what is taken is looked at: much may have been returned, and the next who asks waits.
     for piece in pool.returned[:_MOST_PIECES]:
         if not count:
@@ -191,19 +191,19 @@ def draw(pool: Pool, count: int) -> tuple[Pool, tuple[Piece, ...]]:
     if kept:
         count = 0  # there would be too many pieces
     if count:
-        drawn.append(Piece(pool.epoch, pool.fresh, pool.fresh + count))
+        drawn.append(PositionRange(pool.epoch, pool.fresh, pool.fresh + count))
     return dataclasses.replace(pool, returned=kept, fresh=pool.fresh + count), tuple(drawn)
 
 
-def set_aside(pool: Pool, *, samples: int) -> Pool:
+def set_aside(pool: LeasePool, *, samples: int) -> LeasePool:
     """What is fresh is to be leased behind the end of its epoch."""
     if pool.fresh == samples:
         return pool
-    piece = Piece(pool.epoch, pool.fresh, samples)
+    piece = PositionRange(pool.epoch, pool.fresh, samples)
     return dataclasses.replace(pool, fresh=samples, returned=_joined([*pool.returned, piece]))
 
 
-def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
+def settle(pool: LeasePool, epoch: int, tally: SampleCounts, *, samples: int) -> LeasePool:
     """Count samples of `epoch`; with the last of its `samples` the epoch is complete."""
     now = pool.open[epoch] + tally
     if now.settled < samples:
@@ -212,7 +212,7 @@ def settle(pool: Pool, epoch: int, tally: Tally, *, samples: int) -> Pool:
     return dataclasses.replace(pool, open=rest, complete=pool.complete + 1, settled=pool.settled + now)
 
 
-def audit(pool: Pool, *, samples: int) -> str | None:
+def audit(pool: LeasePool, *, samples: int) -> str | None:
     """What does not add up; None if each of the `samples` of each epoch is in exactly one place."""
     wrong = _out_of_bounds(pool)
     if wrong:
@@ -241,7 +241,7 @@ def audit(pool: Pool, *, samples: int) -> str | None:
     return None
 
 
-def _out_of_bounds(pool: Pool) -> str | None:
+def _out_of_bounds(pool: LeasePool) -> str | None:
     """What cannot have been counted or timed; None if everything can."""
     counted = {
         "the epoch": [pool.epoch],
@@ -263,9 +263,9 @@ def _out_of_bounds(pool: Pool) -> str | None:
     return None
 
 
-def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _joined(pieces: list[PositionRange]) -> tuple[PositionRange, ...]:
     """In order, neighbours made one: what came back does not fall into ever smaller pieces."""
-    joined: list[Piece] = []
+    joined: list[PositionRange] = []
     for piece in sorted(pieces):
         if joined and joined[-1][::2] == piece[:2]:
             joined[-1] = joined[-1]._replace(stop=piece.stop)

@@ -15,17 +15,17 @@ Rules:
   contribution may be used only if all its leases are valid when it arrives: `deliver` and `acknowledge` say so.
 * A worker that asks is given what was returned, oldest first, then what is fresh. Only where that is not enough are
   leases taken back whose term is over; until then a late contribution is as good as any.
-* When an epoch has nothing more to give, each worker that asks is told so once (`Over`), and begins the next at once,
-  alone, while others still hold leases of the old one. Every worker is told the end of every epoch since it joined,
-  also one that slept through it.
+* When an epoch has nothing more to give, each worker that asks is told so once (`EndOfEpoch`), and begins the next at
+  once, alone, while others still hold leases of the old one. Every worker is told the end of every epoch since it
+  joined, also one that slept through it.
 * If a holder dies after others have gone on, what it held is leased in the epoch they are in, before anything else, and
   counted to the epoch it is of. So an epoch is complete a little after the next has begun.
-* Nothing comes behind the last epoch. There a worker waits (`Wait`) while another holds what may still return, and
+* Nothing comes behind the last epoch. There a worker waits (`NoDataYet`) while another holds what may still return, and
   nobody holds for longer than the term. Only where `epochs` is not known, or with the last worker of all, can samples
-  be left over in the end; `Pool.left_over` counts them.
+  be left over in the end; `LeasePool.left_over` counts them.
 
-`Leases` is the description, `Pool` the state. A pool is a function of the description and of the calls so far, so one
-that was saved and loaded anywhere goes on as if nothing had happened.
+`Leases` is the description, `LeasePool` the state. A pool is a function of the description and of the calls so far, so
+one that was saved and loaded anywhere goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from offbeat.batching.lease_state import Held, Lease, Over, Pool, Tally, Wait, audit, draw, give_back, set_aside, settle
+from offbeat.batching.lease_state import (
+    EndOfEpoch,
+    HeldLease,
+    Lease,
+    LeasePool,
+    NoDataYet,
+    SampleCounts,
+    audit,
+    draw,
+    give_back,
+    set_aside,
+    settle,
+)
 from offbeat.batching.permutation import shuffled
 from offbeat.errors import ModelError
 
@@ -82,7 +94,7 @@ class Leases:
     >>> pool, first = leases.take(pool, worker=0, count=8, now_s=0.0)
     >>> pool, second = leases.take(pool, worker=0, count=8, now_s=0.0)
     >>> leases.indices(second).tolist(), leases.take(pool, worker=0, count=8, now_s=0.0)[1]
-    ([8, 9], Over(epoch=0))
+    ([8, 9], EndOfEpoch(epoch=0))
     """
 
     samples: int
@@ -110,17 +122,17 @@ class Leases:
         if self.term <= timedelta(0):
             raise ModelError(f"Cannot lease for {self.term}: no worker computes in no time. Choose more than 0.")
 
-    def init(self) -> Pool:
+    def init(self) -> LeasePool:
         """Nothing is leased, and nobody takes part."""
-        return Pool()
+        return LeasePool()
 
-    def beginning(self, epoch: int, workers: Iterable[int] = ()) -> Pool:
+    def beginning(self, epoch: int, workers: Iterable[int] = ()) -> LeasePool:
         """These workers are where an epoch begins; those before it are behind them."""
-        behind = Tally(used=epoch * self.samples)
+        behind = SampleCounts(used=epoch * self.samples)
         at = dict.fromkeys(workers, epoch)
-        return Pool(epoch=epoch, at=at, open={epoch: Tally()}, complete=epoch, settled=behind)
+        return LeasePool(epoch=epoch, at=at, open={epoch: SampleCounts()}, complete=epoch, settled=behind)
 
-    def join(self, pool: Pool, worker: int, *, epoch: int | None = None, holds: Iterable[int] = ()) -> Pool:
+    def join(self, pool: LeasePool, worker: int, *, epoch: int | None = None, holds: Iterable[int] = ()) -> LeasePool:
         """`worker` takes part from now on.
 
         Args:
@@ -134,8 +146,8 @@ class Leases:
         )
 
     def take(
-        self, pool: Pool, worker: int, count: int, now_s: float, *, least: int = 1
-    ) -> tuple[Pool, Lease | Over | Wait]:
+        self, pool: LeasePool, worker: int, count: int, now_s: float, *, least: int = 1
+    ) -> tuple[LeasePool, Lease | EndOfEpoch | NoDataYet]:
         """The answer to `worker`, which takes part and asks for `count` samples.
 
         A lease has fewer only where an epoch ends, and never with `drop_last`; or if it would be in a thousand pieces.
@@ -157,10 +169,10 @@ class Leases:
             )
         epoch = pool.at[worker]
         if self.epochs is not None and epoch >= self.epochs:
-            return pool, Over(epoch - 1)
+            return pool, EndOfEpoch(epoch - 1)
         pool = dataclasses.replace(pool, now_s=max(pool.now_s, now_s))
         if epoch > pool.epoch:
-            pool = dataclasses.replace(pool, epoch=epoch, fresh=0, open={**pool.open, epoch: Tally()})
+            pool = dataclasses.replace(pool, epoch=epoch, fresh=0, open={**pool.open, epoch: SampleCounts()})
         least = 1 if self.drop_last else min(least, count, self.samples)
         there = self._there(pool, epoch, count + least)
         if there < count and (overdue := self._overdue(pool, worker, epoch)):
@@ -169,11 +181,11 @@ class Leases:
         if there >= (count if self.drop_last else least):
             pool, pieces = draw(pool, count if there == count + least else there)
             lease = Lease(pool.number, epoch, pieces)
-            held = {**pool.held, lease.number: Held(lease, worker, pool.now_s)}
+            held = {**pool.held, lease.number: HeldLease(lease, worker, pool.now_s)}
             return dataclasses.replace(pool, number=lease.number + 1, held=held), lease
         return self._end(pool, worker)
 
-    def deliver(self, pool: Pool, worker: int, numbers: Iterable[int]) -> tuple[Pool, bool]:
+    def deliver(self, pool: LeasePool, worker: int, numbers: Iterable[int]) -> tuple[LeasePool, bool]:
         """A contribution of `worker` that was computed from these leases has arrived whole; whether it may be used.
 
         If one of them is not the worker's (any more), the contribution must not be used, and what it has of the others
@@ -186,7 +198,7 @@ class Leases:
         arrived = {n: dataclasses.replace(pool.held[n], delivered=True) for n in valid}
         return dataclasses.replace(pool, held={**pool.held, **arrived}), True
 
-    def acknowledge(self, pool: Pool, numbers: Iterable[int], *, dropped: bool = False) -> tuple[Pool, bool]:
+    def acknowledge(self, pool: LeasePool, numbers: Iterable[int], *, dropped: bool = False) -> tuple[LeasePool, bool]:
         """The contribution from these leases is applied now, or `dropped`; whether it may be.
 
         Without `deliver` before, ask before it is applied: False means that it must not be, as there.
@@ -198,11 +210,11 @@ class Leases:
         pieces = [piece for n in valid for piece in pool.held[n].lease.pieces]
         pool = dataclasses.replace(pool, held={n: held for n, held in pool.held.items() if n not in numbers})
         for piece in pieces:
-            tally = Tally(dropped=piece.size) if dropped else Tally(used=piece.size)
+            tally = SampleCounts(dropped=piece.size) if dropped else SampleCounts(used=piece.size)
             pool = settle(pool, piece.epoch, tally, samples=self.samples)
         return pool, True
 
-    def retract(self, pool: Pool, worker: int, numbers: Iterable[int]) -> Pool:
+    def retract(self, pool: LeasePool, worker: int, numbers: Iterable[int]) -> LeasePool:
         """What `worker` had said to be delivered did not arrive: time and loss may take these leases back again."""
         held = dict(pool.held)
         for n in numbers:
@@ -210,22 +222,22 @@ class Leases:
                 held[n] = dataclasses.replace(held[n], delivered=False)
         return dataclasses.replace(pool, held=held)
 
-    def give_back(self, pool: Pool, worker: int, numbers: Iterable[int]) -> Pool:
+    def give_back(self, pool: LeasePool, worker: int, numbers: Iterable[int]) -> LeasePool:
         """`worker` will not use these leases, such as those it took ahead in another size."""
         return give_back(pool, sorted(set(numbers) & set(pool.leased_to(worker))))
 
-    def lose(self, pool: Pool, worker: int) -> Pool:
+    def lose(self, pool: LeasePool, worker: int) -> LeasePool:
         """`worker` is gone: what it had not delivered is leased again. Nothing changes if it takes no part."""
         pool = give_back(pool, pool.leased_to(worker))
         return dataclasses.replace(pool, at={other: epoch for other, epoch in pool.at.items() if other != worker})
 
-    def close(self, pool: Pool, epoch: int) -> Pool:
+    def close(self, pool: LeasePool, epoch: int) -> LeasePool:
         """Skip what is fresh of `epoch`, if that is the newest: for loops that end before the data does."""
         fresh = self.samples - pool.fresh
         if epoch != pool.epoch or not fresh:
             return pool
         pool = dataclasses.replace(pool, fresh=self.samples)
-        return settle(pool, epoch, Tally(skipped=fresh), samples=self.samples)
+        return settle(pool, epoch, SampleCounts(skipped=fresh), samples=self.samples)
 
     def indices(self, lease: Lease) -> NDArray[np.int64]:
         """Which samples are in it, [lease.count]. Needs nothing but this description: each worker does it by itself."""
@@ -237,11 +249,11 @@ class Leases:
             parts.append(positions)
         return np.concatenate(parts)
 
-    def to_plain(self, pool: Pool) -> dict[str, Any]:
+    def to_plain(self, pool: LeasePool) -> dict[str, Any]:
         """The pool in dicts, lists and numbers, for a checkpoint in JSON or MessagePack."""
         return {"version": _VERSION, **self._identity(), "pool": msgspec.to_builtins(pool, str_keys=True)}
 
-    def from_plain(self, plain: Any, *, now_s: float | None = None) -> Pool:
+    def from_plain(self, plain: Any, *, now_s: float | None = None) -> LeasePool:
         """The pool that `to_plain` gave.
 
         Args:
@@ -260,7 +272,7 @@ class Leases:
                     "Use the same dataset, seed and order, or load only the model and the optimizer."
                 )
         try:
-            pool = msgspec.convert(plain.get("pool"), Pool, str_keys=True)
+            pool = msgspec.convert(plain.get("pool"), LeasePool, str_keys=True)
         except msgspec.ValidationError as error:
             raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
         wrong = audit(pool, samples=self.samples)
@@ -275,7 +287,7 @@ class Leases:
     def _identity(self) -> dict[str, Any]:
         return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
-    def _there(self, pool: Pool, epoch: int, most: int) -> int:
+    def _there(self, pool: LeasePool, epoch: int, most: int) -> int:
         """Samples that a worker in `epoch` could be given now, as far as it wants them."""
         there = self.samples - pool.fresh if epoch == pool.epoch else 0
         for piece in pool.returned:
@@ -284,7 +296,7 @@ class Leases:
             there += piece.size
         return min(there, most)
 
-    def _overdue(self, pool: Pool, worker: int, epoch: int) -> list[int]:
+    def _overdue(self, pool: LeasePool, worker: int, epoch: int) -> list[int]:
         """Leases that others have held for too long, and that would help `worker`."""
         return [
             number
@@ -294,7 +306,7 @@ class Leases:
             and any(piece.epoch <= epoch for piece in held.lease.pieces)
         ]
 
-    def _end(self, pool: Pool, worker: int) -> tuple[Pool, Over | Wait]:
+    def _end(self, pool: LeasePool, worker: int) -> tuple[LeasePool, EndOfEpoch | NoDataYet]:
         """What to say where an epoch has nothing (or with `drop_last` not enough) to give."""
         epoch = pool.at[worker]
         last = self.epochs is not None and epoch >= self.epochs - 1
@@ -302,13 +314,13 @@ class Leases:
         others = [held for held in pool.held.values() if held.worker != worker and not held.delivered]
         if last and others:
             until_s = min(held.taken_s for held in others) + self.term.total_seconds()
-            return pool, Wait(tuple(sorted({held.worker for held in others})), until_s)
+            return pool, NoDataYet(tuple(sorted({held.worker for held in others})), until_s)
         if self.drop_last:
             pool = self.close(pool, epoch)
         elif epoch == pool.epoch:
             pool = set_aside(pool, samples=self.samples)
         if self.drop_last and last:
             for piece in pool.returned:
-                pool = settle(pool, piece.epoch, Tally(skipped=piece.size), samples=self.samples)
+                pool = settle(pool, piece.epoch, SampleCounts(skipped=piece.size), samples=self.samples)
             pool = dataclasses.replace(pool, returned=())
-        return dataclasses.replace(pool, at={**pool.at, worker: epoch + 1}), Over(epoch)
+        return dataclasses.replace(pool, at={**pool.at, worker: epoch + 1}), EndOfEpoch(epoch)

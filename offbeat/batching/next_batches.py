@@ -9,10 +9,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from offbeat.batching.balance import Cost, shares, split
+from offbeat.batching.balance import CycleCost, shares, split
 
 if TYPE_CHECKING:
-    from offbeat.batching.worker_speed import Machine, Tuning
+    from offbeat.batching.worker_speed import TuningState, WorkerSpeed
 
 _PROBE = 0.1  # of a batch
 _FIRST_SHARE = 0.25  # of an equal share, for a worker that joins later
@@ -23,8 +23,8 @@ MOST_EVERY = 100  # who is so slow takes part as good as never
 
 
 def next_batches(
-    state: Tuning, *, known: dict[int, Machine], least: dict[int, int], gain: float, most_change: float
-) -> Tuning:
+    state: TuningState, *, known: dict[int, WorkerSpeed], least: dict[int, int], gain: float, most_change: float
+) -> TuningState:
     """The state with the batches of the round that begins.
 
     Args:
@@ -33,7 +33,7 @@ def next_batches(
     """
     state = dataclasses.replace(state, probing=not known)
     if not known:
-        costs = [Cost(0.0, 1.0, least[worker], machine.most) for worker, machine in state.machines.items()]
+        costs = [CycleCost(0.0, 1.0, least[worker], machine.most) for worker, machine in state.machines.items()]
         return _with_batches(state, dict(zip(state.machines, split(costs, state.total), strict=True)), {})
     unknown = _of_unknown(state, known, least)
     total = state.total - sum(unknown.values())
@@ -50,7 +50,7 @@ def next_batches(
     return _with_batches(state, batches, every)
 
 
-def in_round(state: Tuning, round: int, *, known: dict[int, Machine], least: dict[int, int]) -> dict[int, int]:
+def in_round(state: TuningState, round: int, *, known: dict[int, WorkerSpeed], least: dict[int, int]) -> dict[int, int]:
     """The batches of those that take part in `round`; the others make room for those that do not always."""
     rare = sorted(worker for worker, machine in state.machines.items() if machine.every > 1)
     here = {
@@ -69,7 +69,7 @@ def in_round(state: Tuning, round: int, *, known: dict[int, Machine], least: dic
     return batches | dict(zip(room, split(costs, rest), strict=True)) | here
 
 
-def _probed(state: Tuning, batches: dict[int, int], round: int, least: dict[int, int]) -> dict[int, int]:
+def _probed(state: TuningState, batches: dict[int, int], round: int, least: dict[int, int]) -> dict[int, int]:
     """One of each pair takes 10 % more and the other as much less, and in the next round the reverse."""
     batches, workers = dict(batches), sorted(batches)
     turn = round // 2 % len(workers)
@@ -83,7 +83,7 @@ def _probed(state: Tuning, batches: dict[int, int], round: int, least: dict[int,
     return batches
 
 
-def _of_unknown(state: Tuning, known: dict[int, Machine], least: dict[int, int]) -> dict[int, int]:
+def _of_unknown(state: TuningState, known: dict[int, WorkerSpeed], least: dict[int, int]) -> dict[int, int]:
     """As they are, small at first; other than that only if those who are known cannot make up for it."""
     unknown = {worker: machine for worker, machine in state.machines.items() if worker not in known}
     small = math.ceil(_FIRST_SHARE * state.total / len(state.machines))
@@ -92,11 +92,11 @@ def _of_unknown(state: Tuning, known: dict[int, Machine], least: dict[int, int])
     most = state.total - sum(least[worker] for worker in known)
     if fewest <= sum(batches.values()) <= most:
         return batches
-    costs = [Cost(0.0, 1.0, least[worker], machine.most) for worker, machine in unknown.items()]
+    costs = [CycleCost(0.0, 1.0, least[worker], machine.most) for worker, machine in unknown.items()]
     return dict(zip(unknown, split(costs, most if sum(batches.values()) > most else fewest), strict=True))
 
 
-def _every(known: dict[int, Machine], total: int, least: dict[int, int], gain: float) -> dict[int, int]:
+def _every(known: dict[int, WorkerSpeed], total: int, least: dict[int, int], gain: float) -> dict[int, int]:
     """Workers that are too slow for every round even with the smallest batch: in every which they take part."""
     rest = dict(known)
     while True:
@@ -118,7 +118,7 @@ def _every(known: dict[int, Machine], total: int, least: dict[int, int], gain: f
     return every
 
 
-def _pays(state: Tuning, known: dict[int, Machine], best_s: float, gain: float) -> bool:
+def _pays(state: TuningState, known: dict[int, WorkerSpeed], best_s: float, gain: float) -> bool:
     """Whether batches should change, if rounds could be as short as `best_s`."""
     if state.changed or not all(machine.batch for machine in state.machines.values()):
         return True
@@ -129,13 +129,13 @@ def _pays(state: Tuning, known: dict[int, Machine], best_s: float, gain: float) 
     return now_s > best_s * (1 + (clear if blocked else max(gain, clear)))
 
 
-def _cycles(machines: dict[int, Machine], total: int, least: dict[int, int]) -> list[tuple[float, bool]]:
+def _cycles(machines: dict[int, WorkerSpeed], total: int, least: dict[int, int]) -> list[tuple[float, bool]]:
     """With the best batches, not rounded: how long each takes, and whether its batch is the smallest."""
     best = shares([machine.cost(least[worker], machine.most) for worker, machine in machines.items()], total)
     return [(m.cycle_s(batch), batch <= least[w]) for (w, m), batch in zip(machines.items(), best, strict=True)]
 
 
-def _toward(machines: dict[int, Machine], total: int, least: dict[int, int], change: float) -> dict[int, int]:
+def _toward(machines: dict[int, WorkerSpeed], total: int, least: dict[int, int], change: float) -> dict[int, int]:
     """The best batches for which none has to change by more than that; by more only if the sum demands it."""
     while True:
         costs = [_near(machine, least[worker], change) for worker, machine in machines.items()]
@@ -144,26 +144,26 @@ def _toward(machines: dict[int, Machine], total: int, least: dict[int, int], cha
         change *= 2
 
 
-def _filling(machine: Machine, least: int, time_s: float, change: float) -> int:
+def _filling(machine: WorkerSpeed, least: int, time_s: float, change: float) -> int:
     """The batch that fills `time_s`, less what may be wrong about it; it changes by no more than that."""
     cost, doubt = _near(machine, least, change), min(0.5, machine.compute.error(least))
     return max(cost.least, min(cost.most, int((time_s * (1 - doubt) - cost.fixed_s) / cost.per_sample_s)))
 
 
-def _near(machine: Machine, least: int, change: float) -> Cost:
+def _near(machine: WorkerSpeed, least: int, change: float) -> CycleCost:
     """Bounded to batches near the present one; the machine's own bounds are stronger."""
     low = min(machine.batch - 1, math.ceil(machine.batch * (1 - change)))
     high = max(machine.batch + 1, math.floor(machine.batch * (1 + change)))
     return machine.cost(min(machine.most, max(least, low)), max(least, min(machine.most, high)))
 
 
-def _shortest_s(machine: Machine, least: int) -> float:
+def _shortest_s(machine: WorkerSpeed, least: int) -> float:
     """The cycle with the smallest batch: the shortest that it may be in truth."""
     compute = machine.compute
     return machine.transfer_s + compute.predict(least) * max(0.0, 1 - _SURE * compute.error(least))
 
 
-def _with_batches(state: Tuning, batches: dict[int, int], every: dict[int, int]) -> Tuning:
+def _with_batches(state: TuningState, batches: dict[int, int], every: dict[int, int]) -> TuningState:
     machines = {
         worker: dataclasses.replace(machine, batch=batches[worker], every=every.get(worker, 1), blocked=0)
         for worker, machine in state.machines.items()

@@ -18,7 +18,7 @@ Rules:
   m rounds; in that round the others take less. Not where all wait for all: there it has the smallest batch.
 * The bounds of batches are kept before the sum is; if they leave no choice, `explain` says so.
 
-`BatchTuning` is the description, `Tuning` the state. Both are plain data; nothing here knows what time it is.
+`BatchTuning` is the description, `TuningState` the state. Both are plain data; nothing here knows what time it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import msgspec
 
 from offbeat.batching.explain import explain
 from offbeat.batching.next_batches import MOST_EVERY, in_round, next_batches
-from offbeat.batching.worker_speed import Machine, Tuning
+from offbeat.batching.worker_speed import TuningState, WorkerSpeed
 from offbeat.errors import ModelError, PlanError
 
 _VERSION = 1  # of the saved form
@@ -102,7 +102,7 @@ class BatchTuning:
                     f"- at `plan.tuning.{name}`."
                 )
 
-    def init(self, total: int, *, together: bool = False, floor: int = 1) -> Tuning:
+    def init(self, total: int, *, together: bool = False, floor: int = 1) -> TuningState:
         """Make the state in which nobody takes part yet.
 
         Args:
@@ -123,26 +123,26 @@ class BatchTuning:
                 f"Cannot tune batches up to {self.largest}: this model has BatchNorm, which needs {floor} samples to "
                 f"train on. Choose {floor} or more, or None - at `plan.tuning.largest`."
             )
-        return Tuning(total, together=together, floor=floor)
+        return TuningState(total, together=together, floor=floor)
 
-    def join(self, state: Tuning, worker: int, *, most: int | None = None) -> Tuning:
+    def join(self, state: TuningState, worker: int, *, most: int | None = None) -> TuningState:
         """Let `worker` take part, of which nothing is known yet.
 
         Args:
             most: samples that fit into its memory, if that is known.
         """
         bounds = [bound for bound in (most, self.largest, state.total) if bound is not None]
-        machine = Machine(most=max(state.floor, min(bounds)))
+        machine = WorkerSpeed(most=max(state.floor, min(bounds)))
         return _with(state, worker, machine, changed=True)
 
-    def leave(self, state: Tuning, worker: int) -> Tuning:
+    def leave(self, state: TuningState, worker: int) -> TuningState:
         """Forget `worker`, which is gone; the others take its part from the next round on."""
         machines = {other: machine for other, machine in state.machines.items() if other != worker}
         return dataclasses.replace(state, machines=machines, changed=True)
 
     def observe(
-        self, state: Tuning, worker: int, batch: int, compute_s: float, transfer_s: float, blocked_s: float
-    ) -> Tuning:
+        self, state: TuningState, worker: int, batch: int, compute_s: float, transfer_s: float, blocked_s: float
+    ) -> TuningState:
         """Take in a step of `worker`: what it computed, pushed and pulled, and how long it waited for others.
 
         What is said about a worker that does not take part changes nothing.
@@ -159,7 +159,7 @@ class BatchTuning:
         )
         return _with(state, worker, machine)
 
-    def out_of_memory(self, state: Tuning, worker: int, batch: int) -> Tuning:
+    def out_of_memory(self, state: TuningState, worker: int, batch: int) -> TuningState:
         """Give `worker` at most half of `batch`, for which it had no memory, from the next round on."""
         machine = state.machines.get(worker)
         if machine is None:
@@ -167,7 +167,7 @@ class BatchTuning:
         most = max(state.floor, min(machine.most, batch // 2))
         return _with(state, worker, dataclasses.replace(machine, most=most), changed=True)
 
-    def plan(self, state: Tuning, round: int) -> tuple[Tuning, dict[int, int]]:
+    def plan(self, state: TuningState, round: int) -> tuple[TuningState, dict[int, int]]:
         """Plan `round`, at the border before it: each worker that takes part in it, and its batch.
 
         The batches add up to the global batch, unless the bounds of all workers forbid it. A round that was planned
@@ -180,20 +180,20 @@ class BatchTuning:
             )
         return state, in_round(state, round, known=self._known(state), least=self._least(state))
 
-    def explain(self, state: Tuning) -> str:
+    def explain(self, state: TuningState) -> str:
         """Explain who paces the rounds, why, and how sure that is, in one sentence for people."""
         return explain(state, known=self._known(state), least=self._least(state), most_change=self.most_change)
 
-    def with_floor(self, state: Tuning, floor: int) -> Tuning:
+    def with_floor(self, state: TuningState, floor: int) -> TuningState:
         """Make no batch smaller than `floor` from the next round on."""
         machines = {w: dataclasses.replace(m, most=max(m.most, floor)) for w, m in state.machines.items()}
         return dataclasses.replace(state, machines=machines, floor=floor, changed=state.changed or state.floor != floor)
 
-    def to_plain(self, state: Tuning) -> dict[str, Any]:
+    def to_plain(self, state: TuningState) -> dict[str, Any]:
         """The state in dicts, lists and numbers, for a checkpoint in JSON or MessagePack."""
         return {"version": _VERSION, "tuning": msgspec.to_builtins(state, str_keys=True)}
 
-    def from_plain(self, plain: Any, total: int) -> Tuning:
+    def from_plain(self, plain: Any, total: int) -> TuningState:
         """The state that `to_plain` gave.
 
         Raises:
@@ -202,7 +202,7 @@ class BatchTuning:
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
             raise ModelError("Cannot go on tuning batches: the checkpoint has nothing that this version can read.")
         try:
-            state = msgspec.convert(plain.get("tuning"), Tuning, str_keys=True)
+            state = msgspec.convert(plain.get("tuning"), TuningState, str_keys=True)
         except msgspec.ValidationError as error:
             raise ModelError(f"Cannot go on tuning batches: the checkpoint is damaged ({error}).") from error
         if state.total != total:
@@ -224,15 +224,15 @@ class BatchTuning:
                 )
         return state
 
-    def _known(self, state: Tuning) -> dict[int, Machine]:
+    def _known(self, state: TuningState) -> dict[int, WorkerSpeed]:
         """The machines whose fits can be used."""
         return {w: m for w, m in state.machines.items() if m.compute.known and m.compute.steps >= self.first_rounds}
 
-    def _least(self, state: Tuning) -> dict[int, int]:
+    def _least(self, state: TuningState) -> dict[int, int]:
         """The smallest batch of each worker: where there are many workers or little memory, less than was asked for."""
         least = max(state.floor, min(self.smallest, state.total // max(1, len(state.machines))))
         return {worker: min(least, machine.most) for worker, machine in state.machines.items()}
 
 
-def _with(state: Tuning, worker: int, machine: Machine, *, changed: bool = False) -> Tuning:
+def _with(state: TuningState, worker: int, machine: WorkerSpeed, *, changed: bool = False) -> TuningState:
     return dataclasses.replace(state, machines={**state.machines, worker: machine}, changed=state.changed or changed)

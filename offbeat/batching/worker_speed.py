@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offbeat.batching.balance import Cost
-from offbeat.batching.cost_model import Fit
+from offbeat.batching.balance import CycleCost
+from offbeat.batching.cost_model import CostFit
 
 
 @dataclass(frozen=True)
-class Machine:
+class WorkerSpeed:
     """One worker's; immutable.
 
     Args:
@@ -22,8 +22,8 @@ class Machine:
     """
 
     most: int
-    compute: Fit = field(default_factory=Fit)
-    transfer: Fit = field(default_factory=Fit)
+    compute: CostFit = field(default_factory=CostFit)
+    transfer: CostFit = field(default_factory=CostFit)
     batch: int = 0
     every: int = 1
     blocked: int = 0
@@ -37,13 +37,13 @@ class Machine:
         """How long it takes from one pull to the next, if it never waits."""
         return self.compute.predict(batch) + self.transfer_s
 
-    def cost(self, least: int, most: int) -> Cost:
+    def cost(self, least: int, most: int) -> CycleCost:
         """The same as a line, for batches in these bounds."""
-        return Cost(self.compute.fixed_s + self.transfer_s, self.compute.per_sample_s, least, most)
+        return CycleCost(self.compute.fixed_s + self.transfer_s, self.compute.per_sample_s, least, most)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningState:
     """All workers; immutable.
 
     Args:
@@ -58,7 +58,7 @@ class Tuning:
     """
 
     total: int
-    machines: dict[int, Machine] = field(default_factory=dict)
+    machines: dict[int, WorkerSpeed] = field(default_factory=dict)
     round: int = -1
     changed: bool = True
     probing: bool = False

@@ -14,7 +14,7 @@ from rich.table import Table
 from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
-    from offbeat.cli.wire_benchmark import Row
+    from offbeat.cli.wire_benchmark import WireFigure
 
 app = typer.Typer(help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
 
@@ -52,7 +52,7 @@ def _make_certificates(folder: Path) -> str:
     return str(folder)
 
 
-def _write(path: Path, rows: list[Row], seconds: float, repeats: int) -> None:
+def _write(path: Path, rows: list[WireFigure], seconds: float, repeats: int) -> None:
     """Write what was measured, and with what."""
     import importlib.metadata
     import ssl
@@ -92,7 +92,7 @@ def _write(path: Path, rows: list[Row], seconds: float, repeats: int) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def _show(rows: list[Row]) -> None:
+def _show(rows: list[WireFigure]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "unit", "median", "least", "most", "ratio", "target", ""):
         figures = heading in ("median", "least", "most", "ratio")

@@ -11,12 +11,12 @@ import typer
 
 from offbeat.cli.serve import read_token
 from offbeat.errors import NetworkError
-from offbeat.server.launch import Settings, from_environment
+from offbeat.server.launch import ShardSettings, from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.messages import Role
     from offbeat.wire.session import Receiver
 
@@ -46,7 +46,7 @@ class _HubPlace(msgspec.Struct, frozen=True):
     token: str
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class JobAddress(msgspec.Struct, frozen=True, kw_only=True):
     """A job's server, as `offbeat.engine.server_session` leaves it in server.json; or the hub of its workers.
 
     Args:
@@ -71,9 +71,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return f"The run in {folder} has probably ended: `offbeat report {folder}` says how." if folder else ""
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ShardSettings:
         """What proves that one may come in."""
-        return Settings(
+        return ShardSettings(
             job=self.job,
             token=self.token,
             certificate=self.certificate,
@@ -82,7 +82,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_target(folder: Path) -> Target:
+def read_target(folder: Path) -> JobAddress:
     """The server of the run in a folder.
 
     Raises:
@@ -96,7 +96,7 @@ def read_target(folder: Path) -> Target:
             "shows; or this is not the folder of a run."
         )
     try:
-        target = msgspec.json.decode(path.read_bytes(), type=Target)
+        target = msgspec.json.decode(path.read_bytes(), type=JobAddress)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
     return msgspec.structs.replace(target, folder=str(folder))
@@ -111,7 +111,7 @@ def has_server(where: str) -> bool:
     return (_folder_of(where) / "server.json").is_file()
 
 
-def find_hub(where: str) -> Target | None:
+def find_hub(where: str) -> JobAddress | None:
     """The hub of the workers whose run folder this is; None if it is none, or there is no hub.
 
     Raises:
@@ -125,7 +125,7 @@ def find_hub(where: str) -> Target | None:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot read {path}: {error}. Look as the user who runs the job.") from error
-    return Target(address=place.address, job="", token=place.token, folder=str(folder))
+    return JobAddress(address=place.address, job="", token=place.token, folder=str(folder))
 
 
 def is_without_server(where: str) -> bool:
@@ -152,7 +152,7 @@ def given(
     return {name: value for name, value in values.items() if value}
 
 
-def find(where: str, given: Mapping[str, str]) -> Target:
+def find(where: str, given: Mapping[str, str]) -> JobAddress:
     """The server of the job at `where`; `given` outranks what its server.json or the environment says.
 
     Raises:
@@ -170,9 +170,9 @@ def find(where: str, given: Mapping[str, str]) -> Target:
     return msgspec.structs.replace(target, **given)
 
 
-def _from_environment(address: str) -> Target:
+def _from_environment(address: str) -> JobAddress:
     known = from_environment("default", timedelta())
-    return Target(
+    return JobAddress(
         address=address,
         job=known.job,
         token=known.token,
@@ -182,7 +182,7 @@ def _from_environment(address: str) -> Target:
     )
 
 
-def credentials_of(where: str, given: Mapping[str, str]) -> Target:
+def credentials_of(where: str, given: Mapping[str, str]) -> JobAddress:
     """What `find` returns; of a job without a server only what the command line and the environment say.
 
     Raises:
@@ -194,8 +194,8 @@ def credentials_of(where: str, given: Mapping[str, str]) -> Target:
 
 
 async def dial(
-    target: Target, accept: Callable[[Link], Receiver], role: Role, *, patience: timedelta | None = None
-) -> Link:
+    target: JobAddress, accept: Callable[[PeerLink], Receiver], role: Role, *, patience: timedelta | None = None
+) -> PeerLink:
     """A link to a job's first shard.
 
     Args:

@@ -13,7 +13,7 @@ import msgspec
 
 from offbeat.cli.job_address import find
 from offbeat.cli.plan import read_plan
-from offbeat.cli.status_client import JobEnded, Onlooker
+from offbeat.cli.status_client import JobEnded, StatusClient
 from offbeat.errors import NetworkError, PlanError
 from offbeat.report.records import has_ended
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.1
 _MOST_RANKS = 4096
 
 
-class Meeting(msgspec.Struct, frozen=True):
+class JobStore(msgspec.Struct, frozen=True):
     """Where the workers of a job without a server met, as its first one leaves it in store.json.
 
     Args:
@@ -40,7 +40,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinTarget:
     """A job that trains.
 
     Args:
@@ -70,7 +70,7 @@ class Joining:
         return self.folder is not None and has_ended(self.folder / "metrics.jsonl")
 
 
-def look_for(where: str, workers: int) -> Joining:
+def look_for(where: str, workers: int) -> JoinTarget:
     """The job in a run folder, or at host:port with the credentials of the environment.
 
     Args:
@@ -98,7 +98,7 @@ def look_for(where: str, workers: int) -> Joining:
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
-        with Onlooker(target, timedelta() if done else None) as onlooker:
+        with StatusClient(target, timedelta() if done else None) as onlooker:
             scenes = onlooker.look(_PATIENCE_S)
     except JobEnded:
         scenes = ()
@@ -135,14 +135,14 @@ def look_for(where: str, workers: int) -> Joining:
     training, updates = len(scenes[0].present), scenes[0].version
     found = f"{scenes[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
     run_folder = Path(target.folder) if target.folder else None
-    return Joining(environment, first_rank, plan, _history(folder), run_folder, found)
+    return JoinTarget(environment, first_rank, plan, _history(folder), run_folder, found)
 
 
 def _over(folder: Path | str) -> NetworkError:
     return NetworkError(f"Cannot join the job in {folder}: it has ended. `offbeat report {folder}` says how.")
 
 
-def _without_server(folder: Path, workers: int) -> Joining:
+def _without_server(folder: Path, workers: int) -> JoinTarget:
     """The job whose workers sum among themselves.
 
     Raises:
@@ -153,7 +153,7 @@ def _without_server(folder: Path, workers: int) -> Joining:
     while not (folder / "store.json").exists() and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S)  # its workers are starting
     try:
-        met = msgspec.json.decode((folder / "store.json").read_bytes(), type=Meeting)
+        met = msgspec.json.decode((folder / "store.json").read_bytes(), type=JobStore)
         first_rank = _take_ranks(folder / "newcomers", met.world, workers)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.") from error
@@ -167,7 +167,7 @@ def _without_server(folder: Path, workers: int) -> Joining:
     }
     plan = read_plan(folder / "plan.toml")
     found = f"{plan.fabric!r}, begun with {met.world} workers"
-    return Joining(environment, first_rank, plan, _history(folder), found=found)
+    return JoinTarget(environment, first_rank, plan, _history(folder), found=found)
 
 
 def _history(folder: Path) -> Path | None:

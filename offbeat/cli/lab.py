@@ -18,7 +18,7 @@ from offbeat.errors import OffbeatError, ScenarioError
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
-    from offbeat.lab.results import Report
+    from offbeat.lab.results import ResultFile
     from offbeat.scenario import Scenario
 
 app = typer.Typer(help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True)
@@ -80,7 +80,7 @@ def run(
             if progress.disable:  # into a file: a line per run, as minutes pass between two
                 console.print(f"{begun} of {total}: repeat {repeat + 1}, {row}", markup=False, highlight=False)
 
-        def keep(report: Report) -> None:
+        def keep(report: ResultFile) -> None:
             nonlocal kept
             results.write(report, json)
             kept += 1
@@ -200,7 +200,7 @@ def check_writable(*paths: Path | None) -> None:
             raise ScenarioError(f"Cannot write {path}: there is no folder {path.parent}. Make it, or choose another.")
 
 
-def _show_table(report: Report) -> None:
+def _show_table(report: ResultFile) -> None:
     from offbeat.lab.result_table import table as cells_of
 
     console = Console(width=max(_LEAST_WIDTH, Console().width))

@@ -31,13 +31,13 @@ from offbeat.cli.shards import LocalShards
 from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker_main import REFUSED, VICTIM
 from offbeat.exit_codes import LEFT, UNPREPARED, how_it_ended
-from offbeat.report.records import OF_JOB, Event, append
+from offbeat.report.records import OF_JOB, EventRecord, append
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from offbeat.cli.join_target import Joining
+    from offbeat.cli.join_target import JoinTarget
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _SHARD_HURRY_S = 0.4  # for shards to end because their workers have
@@ -50,7 +50,7 @@ _MOST_LINE_BYTES = 1 << 20  # a longer line is broken
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchSpec:
     """What to start.
 
     Args:
@@ -70,7 +70,7 @@ class Job:
     servers: int
     timeout_s: float
     run_dir: Path
-    joining: Joining | None = None
+    joining: JoinTarget | None = None
     history: Path | None = None
     hash_every: int = 1
     store: Path | None = None
@@ -107,7 +107,9 @@ class Launch:
         tick: called about ten times a second while the workers run.
     """
 
-    def __init__(self, job: Job, console: Console | None = None, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, job: LaunchSpec, console: Console | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
         self._job = job
         self._tick = tick
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -207,12 +209,12 @@ class Launch:
         """Start the shards; how the workers find them."""
         if not self._job.servers:
             return {}
-        from offbeat.server.launch import RESTARTS, Settings
+        from offbeat.server.launch import RESTARTS, ShardSettings
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
         for number in range(self._job.servers):
-            settings = Settings(
+            settings = ShardSettings(
                 job=job,
                 token=token,
                 coordinator=addresses[0] if addresses else "",
@@ -265,7 +267,7 @@ class Launch:
 
     def _record(self, what: str, text: str, rank: int = OF_JOB) -> None:
         """Keep what the workers cannot say for the report."""
-        event = Event(rank=rank, step=-1, time_s=time.time(), what=what, text=text)
+        event = EventRecord(rank=rank, step=-1, time_s=time.time(), what=what, text=text)
         append(self._job.run_dir / "metrics.jsonl", event)
 
     def _is_over(self) -> bool:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 
-from offbeat.report import Records, Tally, tally
+from offbeat.report import Records, WorkerTotals, tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _NUMBER = 9  # characters of the longest number, such as -1.23e-05
 
 
 @dataclass(frozen=True)
-class _Column:
+class _LiveColumn:
     """One thing that is said of each worker.
 
     Args:
@@ -58,7 +58,7 @@ class LiveView:
         # In a folder that was used before, the earlier run is not shown.
         self.skip_bytes = path.stat().st_size if path.exists() else 0
         self._records = Records(path, self.skip_bytes)
-        self._tallies = {rank: Tally(rank) for rank in ranks}
+        self._tallies = {rank: WorkerTotals(rank) for rank in ranks}
         self._console = console
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 
@@ -76,7 +76,7 @@ class LiveView:
         if self._live is None:
             return
         for record in self._records.new():
-            self._tallies.setdefault(record.rank, Tally(record.rank)).add(record)
+            self._tallies.setdefault(record.rank, WorkerTotals(record.rank)).add(record)
         self._live.update(self._lines())
 
     def _lines(self) -> Table:
@@ -89,34 +89,34 @@ class LiveView:
         return grid
 
 
-def _live_columns(workers: Sequence[Tally]) -> list[tuple[int, _Column]]:
+def _live_columns(workers: Sequence[WorkerTotals]) -> list[tuple[int, _LiveColumn]]:
     """All columns as they are shown, each with its priority; 0 is the highest."""
     names = _names(workers)
     first = "loss" if "loss" in names else next(iter(names), "")
     values = [
-        (1 if name == first else 4 + place, _Column(name, _cells(workers, name), len(name) + 1 + _NUMBER))
+        (1 if name == first else 4 + place, _LiveColumn(name, _cells(workers, name), len(name) + 1 + _NUMBER))
         for place, name in enumerate(names)
     ]
     values.sort(key=lambda value: value[0])
     return [
-        (0, _Column("worker", tuple(f"rank {worker.rank}" for worker in workers))),
-        (0, _Column("step", tuple(f"step {w.step + 1}" if w.steps else "starting" for w in workers))),
+        (0, _LiveColumn("worker", tuple(f"rank {worker.rank}" for worker in workers))),
+        (0, _LiveColumn("step", tuple(f"step {w.step + 1}" if w.steps else "starting" for w in workers))),
         *values,
-        (2, _Column("samples/s", tuple(_rate(worker) for worker in workers))),
-        (3, _Column("waiting", tuple(f"waiting {w.recent_waiting_share:.0%}" if w.steps else "" for w in workers))),
-        (3, _Column("done", tuple("done" if worker.ended else "" for worker in workers))),
+        (2, _LiveColumn("samples/s", tuple(_rate(worker) for worker in workers))),
+        (3, _LiveColumn("waiting", tuple(f"waiting {w.recent_waiting_share:.0%}" if w.steps else "" for w in workers))),
+        (3, _LiveColumn("done", tuple("done" if worker.ended else "" for worker in workers))),
     ]
 
 
-def _cells(workers: Sequence[Tally], name: str) -> tuple[str, ...]:
+def _cells(workers: Sequence[WorkerTotals], name: str) -> tuple[str, ...]:
     return tuple(f"{name} {_number(name, w.values[name])}" if name in w.values else "" for w in workers)
 
 
-def _rate(worker: Tally) -> str:
+def _rate(worker: WorkerTotals) -> str:
     return f"{worker.recent_samples_per_s:,.0f} samples/s" if worker.samples else ""
 
 
-def _that_fit(columns: Sequence[tuple[int, _Column]], width: int) -> list[_Column]:
+def _that_fit(columns: Sequence[tuple[int, _LiveColumn]], width: int) -> list[_LiveColumn]:
     """The columns in their order, without those of low priority that there is no room for."""
     chosen: set[int] = set()
     left = width + _GAP
@@ -134,38 +134,38 @@ def _that_fit(columns: Sequence[tuple[int, _Column]], width: int) -> list[_Colum
 class FinalTable:
     """What each worker did, as one table; as several, one below the other, if a terminal is too narrow for it."""
 
-    def __init__(self, workers: Sequence[Tally]) -> None:
-        self._workers = _Column("worker", tuple(f"rank {worker.rank}" for worker in workers))
+    def __init__(self, workers: Sequence[WorkerTotals]) -> None:
+        self._workers = _LiveColumn("worker", tuple(f"rank {worker.rank}" for worker in workers))
         self._values = [
-            _Column(name, tuple(_number(name, w.values[name]) if name in w.values else "" for w in workers))
+            _LiveColumn(name, tuple(_number(name, w.values[name]) if name in w.values else "" for w in workers))
             for name in _names(workers)
         ]
         self._fixed = [
-            _Column("steps", tuple(f"{worker.steps}" for worker in workers)),
-            _Column("steps/s", tuple(f"{worker.steps_per_s:.2f}" for worker in workers)),
+            _LiveColumn("steps", tuple(f"{worker.steps}" for worker in workers)),
+            _LiveColumn("steps/s", tuple(f"{worker.steps_per_s:.2f}" for worker in workers)),
             # Unknown if batches hold no tensor.
-            _Column("samples/s", tuple(f"{w.samples_per_s:,.0f}" if w.samples else "" for w in workers)),
-            _Column("waiting", tuple(f"{worker.waiting_share:.0%}" for worker in workers)),
-            _Column("waited s", tuple(f"{worker.wait_s:.2f}" for worker in workers)),
-            _Column("sent MB", tuple(f"{worker.bytes_sent / 1e6:.2f}" for worker in workers)),
+            _LiveColumn("samples/s", tuple(f"{w.samples_per_s:,.0f}" if w.samples else "" for w in workers)),
+            _LiveColumn("waiting", tuple(f"{worker.waiting_share:.0%}" for worker in workers)),
+            _LiveColumn("waited s", tuple(f"{worker.wait_s:.2f}" for worker in workers)),
+            _LiveColumn("sent MB", tuple(f"{worker.bytes_sent / 1e6:.2f}" for worker in workers)),
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unbounded = options.update(width=_WIDEST)
 
-        def width(columns: Sequence[_Column]) -> int:
+        def width(columns: Sequence[_LiveColumn]) -> int:
             return Measurement.get(console, unbounded, self._table(columns)).maximum
 
         # A pipe or a file has no width, and who reads it may want to split its lines.
         most = options.max_width if console.is_terminal else _WIDEST
         whole = [*self._values, *self._fixed]
-        groups: list[Sequence[_Column]] = [whole]
+        groups: list[Sequence[_LiveColumn]] = [whole]
         if width(whole) > most:
             groups = [group for part in (self._fixed, self._values) for group in _grouped(part, most, width)]
         for group in groups:
             yield from console.render(self._table(group), options.update(max_width=max(most, width(group))))
 
-    def _table(self, columns: Sequence[_Column]) -> Table:
+    def _table(self, columns: Sequence[_LiveColumn]) -> Table:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1))
         table.add_column(self._workers.heading, no_wrap=True)
         for column in columns:
@@ -176,10 +176,10 @@ class FinalTable:
 
 
 def _grouped(
-    columns: Sequence[_Column], most: int, width: Callable[[Sequence[_Column]], int]
-) -> Iterator[list[_Column]]:
+    columns: Sequence[_LiveColumn], most: int, width: Callable[[Sequence[_LiveColumn]], int]
+) -> Iterator[list[_LiveColumn]]:
     """The columns in order, in groups that are no wider than `most`; one that is wider is alone."""
-    group: list[_Column] = []
+    group: list[_LiveColumn] = []
     for column in columns:
         if group and width([*group, column]) > most:
             yield group
@@ -195,7 +195,7 @@ def final_table(records: Records) -> FinalTable | None:
     return FinalTable(workers) if any(worker.steps for worker in workers) else None
 
 
-def _names(workers: Sequence[Tally]) -> list[str]:
+def _names(workers: Sequence[WorkerTotals]) -> list[str]:
     return list(dict.fromkeys(name for worker in workers for name in worker.values))
 
 

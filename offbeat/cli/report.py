@@ -17,7 +17,7 @@ from offbeat.report.compare import ComparedRun, comparison, figures
 from offbeat.report.html_report import page
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.outcome import Stall, ending, read_stalls
-from offbeat.report.records import End, Event, Start, Step
+from offbeat.report.records import EndRecord, EventRecord, StartRecord, StepRecord
 from offbeat.report.trace import trace
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _compare(run_dirs: Sequence[Path], output: Path) -> None:
     runs = []
     for folder in run_dirs:
         records = _read(folder).all()
-        if not any(isinstance(record, Step) for record in records):
+        if not any(isinstance(record, StepRecord) for record in records):
             raise ScenarioError(f"Cannot compare {folder}: no step of it was recorded. Leave it out.")
         runs.append(ComparedRun(folder.resolve().name, records, _plan_of(folder)))
     try:
@@ -128,19 +128,19 @@ def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
         skip_bytes: of metrics.jsonl; what earlier runs wrote.
     """
     records = Records(run_dir / _METRICS, skip_bytes).all()
-    if any(isinstance(record, Start) for record in records):
+    if any(isinstance(record, StartRecord) for record in records):
         return "No step was recorded: the run ended before the first exchange of gradients was complete."
-    if errors := [record.error for record in records if isinstance(record, End) and record.error]:
+    if errors := [record.error for record in records if isinstance(record, EndRecord) and record.error]:
         return f"No step was recorded: it ended before, with {errors[0].splitlines()[0]}"
-    if any(isinstance(record, End) for record in records):
+    if any(isinstance(record, EndRecord) for record in records):
         return "No step was recorded: no worker prepared a model. Call run.prepare in the script."
-    if any(isinstance(record, Event) and record.what == "interrupted" for record in records):
+    if any(isinstance(record, EventRecord) and record.what == "interrupted" for record in records):
         return "No step was recorded: the job was told to stop before any worker got as far as run.prepare."
     return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."
 
 
 def _stalls(run_dir: Path, records: Sequence[Record]) -> list[Stall]:
-    began_s = min((record.time_s for record in records if isinstance(record, Start)), default=0.0)
+    began_s = min((record.time_s for record in records if isinstance(record, StartRecord)), default=0.0)
     return read_stalls(run_dir, since_s=began_s)
 
 

@@ -21,21 +21,21 @@ from offbeat.errors import NetworkError, OffbeatError, PeerError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 _NUMBER = struct.Struct("!Q")
 
 
-class Asker:
+class RpcClient:
     """Asks over one link; a `Receiver`."""
 
     def __init__(self) -> None:
-        self._link: Link | None = None
+        self._link: PeerLink | None = None
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
         self._error: OffbeatError | None = None
 
-    def begin(self, link: Link) -> Asker:
+    def begin(self, link: PeerLink) -> RpcClient:
         """Ask over `link`."""
         self._link = link
         link.ended.add_done_callback(lambda _: self.lost(self._error))
@@ -77,14 +77,14 @@ class Asker:
                 answer.set_exception(self._error)
 
 
-class Answerer:
+class RpcServer:
     """Answers over one link; a `Receiver`.
 
     Args:
         answer: from question to answer, at once; a `PeerError` ends the session.
     """
 
-    def __init__(self, link: Link, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, link: PeerLink, answer: Callable[[bytes], bytes]) -> None:
         self._link, self._answer = link, answer
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:

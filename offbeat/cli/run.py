@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from offbeat.cli.join_target import look_for
-from offbeat.cli.launch import Job, Launch
+from offbeat.cli.launch import Launch, LaunchSpec
 from offbeat.cli.live_table import LiveView, final_table
 from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
@@ -108,7 +108,7 @@ def run(
         (folder / "plan.toml").write_text(chosen.to_toml())
     except OSError as error:
         raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with --run-dir.") from error
-    job = Job(
+    job = LaunchSpec(
         script=script,
         arguments=tuple(arguments or ()),
         workers=workers,

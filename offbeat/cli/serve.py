@@ -53,10 +53,10 @@ def serve(
     """
     from offbeat.cli.shard_main import prepare_process
     from offbeat.cli.shard_main import serve as serve_job
-    from offbeat.server.launch import Settings
+    from offbeat.server.launch import ShardSettings
 
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
-    settings = Settings(
+    settings = ShardSettings(
         job=job,
         bind=bind,
         port=port,

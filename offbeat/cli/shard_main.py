@@ -5,9 +5,9 @@
 Its settings come as JSON on standard input; its address, or why there is none, goes to FD.
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
-`Settings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to stop,
-has a spare one serve, which has loaded torch meanwhile and waits; so the server is looked after as long as the job
-lasts, whoever started it. To end it, end this process.
+`ShardSettings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to
+stop, has a spare one serve, which has loaded torch meanwhile and waits; so the server is looked after as long as the
+job lasts, whoever started it. To end it, end this process.
 
 Below `offbeat run` it ends when that does, however that ends. There the process that looks after a shard leaves a note
 in the folder OFFBEAT_SHARDS with what it takes to start it again: if it is killed itself, `offbeat run` does.
@@ -33,7 +33,7 @@ import msgspec
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exit_codes import how_it_ended
-from offbeat.server.launch import RestartNote, Settings, ShardProcess
+from offbeat.server.launch import RestartNote, ShardProcess, ShardSettings
 from offbeat.wire import busy_poll
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from offbeat.history import Record
     from offbeat.history.records import Kind
-    from offbeat.server.shard.snapshot_store import Archive
-    from offbeat.wire.link import Link
+    from offbeat.server.shard.snapshot_store import SnapshotStore
+    from offbeat.wire.link import PeerLink
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ _STOPPED = 75  # exit code of one that was told to stop; 0 says that the job has
 _log = logging.getLogger("offbeat")
 
 
-async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
+async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
     """Serve one job: until its last worker has gone, or SIGTERM or SIGINT comes, which leave a snapshot.
 
     Args:
@@ -75,11 +75,11 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
             coordinator cannot be reached.
         PeerError: if the coordinator does not take it in.
     """
-    from offbeat.server.shard.snapshot_store import Archive
+    from offbeat.server.shard.snapshot_store import SnapshotStore
 
     archive = None
     if settings.snapshots:
-        archive = Archive(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
+        archive = SnapshotStore(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -93,7 +93,7 @@ async def serve(settings: Settings, say: Callable[[str], None]) -> bool:
 
 
 @contextlib.contextmanager
-def _history(settings: Settings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
+def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
     """What writes the history of all lives of this process.
 
     Args:
@@ -105,11 +105,11 @@ def _history(settings: Settings, stop: asyncio.Event) -> Iterator[Callable[[Reco
     if not settings.history:
         yield _forget
         return
-    from offbeat.history import Writer
+    from offbeat.history import HistoryWriter
 
     kind: Kind = "shard" if settings.coordinator else "coordinator"
     try:
-        writer = Writer(Path(settings.history), kind, kind=kind, job=settings.job)
+        writer = HistoryWriter(Path(settings.history), kind, kind=kind, job=settings.job)
     except OSError as error:
         why = error.strerror or error
         raise NetworkError(f"Cannot keep a history in {settings.history}: {why}. Choose another folder.") from error
@@ -120,8 +120,8 @@ def _history(settings: Settings, stop: asyncio.Event) -> Iterator[Callable[[Reco
 
 
 async def _live(
-    settings: Settings,
-    archive: Archive | None,
+    settings: ShardSettings,
+    archive: SnapshotStore | None,
     stop: asyncio.Event,
     say: Callable[[str], None],
     record: Callable[[Record], None],
@@ -145,7 +145,7 @@ async def _live(
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()
-    chief: Link | None = None
+    chief: PeerLink | None = None
     if settings.coordinator:
         dialling = connect(
             settings.coordinator,
@@ -231,7 +231,7 @@ def _forget(record: Record) -> None:
     """Nobody wants a history."""
 
 
-def look_after(settings: Settings, say: Callable[[str], None]) -> None:
+def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
     """Start a shard as another process, and start it again whenever it is killed or told to stop.
 
     It ends when the shard has ended by itself, or when it is told to stop, which it passes on.
@@ -312,7 +312,7 @@ def main() -> None:
         prepare_process()  # before it is told what: a server that was lost must not wait for that
     if not (said_to_us := sys.stdin.buffer.read()):  # a spare one that was not needed
         return
-    settings = msgspec.json.decode(said_to_us, type=Settings)
+    settings = msgspec.json.decode(said_to_us, type=ShardSettings)
 
     def say(text: str) -> None:
         with contextlib.suppress(BrokenPipeError):

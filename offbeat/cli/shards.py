@@ -21,7 +21,7 @@ from offbeat.errors import NetworkError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.server.launch import Settings, ShardProcess
+    from offbeat.server.launch import ShardProcess, ShardSettings
 
 _LOOK_S = 0.25  # between two looks at the notes
 _POLL_S = 0.1
@@ -46,7 +46,7 @@ class LocalShards:
     def __len__(self) -> int:
         return len(self._processes)
 
-    def start(self, settings: Settings, *, unless: Callable[[], bool]) -> str | None:
+    def start(self, settings: ShardSettings, *, unless: Callable[[], bool]) -> str | None:
         """Start a shard; where it is, as "host:port".
 
         Args:
@@ -100,7 +100,7 @@ class LocalShards:
                 os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
 
-    def _begin(self, settings: Settings) -> ShardProcess:
+    def _begin(self, settings: ShardSettings) -> ShardProcess:
         from offbeat.server.launch import ShardProcess
 
         started = ShardProcess(environment=self._environment, own_session=True)
@@ -108,7 +108,7 @@ class LocalShards:
         started.tell(settings)
         return started
 
-    def _start_again(self, settings: Settings) -> None:
+    def _start_again(self, settings: ShardSettings) -> None:
         shard = Path(settings.snapshots).name.replace("-", " ")
         lost = (
             f"The process that looks after {shard} of the parameter server at {settings.bind}:{settings.port} was "

@@ -12,12 +12,12 @@ from offbeat.cli.lab import ScenarioFile, check_writable, drawn, read_scenario
 from offbeat.errors import ScenarioError
 
 if TYPE_CHECKING:
-    from offbeat.lab.results import Report
+    from offbeat.lab.results import ResultFile
     from offbeat.scenario import Scenario
     from offbeat.sim import Prediction
 
 _MOST_BYTES = 1 << 30
-ResultFile = Annotated[
+_Result = Annotated[
     Path | None,
     typer.Option(
         metavar="RESULT.json", help="A result that says how long a script's steps compute.", show_default=False
@@ -27,7 +27,7 @@ ResultFile = Annotated[
 
 def simulate(
     scenario: ScenarioFile,
-    like: ResultFile = None,
+    like: _Result = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Instead of the scenario's hosts.count.", show_default=False)
     ] = None,
@@ -79,13 +79,13 @@ def simulate(
         results.write(msgspec.structs.replace(measured, simulated=predicted), like)
 
 
-def _why_not(measured: Report | None, digest: str) -> str:
+def _why_not(measured: ResultFile | None, digest: str) -> str:
     if measured is None:
         return "no result is named"
     return "the result is of another scenario" if measured.digest != digest else "another number of them was asked for"
 
 
-def _read_result(path: Path) -> Report:
+def _read_result(path: Path) -> ResultFile:
     import msgspec
 
     from offbeat import toml_reader
@@ -113,7 +113,7 @@ def _costs(parsed: Scenario, predicted: list[Prediction]) -> list[str]:
     return lines
 
 
-def _shown(title: str, predicted: list[Prediction], measured: Report | None, baseline: str) -> str:
+def _shown(title: str, predicted: list[Prediction], measured: ResultFile | None, baseline: str) -> str:
     from rich.console import Console
 
     base = next((one for one in predicted if one.row == baseline), None)

@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING
 from offbeat.cli.job_address import dial, find, find_hub, has_server
 from offbeat.diagnosis.hub_client import enter
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.protocol.messages import pack, status_reply_of
+from offbeat.protocol.status import GetStatus
 from offbeat.report.hub_status import scene_of
-from offbeat.report.job_status import look, sight_of
 from offbeat.report.records import has_ended
-from offbeat.wire.loop_thread import Loop
-from offbeat.wire.message_stream import Talk
-from offbeat.wire.messages import AskAll, Bye, Claim, Overview
+from offbeat.wire.loop_thread import LoopThread
+from offbeat.wire.message_stream import MessageStream
+from offbeat.wire.messages import AskAll, Bye, HandshakeClaim, Overview
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.cli.job_address import Target
-    from offbeat.report.job_status import Scene
-    from offbeat.wire.link import Link
+    from offbeat.cli.job_address import JobAddress
+    from offbeat.protocol.status import ModelStatus
+    from offbeat.wire.link import PeerLink
 
 _GOOD_BYE_S = 0.5
 _DIAL = timedelta(seconds=3)
@@ -44,7 +45,7 @@ class JobEnded(Exception):
     """The server, or the hub, has said good-bye."""
 
 
-class Onlooker:
+class StatusClient:
     """Looks at a job's server; use it from one thread.
 
     Args:
@@ -58,16 +59,16 @@ class Onlooker:
 
     _what = "server"  # that is looked at
 
-    def __init__(self, target: Target, patience: timedelta | None = None) -> None:
+    def __init__(self, target: JobAddress, patience: timedelta | None = None) -> None:
         self._target, self._patience = target, patience
-        self._loop = Loop("offbeat-top")
+        self._loop = LoopThread("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())
         except BaseException:
             self._loop.close()
             raise
 
-    def look(self, patience_s: float) -> tuple[Scene, ...] | None:
+    def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
         """How it goes; None if there was no answer in time, which the next call then waits for.
 
         Raises:
@@ -87,7 +88,7 @@ class Onlooker:
             self._loop.run(self._leave())
         self._loop.close()
 
-    def __enter__(self) -> Onlooker:
+    def __enter__(self) -> StatusClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +96,7 @@ class Onlooker:
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    async def _look(self, patience_s: float) -> tuple[Scene, ...] | None:
+    async def _look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
         try:
             return await self._line.look(patience_s)
         except OffbeatError as error:
@@ -114,7 +115,7 @@ class Onlooker:
     def _hint(self, error: OffbeatError) -> str:
         return " Give the address of the job's first shard." if isinstance(error, PeerError) else ""
 
-    async def _dial(self) -> _Line:
+    async def _dial(self) -> _StatusReceiver:
         line = _ServerLine()
         try:
             line.link = await dial(self._target, lambda link: line, "onlooker", patience=self._patience)
@@ -135,7 +136,7 @@ class Onlooker:
         await self._line.close()
 
 
-class HubOnlooker(Onlooker):
+class HubOnlooker(StatusClient):
     """Looks at a job without a server, by the hub in rank 0's sentinel; use it from one thread.
 
     Args:
@@ -152,15 +153,15 @@ class HubOnlooker(Onlooker):
     def _hint(self, error: OffbeatError) -> str:
         return ""
 
-    async def _dial(self) -> _Line:
+    async def _dial(self) -> _StatusReceiver:
         address, target = self._target.address, self._target
         host, _, port = address.rpartition(":")
         patience_s = (_DIAL if self._patience is None else self._patience).total_seconds()
         try:
             async with asyncio.timeout(max(_LEAST_DIAL_S, patience_s)):
-                talk = Talk(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
+                talk = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
                 try:
-                    await enter(talk, bytes.fromhex(target.token), Claim(rank=0, role="onlooker"))
+                    await enter(talk, bytes.fromhex(target.token), HandshakeClaim(rank=0, role="onlooker"))
                 except BaseException:
                     await talk.end(_GOOD_BYE_S)
                     raise
@@ -173,14 +174,14 @@ class HubOnlooker(Onlooker):
         return _HubLine(talk)
 
 
-class _Line(ABC):
+class _StatusReceiver(ABC):
     """One connection, and what was seen over it."""
 
     def __init__(self) -> None:
         self.answers = 0
         self._number = 0
         self._asked = False
-        self._scenes: tuple[Scene, ...] | None = None
+        self._scenes: tuple[ModelStatus, ...] | None = None
         self._end: Exception | None = None
         self._told = asyncio.Event()  # something has come, or nothing will
         self._over = asyncio.Event()
@@ -193,7 +194,7 @@ class _Line(ABC):
     async def close(self) -> None:
         """Leave."""
 
-    async def look(self, patience_s: float) -> tuple[Scene, ...] | None:
+    async def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
         """The scenes; None if they did not come in time."""
         if not self._asked and self._end is None:
             self._asked, self._number, self._scenes = True, self._number + 1, None
@@ -212,7 +213,7 @@ class _Line(ABC):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
 
-    def seen(self, number: int, scenes: tuple[Scene, ...]) -> None:
+    def seen(self, number: int, scenes: tuple[ModelStatus, ...]) -> None:
         """The answer to the question of that number."""
         if number == self._number:
             self.answers += 1
@@ -226,16 +227,16 @@ class _Line(ABC):
         self._over.set()
 
 
-class _ServerLine(_Line):
+class _ServerLine(_StatusReceiver):
     """A link to a server."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.link: Link
+        self.link: PeerLink
         self._body = bytearray()
 
     def ask(self, number: int) -> None:
-        self.link.send(look(number))
+        self.link.send(pack(GetStatus(number)))
 
     async def close(self) -> None:
         # Without a good-bye the server would keep the link until it times out, and a job that ends wait for it.
@@ -252,18 +253,17 @@ class _ServerLine(_Line):
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """An answer is here."""
-        sight = sight_of(metadata, body)
-        self.seen(sight.number, sight.scenes)
+        self.seen(*status_reply_of(metadata, body))
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link is gone for good."""
         self.ended(error)
 
 
-class _HubLine(_Line):
+class _HubLine(_StatusReceiver):
     """A connection to a hub."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: MessageStream) -> None:
         super().__init__()
         self._talk = talk
         self._hearing = asyncio.create_task(self._hear())
@@ -316,8 +316,8 @@ class JobOnlooker:
                 raise
             self._now = self._at_hub()  # the server is another run's, or it was killed
 
-    def look(self, patience_s: float) -> tuple[Scene, ...] | None:
-        """As `Onlooker.look`."""
+    def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
+        """As `StatusClient.look`."""
         self._go_to_server()
         try:
             return self._now.look(patience_s)
@@ -328,7 +328,7 @@ class JobOnlooker:
         return self._now.look(patience_s)
 
     def rest(self, seconds: float) -> None:
-        """As `Onlooker.rest`."""
+        """As `StatusClient.rest`."""
         self._now.rest(seconds)
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class JobOnlooker:
             with contextlib.suppress(OffbeatError):
                 self._go_to(lambda: self._at_server(_SHORT))
 
-    def _go_to(self, where: Callable[[], Onlooker], end: Exception | None = None) -> None:
+    def _go_to(self, where: Callable[[], StatusClient], end: Exception | None = None) -> None:
         """Look at it there from now on; `end` is why it cannot be looked at where it was."""
         try:
             there = where()
@@ -365,9 +365,9 @@ class JobOnlooker:
         self._now.close()
         self._now = there
 
-    def _at_server(self, patience: timedelta | None = None) -> Onlooker:
-        return Onlooker(find(self._where, self._given), patience)
+    def _at_server(self, patience: timedelta | None = None) -> StatusClient:
+        return StatusClient(find(self._where, self._given), patience)
 
-    def _at_hub(self) -> Onlooker:
+    def _at_hub(self) -> StatusClient:
         assert self._hub is not None
         return HubOnlooker(self._hub)

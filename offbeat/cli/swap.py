@@ -26,8 +26,8 @@ from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.wire import swap_request
 
 if TYPE_CHECKING:
-    from offbeat.cli.job_address import Target
-    from offbeat.protocol.plan_swap import Swapped
+    from offbeat.cli.job_address import JobAddress
+    from offbeat.protocol.plan_swap import SwapResult
 
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
 _GOOD_BYE_S = 0.5
@@ -119,7 +119,7 @@ def _wish(folder: Path, part: str) -> str:
     return granted.text
 
 
-async def _ask(target: Target, part: str) -> Swapped:
+async def _ask(target: JobAddress, part: str) -> SwapResult:
     """What the server answers, once all workers have.
 
     Raises:
@@ -127,12 +127,12 @@ async def _ask(target: Target, part: str) -> Swapped:
         PeerError: if it is another job, or there are other credentials.
     """
     from offbeat.protocol.messages import pack
-    from offbeat.protocol.plan_swap import Swap
+    from offbeat.protocol.plan_swap import SwapPlan
 
-    line = _Line()
+    line = _SwapReceiver()
     link = await dial(target, lambda link: line, "operator")
     try:
-        link.send(pack(Swap(0, part)))
+        link.send(pack(SwapPlan(0, part)))
         async with asyncio.timeout(_PATIENCE_S):
             return await line.answer
     except TimeoutError as error:
@@ -147,11 +147,11 @@ async def _ask(target: Target, part: str) -> Swapped:
             link.abort()
 
 
-class _Line:
+class _SwapReceiver:
     """What the link hands frames to."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Swapped] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[SwapResult] = asyncio.get_running_loop().create_future()
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Nowhere: an answer has no body."""
@@ -160,10 +160,10 @@ class _Line:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """The answer is here."""
         from offbeat.protocol.messages import to_worker
-        from offbeat.protocol.plan_swap import Swapped
+        from offbeat.protocol.plan_swap import SwapResult
 
         message: Any = to_worker(metadata)
-        if isinstance(message, Swapped) and not self.answer.done():
+        if isinstance(message, SwapResult) and not self.answer.done():
             self.answer.set_result(message)
 
     def lost(self, error: OffbeatError | None) -> None:

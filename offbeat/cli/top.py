@@ -16,7 +16,7 @@ from rich.live import Live
 
 from offbeat.cli.job_address import Authority, Certificate, JobName, JobPlace, Key, TokenFile, credentials_of, given
 from offbeat.cli.status_client import JobEnded, JobOnlooker
-from offbeat.cli.top_view import Picture, lasting
+from offbeat.cli.top_view import TopView, lasting
 from offbeat.errors import NetworkError
 from offbeat.report.formatting import listed
 from offbeat.report.prometheus import Figures
@@ -24,7 +24,7 @@ from offbeat.report.prometheus import Figures
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from offbeat.report.job_status import Scene
+    from offbeat.protocol.status import ModelStatus
 
 _INTERVAL_S = 0.5
 _PATIENCE_S = 10.0  # for the answer, where there is only one look
@@ -92,7 +92,7 @@ def _leave(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def epitaph(scenes: Sequence[Scene]) -> str:
+def epitaph(scenes: Sequence[ModelStatus]) -> str:
     """What is said of a job that has ended.
 
     Args:
@@ -114,7 +114,7 @@ class _Show:
     """
 
     def __init__(self, *, json: bool, is_terminal: bool) -> None:
-        self.picture = Picture()
+        self.picture = TopView()
         self.json, self.is_live = json, is_terminal and not json
         self.console = Console(highlight=False, width=None if is_terminal else _WIDEST)
 
@@ -199,7 +199,7 @@ def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, por
         server.server_close()
 
 
-def _looks(onlooker: JobOnlooker, picture: Picture, interval_s: float) -> Iterator[bool]:
+def _looks(onlooker: JobOnlooker, picture: TopView, interval_s: float) -> Iterator[bool]:
     """Look again and again; whether there was an answer."""
     answered_s = time.monotonic()
     while True:

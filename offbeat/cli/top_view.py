@@ -17,15 +17,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.report.job_status import ENDS, pacemaker
+from offbeat.protocol.status import ENDS
+from offbeat.report.job_status import pacemaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from offbeat.protocol.worker_status import Status
-    from offbeat.report.job_status import Scene, Seen
+    from offbeat.protocol.status import ModelStatus, WorkerStatus
+    from offbeat.protocol.worker_status import TrainingStatus
 
 _GAP = 2  # between columns
 _SPAN_S = 5.0  # that "now" means, so that the figure of a slow job does not jump
@@ -43,7 +44,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
-class _Column:
+class _TopColumn:
     """One thing that is told of each worker.
 
     Args:
@@ -61,17 +62,17 @@ class _Column:
         return max(self.width, len(self.heading), *map(len, self.cells))
 
 
-class Picture:
+class TopView:
     """Draws the last look at a job, and remembers a few before it to tell how fast it goes."""
 
     def __init__(self) -> None:
-        self.scenes: tuple[Scene, ...] = ()
+        self.scenes: tuple[ModelStatus, ...] = ()
         self.looked = False
         self.silent_s = 0.0  # for how long there has been no answer
         self.seen_at_s = 0.0  # in seconds since 1970
-        self._before: dict[int, deque[Scene]] = {}
+        self._before: dict[int, deque[ModelStatus]] = {}
 
-    def add(self, scenes: tuple[Scene, ...]) -> None:
+    def add(self, scenes: tuple[ModelStatus, ...]) -> None:
         """Take in what has just been seen."""
         self.scenes, self.looked, self.silent_s, self.seen_at_s = scenes, True, 0.0, time.time()
         for scene in scenes:
@@ -116,7 +117,7 @@ class Picture:
             parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(scene)]
         return Group(*parts)
 
-    def _events(self, scene: Scene) -> list[str]:
+    def _events(self, scene: ModelStatus) -> list[str]:
         """What happened last, the latest last; what all tell alike is told once."""
         found: dict[str, tuple[float, str, list[int]]] = {}
         for seen in scene.workers:
@@ -131,7 +132,7 @@ class Picture:
             for at_s, text, ranks in last
         ]
 
-    def _head(self, scene: Scene) -> Text:
+    def _head(self, scene: ModelStatus) -> Text:
         model = f"model {scene.model}: " if len(self.scenes) > 1 else ""
         where = f" on {printable(scene.fabric)}" if scene.fabric else ""
         text = Text.assemble((f"{model}{printable(scene.policy)}{where}", "bold"))
@@ -166,7 +167,7 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def how_far(scene: Scene, width: int | None = None) -> str:
+def how_far(scene: ModelStatus, width: int | None = None) -> str:
     """How far the training is and how fast, in one line, as far as the workers say; "" if they say nothing.
 
     Args:
@@ -190,7 +191,7 @@ def how_far(scene: Scene, width: int | None = None) -> str:
     return ", ".join(parts)
 
 
-def _place(here: Sequence[Status]) -> Iterator[str]:
+def _place(here: Sequence[TrainingStatus]) -> Iterator[str]:
     """Where the training is, and how long it takes from there, if that is known."""
     epochs, total_epochs = max(status.epochs for status in here), max(status.total_epochs for status in here)
     step, total_steps = max(status.step for status in here), max(status.total_steps for status in here)
@@ -236,12 +237,12 @@ def sized(count_bytes: float) -> str:
     return f"{count_bytes:.1f} {unit}" if unit == "GB" else f"{count_bytes:.0f} {unit}"
 
 
-def _names(scene: Scene) -> list[str]:
+def _names(scene: ModelStatus) -> list[str]:
     """Of what the workers' scripts log; the loss first."""
     return list(dict.fromkeys(name for seen in scene.workers if seen.status is not None for name in seen.status.values))
 
 
-def state(seen: Seen) -> str:
+def state(seen: WorkerStatus) -> str:
     """What a worker does, in words."""
     if seen.gone:
         return _ENDED.get(seen.phase, seen.phase)
@@ -249,7 +250,7 @@ def state(seen: Seen) -> str:
     return f"{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
 
 
-def _table(scene: Scene, width: int | None, room: int | None) -> RenderableType:
+def _table(scene: ModelStatus, width: int | None, room: int | None) -> RenderableType:
     if not scene.workers:
         return Text("No worker takes part.")
     shown = _that_matter(scene, room)
@@ -272,11 +273,11 @@ def _table(scene: Scene, width: int | None, room: int | None) -> RenderableType:
     return Group(table, Text(f"and {sum(rest.values())} more: {told}", "dim"))
 
 
-def _columns(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
+def _columns(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
     """All of them, in their order."""
 
-    def column(priority: int, heading: str, cells: list[str], width: int = 0) -> _Column:
-        return _Column(priority, heading, tuple(cells), width)
+    def column(priority: int, heading: str, cells: list[str], width: int = 0) -> _TopColumn:
+        return _TopColumn(priority, heading, tuple(cells), width)
 
     columns = [
         column(0, "rank", [str(w.worker) for w in workers]),
@@ -300,7 +301,7 @@ def _columns(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
     return columns
 
 
-def _said(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
+def _said(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
     """What the workers say themselves; empty columns if they do not."""
     said = [None if w.gone else w.status for w in workers]
     names = _names(scene)
@@ -309,16 +310,16 @@ def _said(scene: Scene, workers: Sequence[Seen]) -> list[_Column]:
     rates = ["" if one is None or not one.samples else f"{one.samples_per_s:,.0f}" for one in said]
     known = [one if one is not None and one.memory_bytes else None for one in said]
     return [
-        _Column(2, printable(first), tuple("" if v is None else value_of(first, v) for v in values), 7),
-        _Column(3, "samples/s", tuple(rates)),
-        _Column(6, "cores", tuple("" if one is None else f"{one.cpu_cores:.2f}" for one in known)),
-        _Column(6, "memory", tuple("" if one is None else sized(one.memory_bytes) for one in known)),
-        _Column(6, "sent/s", tuple("" if one is None else sized(one.sent_bytes_per_s) for one in known), 6),
-        _Column(9, "host", tuple("" if w.status is None else printable(w.status.host) for w in workers)),
+        _TopColumn(2, printable(first), tuple("" if v is None else value_of(first, v) for v in values), 7),
+        _TopColumn(3, "samples/s", tuple(rates)),
+        _TopColumn(6, "cores", tuple("" if one is None else f"{one.cpu_cores:.2f}" for one in known)),
+        _TopColumn(6, "memory", tuple("" if one is None else sized(one.memory_bytes) for one in known)),
+        _TopColumn(6, "sent/s", tuple("" if one is None else sized(one.sent_bytes_per_s) for one in known), 6),
+        _TopColumn(9, "host", tuple("" if w.status is None else printable(w.status.host) for w in workers)),
     ]
 
 
-def _that_fit(columns: Sequence[_Column], width: int | None) -> list[_Column]:
+def _that_fit(columns: Sequence[_TopColumn], width: int | None) -> list[_TopColumn]:
     """The columns in their order, without the least important ones that there is no room for."""
     left = float("inf") if width is None else width + _GAP
     chosen: set[int] = set()
@@ -330,7 +331,7 @@ def _that_fit(columns: Sequence[_Column], width: int | None) -> list[_Column]:
     return [column for place, column in enumerate(columns) if place in chosen]
 
 
-def _that_matter(scene: Scene, room: int | None) -> list[Seen]:
+def _that_matter(scene: ModelStatus, room: int | None) -> list[WorkerStatus]:
     """The workers in order of rank, as many as there is room for: the slowest, and no others who are gone."""
     workers = sorted(scene.workers, key=lambda seen: seen.worker)
     if room is None or len(workers) <= room:
@@ -340,5 +341,5 @@ def _that_matter(scene: Scene, room: int | None) -> list[Seen]:
     return sorted(first, key=lambda seen: seen.worker)
 
 
-def _busy_s(seen: Seen) -> float:
+def _busy_s(seen: WorkerStatus) -> float:
     return seen.since_s if seen.phase in ("computing", "pushing", "pulling") else 0.0

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from offbeat.audit import Verdict
+    from offbeat.audit import AuditResult
 
 Places = Annotated[
     list[Path], typer.Argument(help="Folders of runs, or of histories, or single files.", show_default=False)
@@ -51,12 +51,12 @@ def verify_run(
     raise typer.Exit(0 if verdict.holds else 1)
 
 
-def _plain(verdict: Verdict) -> dict[str, object]:
+def _plain(verdict: AuditResult) -> dict[str, object]:
     table = dataclasses.asdict(verdict)
     return {"holds": verdict.holds, **table, "checked": sorted(verdict.checked)}
 
 
-def _lines(verdict: Verdict) -> list[str]:
+def _lines(verdict: AuditResult) -> list[str]:
     """One screen."""
     from offbeat.audit import LAWS
 
@@ -73,7 +73,7 @@ def _lines(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _looked_at(verdict: Verdict) -> str:
+def _looked_at(verdict: AuditResult) -> str:
     parts = [
         _some(verdict.files, "file"),
         _some(verdict.jobs, "stretch", "stretches") if verdict.borders else _some(verdict.jobs, "job"),
@@ -84,7 +84,7 @@ def _looked_at(verdict: Verdict) -> str:
     return ", ".join(parts)
 
 
-def _counts(law: int, verdict: Verdict) -> str:
+def _counts(law: int, verdict: AuditResult) -> str:
     if law == 1:
         told = [f"{verdict.compared} of {verdict.hashes} hashes have others to be equal to"] if verdict.hashes else []
         if verdict.borders:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.cli.rpc import Answerer, Asker
+from offbeat.cli.rpc import RpcClient, RpcServer
 from offbeat.errors import NetworkError, OffbeatError
 from offbeat.wire import busy_poll
 from offbeat.wire.credentials import Certificates
@@ -32,7 +32,7 @@ from offbeat.wire.tcp import connect, listen
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 MESSAGE_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
@@ -49,7 +49,7 @@ _JOB = "offbeat bench wire"
 
 
 @dataclass(frozen=True)
-class Row:
+class WireFigure:
     """What was measured of one thing.
 
     Args:
@@ -72,7 +72,7 @@ class Row:
         return statistics.median(self.values)
 
 
-def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str], None]) -> list[Row]:
+def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str], None]) -> list[WireFigure]:
     """All rows, by turns.
 
     Args:
@@ -102,22 +102,22 @@ def measure(seconds: float, repeats: int, certificates: str, tell: Callable[[str
     slowdown = statistics.median(ours / bare for ours, bare in zip(p50_us, bare_us, strict=True))
     return [
         *(_rate_row(name, rates) for name in names),
-        Row("bare request", "us", bare_us),
-        Row("request p50", "us", p50_us, f"< {MOST_LATENCY_US:g} us", slowdown, latency_us < MOST_LATENCY_US),
-        Row("request p99", "us", p99_us),
-        Row("memory", "bytes per link", [memory_bytes], f"<= {LIMITS.bookkeeping_bytes:,}", ratio, ratio <= 1),
+        WireFigure("bare request", "us", bare_us),
+        WireFigure("request p50", "us", p50_us, f"< {MOST_LATENCY_US:g} us", slowdown, latency_us < MOST_LATENCY_US),
+        WireFigure("request p99", "us", p99_us),
+        WireFigure("memory", "bytes per link", [memory_bytes], f"<= {LIMITS.bookkeeping_bytes:,}", ratio, ratio <= 1),
     ]
 
 
-def _rate_row(name: str, rates: dict[str, list[float]]) -> Row:
+def _rate_row(name: str, rates: dict[str, list[float]]) -> WireFigure:
     if name.startswith("bare"):
-        return Row(name, "GB/s", rates[name])
+        return WireFigure(name, "GB/s", rates[name])
     bare = rates[name.replace("link", "bare")]
     # Of turns next to each other, because the machine is not equally fast all the time.
     ratio = statistics.median(ours / theirs for ours, theirs in zip(rates[name], bare, strict=True))
     judged = name == "link"
     target = f">= {LEAST_SHARE:.2f} x bare" if judged else ""
-    return Row(name, "GB/s", rates[name], target, ratio, ratio >= LEAST_SHARE if judged else None)
+    return WireFigure(name, "GB/s", rates[name], target, ratio, ratio >= LEAST_SHARE if judged else None)
 
 
 # -- this side: receives and asks ------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class _Sink:
         self.message = memoryview(bytearray(MESSAGE_BYTES))
         self.received_bytes = 0
 
-    def accept(self, link: Link) -> _Sink:
+    def accept(self, link: PeerLink) -> _Sink:
         return self
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
@@ -228,7 +228,7 @@ def _ask_bare(seconds: float) -> list[float]:
 
 async def _ask(seconds: float) -> list[float]:
     """Microseconds from question to answer of a link, one after the other."""
-    asker, question = Asker(), bytes(_QUESTION_BYTES)
+    asker, question = RpcClient(), bytes(_QUESTION_BYTES)
     listener = await listen("127.0.0.1", 0, accept=asker.begin, job=_JOB)
     latencies_us = []
     with _far_side("answer", listener.address, ""):
@@ -268,7 +268,7 @@ async def _until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-def _end(links: list[Link]) -> None:
+def _end(links: list[PeerLink]) -> None:
     for link in links:
         link.abort()
 
@@ -326,10 +326,10 @@ def _echo(address: str) -> None:
 async def _serve(kind: str, address: str, folder: str, message: memoryview) -> None:
     credentials = _pair(folder, "worker") if folder else None
 
-    async def dial() -> Link:
+    async def dial() -> PeerLink:
         return await connect(
             address,
-            accept=lambda link: Answerer(link, lambda question: question),
+            accept=lambda link: RpcServer(link, lambda question: question),
             job=_JOB,
             rank=0,
             credentials=credentials,
@@ -342,7 +342,7 @@ async def _serve(kind: str, address: str, folder: str, message: memoryview) -> N
     await asyncio.gather(*(_send(link, message) for link in links))
 
 
-async def _send(link: Link, message: memoryview) -> None:
+async def _send(link: PeerLink, message: memoryview) -> None:
     blocks = [message[begin : begin + BLOCK_BYTES] for begin in range(0, MESSAGE_BYTES, BLOCK_BYTES)]
     numbers = [number.to_bytes(2, "big") for number in range(_BLOCKS)]
     while True:

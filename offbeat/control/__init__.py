@@ -15,20 +15,20 @@ simulator.
 
 from offbeat.control.by_progress import ByProgress
 from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
-from offbeat.control.event_metrics import Logbook
-from offbeat.control.round_metrics import Roundbook
+from offbeat.control.event_metrics import EventMetrics
+from offbeat.control.round_metrics import RoundMetrics
 from offbeat.control.threshold import WaitThreshold
 
 __all__ = [
     "ByProgress",
     "Controller",
     "Decision",
+    "EventMetrics",
     "Keep",
-    "Logbook",
     "Metrics",
     "Pace",
     "Reading",
-    "Roundbook",
+    "RoundMetrics",
     "Swap",
     "WaitThreshold",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.control.controller import Reading
-from offbeat.control.metrics_history import Past
+from offbeat.control.metrics_history import MetricsHistory
 from offbeat.float_sum import add_up
 from offbeat.sync import Adopted, Apply, Drop, Evict, Grant, Joined, Left, Pushed, Ready, Release
 
@@ -45,7 +45,7 @@ class _Page:
     )
 
 
-class Logbook:
+class EventMetrics:
     """Of one model. Call order: `hear` after every event; `metrics` now and then."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Logbook:
         self._now_s = 0.0
         self._open: list[tuple[set[Push], bool]] = []  # of each update what is missing, and whether it is in order
         self._arrived: dict[int, int] = {}  # worker: its last contribution that was there
-        self._past = Past()
+        self._past = MetricsHistory()
 
     def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
         """Something has happened, and this was decided.

@@ -17,7 +17,7 @@ _READINGS = 50  # in the time that a controller looks back
 _SWAPS = 16  # are remembered
 
 
-class Past:
+class MetricsHistory:
     """Of one model; as much as a controller looks back to, however long training takes.
 
     Args:

@@ -14,7 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from offbeat.control.controller import Reading
-from offbeat.control.metrics_history import Past
+from offbeat.control.metrics_history import MetricsHistory
 from offbeat.float_sum import add_up
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ _PACED = 6  # exchanges, in a pace
 _LATEST = 0.1  # part that the last step has in the average of what a worker computes
 
 
-class Roundbook:
+class RoundMetrics:
     """Of one model. Call order: `hear` behind every exchange; `metrics` now and then.
 
     Args:
         at_s: when the first policy began to decide.
 
     >>> from offbeat.sync import BSP
-    >>> book = Roundbook()
+    >>> book = RoundMetrics()
     >>> for second in range(5):
     ...     book.hear(float(second), {0: [1.0], 1: [0.5]}, samples=8, looks_back_s=4.0)
     >>> book.metrics(BSP(), step=5).waiting(2.0)
@@ -45,7 +45,7 @@ class Roundbook:
         self._waited_s: dict[int, float] = {}
         self._would_s: dict[int, float] = {}
         self._computing_s: dict[int, float] = {}
-        self._past, self._last = Past(at_s), Reading(at_s)
+        self._past, self._last = MetricsHistory(at_s), Reading(at_s)
         self._brought: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
 
     def hear(self, at_s: float, times: Mapping[int, Sequence[float]], *, samples: float, looks_back_s: float) -> None:

@@ -20,7 +20,7 @@ _LEAST_S, _MOST_S = 0.02, 1.0  # between two askings while nothing happens
 _log = logging.getLogger("offbeat")
 
 
-class Controlling:
+class ControllerDriver:
     """Of one job. It is asked after updates, and at a timer, since a job that stands still has none.
 
     Args:

@@ -8,22 +8,39 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.coordinator.controller_driver import Controlling
-from offbeat.coordinator.data_leases import Dealer
-from offbeat.coordinator.model_record import Model, Parting, revived
-from offbeat.coordinator.plan_swap import CONSENT_S, Swaps
-from offbeat.coordinator.policy_runner import Coordinator, times_s
-from offbeat.coordinator.questions import Questions
-from offbeat.coordinator.reconnect import Verdict, judge
+from offbeat.coordinator.controller_driver import ControllerDriver
+from offbeat.coordinator.data_leases import LeaseManager
+from offbeat.coordinator.model_record import ModelRecord, WorkerDrain, revived
+from offbeat.coordinator.plan_swap import CONSENT_S, PlanSwaps
+from offbeat.coordinator.policy_runner import PolicyRunner, times_s
+from offbeat.coordinator.questions import CollectiveQuestions
+from offbeat.coordinator.reconnect import ReconnectAction, judge
 from offbeat.coordinator.replacements import Replacements
 from offbeat.errors import DisagreementError, OffbeatError, PeerError, PlanError
-from offbeat.history import Adopts, Began, Noticed, Replaced
+from offbeat.history import LifeBegan, NoticeGiven, ParametersReplaced, PlanAdopted
 from offbeat.protocol.checkpoints import MayPut
-from offbeat.protocol.data_leases import Crowded, Dealt, Enrol, FromData, Return, Take, dealt
+from offbeat.protocol.data_leases import (
+    FromData,
+    LeaseGrants,
+    MemoryExhausted,
+    RegisterLoader,
+    RequestLease,
+    ReturnLease,
+    dealt,
+)
 from offbeat.protocol.optimizer_spec import outer_of
 from offbeat.protocol.plan_swap import LEAVING
-from offbeat.protocol.shards import Admit, Applied, Committed, Dropped, Gone, Released, Replacing, Withdrawn
-from offbeat.protocol.training import Evicted, Go, Granted, Opened, Refused, Told
+from offbeat.protocol.shards import (
+    AdmitWorker,
+    AllowReplacement,
+    ApplyContributions,
+    CommitUpdates,
+    DropContribution,
+    ReleaseFromShard,
+    WithdrawContribution,
+    WorkerRemoved,
+)
+from offbeat.protocol.training import Evicted, Granted, ModelOpened, Notice, Refused, ReleaseWorker
 from offbeat.safe_read import UnreadableError, decode
 from offbeat.sync import (
     ASP,
@@ -31,15 +48,15 @@ from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
-    Ending,
     Evict,
     Grant,
-    Paced,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     State,
+    TakesEveryNth,
     Wake,
 )
 from offbeat.sync.state import UNCOUNTED_STEPS
@@ -47,19 +64,19 @@ from offbeat.sync.state import UNCOUNTED_STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-    from offbeat.batching import Lease, Over
+    from offbeat.batching import EndOfEpoch, Lease
     from offbeat.control import Controller, Metrics
-    from offbeat.coordinator.loss import Loss
-    from offbeat.coordinator.plan_proposal import Parts, Tell
-    from offbeat.coordinator.progress import Progress
+    from offbeat.coordinator.loss import LostContribution
+    from offbeat.coordinator.plan_proposal import DecidingParts, Tell
+    from offbeat.coordinator.progress import TrainingProgress
     from offbeat.history import Record
-    from offbeat.protocol.checkpoints import Replace
+    from offbeat.protocol.checkpoints import RequestReplacement
     from offbeat.protocol.messages import Decision, ToWorker
     from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
-    from offbeat.protocol.plan_swap import Adopt, Agreed
-    from offbeat.protocol.status import Scene
-    from offbeat.protocol.training import Announce, Ask, Back, Details, Leaves
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement
+    from offbeat.protocol.status import ModelStatus
+    from offbeat.protocol.training import Announce, AskAllWorkers, LeaveAfter, ModelInfo, Reconnect
+    from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.sync import Action, Policy, Push
 
 
@@ -67,7 +84,7 @@ _log = logging.getLogger("offbeat")
 _TOO_SLOW = "it kept the others waiting for too long"
 
 
-class Lead:
+class Coordinator:
     """Coordinates all models of a job.
 
     Args:
@@ -82,11 +99,11 @@ class Lead:
 
     def __init__(
         self,
-        read_plan: Callable[[str], Parts],
-        decide: Callable[[Decision], Loss | None],
+        read_plan: Callable[[str], DecidingParts],
+        decide: Callable[[Decision], LostContribution | None],
         say: Callable[[int, ToWorker], None],
         life: int = 0,
-        adopt: Callable[[Adopt], None] = lambda adopt: None,
+        adopt: Callable[[AdoptPlan], None] = lambda adopt: None,
         record: Callable[[Record], None] = lambda record: None,
         *,
         check_hyper: Callable[[OptimizerSpec, Sequence[Hyper], int], None],
@@ -94,30 +111,30 @@ class Lead:
         self._check_hyper = check_hyper
         self._read_plan, self._decide, self._say = read_plan, decide, say
         self._have_adopted, self._record = adopt, record
-        self._dealer = Dealer(
+        self._dealer = LeaseManager(
             lambda plan: read_plan(plan).tuning,
             lambda: asyncio.get_running_loop().time(),
             lambda plan: read_plan(plan).keeps,
         )
         self.life = life
         self.is_over = False  # nothing is decided any more: what would follow could be in no snapshot
-        self.models: dict[int, Model] = {}
+        self.models: dict[int, ModelRecord] = {}
         self._entries: dict[int, int] = {}  # by worker
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._workers: set[int] = set()  # that are connected
         self._missed: set[int] = set()  # that were, and are gone before they opened any model
-        self.statuses: dict[int, Status] = {}  # what workers say of themselves
+        self.statuses: dict[int, TrainingStatus] = {}  # what workers say of themselves
         self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
         self._evicted: dict[tuple[int, int], str] = {}  # by model and worker: why
-        self._questions = Questions()
+        self._questions = CollectiveQuestions()
         self._replacements = Replacements(self._questions)
         self._replaced_at = -1  # version at which something was replaced last
-        self._swaps = Swaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
-        self._controlling = Controlling(self._metrics, self._propose)
+        self._swaps = PlanSwaps(read_plan, say, self._adopted, lambda: asyncio.get_running_loop().time())
+        self._controlling = ControllerDriver(self._metrics, self._propose)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def begin(self, model: int, details: Details) -> None:
+    def begin(self, model: int, details: ModelInfo) -> None:
         """The first worker wants to train a model.
 
         Raises:
@@ -135,9 +152,9 @@ class Lead:
         self._controlling.follow(plan.controller)
         now_s = asyncio.get_running_loop().time
         ranks = details.begins_with
-        coordinator = Coordinator(plan.sync, len(ranks), now_s, State(hosts=details.hosts))
+        coordinator = PolicyRunner(plan.sync, len(ranks), now_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
-        self.models[model] = Model(
+        self.models[model] = ModelRecord(
             coordinator, details.optimizer, details.shards, to_fill, details.holders, ranks=ranks
         )
         for worker in self._missed & ranks:
@@ -150,7 +167,7 @@ class Lead:
         coordinator.model, coordinator.record, state = model, self._record, coordinator.state
         plan = self._swaps.present
         assert plan is not None
-        self._record(Began(model, self.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
+        self._record(LifeBegan(model, self.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
 
     def forget(self, model: int) -> None:
         """All have left before there were any parameters."""
@@ -159,11 +176,11 @@ class Lead:
         if one.timer is not None:
             one.timer.cancel()
 
-    def join(self, model: int, worker: int, details: Details, entry: int = 0) -> None:
+    def join(self, model: int, worker: int, details: ModelInfo, entry: int = 0) -> None:
         """A worker takes part in a model, or takes part again.
 
         Args:
-            entry: of its `Open`.
+            entry: of its `OpenModel`.
 
         Raises:
             PeerError: if its plan is not of this job.
@@ -176,8 +193,8 @@ class Lead:
         self._entries[worker] = entry
         decided = one.coordinator.state.past.get(worker, 0)
         verdict = judge(back, life=self.life, decided=decided)
-        if verdict is Verdict.LATER:
-            self._say(worker, Opened(model, wants_values=False, life=self.life, later=True))
+        if verdict is ReconnectAction.LATER:
+            self._say(worker, ModelOpened(model, wants_values=False, life=self.life, later=True))
             return
         fate = "" if back is None else self._take_back(one, worker, back, decided)
         if back is None:
@@ -188,15 +205,15 @@ class Lead:
             # What it holds is not brought any more, or again under a number of this life: that one is not given again.
             least = back.clock + (back.holds and back.life == self.life)
             actions = one.coordinator.join(worker, least=least, weight=back.weight)
-        self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, entry))
+        self._decide(AdmitWorker(model, worker, one.coordinator.state.members[worker].step, entry))
         self._carry_out(model, actions)
         if not one.to_fill:
             counted = bool(fate) and back is not None and one.is_counted(worker, back.clock)
-            again = verdict is Verdict.AGAIN
-            self._welcome(model, worker, verdict is Verdict.JOIN, again=again, fate=fate, counted=counted)
+            again = verdict is ReconnectAction.AGAIN
+            self._welcome(model, worker, verdict is ReconnectAction.JOIN, again=again, fate=fate, counted=counted)
             self._start(model)
 
-    def _tell_joined(self, one: Model, worker: int) -> None:
+    def _tell_joined(self, one: ModelRecord, worker: int) -> None:
         """Say who is new, and what becomes of the batches."""
         count = len(one.coordinator.state.members)
         version, changes = one.coordinator.state.version, self.what_changes()
@@ -250,14 +267,14 @@ class Lead:
         one.announced[push] = about
         one.record(worker).step = about.step
         if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper)):
-            self._record(Noticed(message.model, one.coordinator.state.version, worker, differs))
+            self._record(NoticeGiven(message.model, one.coordinator.state.version, worker, differs))
             self._tell_others(worker, differs)
-            self._say(worker, Told(differs))
+            self._say(worker, Notice(differs))
         one.clocks[worker] = message.clock
         ready = Ready(worker, message.clock, now_s, about.weight)
         self._carry_out(message.model, one.coordinator.bring(ready, change=about.change, ends=about.ends))
 
-    def _tell_void(self, one: Model, push: Push, samples: float) -> None:
+    def _tell_void(self, one: ModelRecord, push: Push, samples: float) -> None:
         """A contribution was computed from what others are given: it takes its turn, moves nothing, and is reported."""
         worker, clock = push
         one.coordinator.void[worker] = clock
@@ -266,7 +283,7 @@ class Lead:
             "from are dealt out again."
         )
         _log.warning("%s", text)
-        self._say(worker, Told(text))
+        self._say(worker, Notice(text))
 
     def nearly(self, model: int, push: Push) -> None:
         """Nearly all of a shard's blocks of a contribution have arrived."""
@@ -274,7 +291,7 @@ class Lead:
         if push[0] not in one.coordinator.state.members:
             return
         if one.everywhere(one.nearly, push) and not one.is_too_early(push):
-            self._carry_out(model, one.coordinator.tell(Ending(*push, one.coordinator.now_s())))
+            self._carry_out(model, one.coordinator.tell(PushEnding(*push, one.coordinator.now_s())))
 
     def whole(self, model: int, push: Push, entry: int) -> None:
         """All of a shard's blocks of a contribution have arrived.
@@ -335,13 +352,13 @@ class Lead:
             for model, one in self.models.items():
                 member = one.coordinator.state.members.get(worker)
                 if member is not None and member.every != every:
-                    self._carry_out(model, one.coordinator.tell(Paced(worker, every, one.coordinator.now_s())))
+                    self._carry_out(model, one.coordinator.tell(TakesEveryNth(worker, every, one.coordinator.now_s())))
 
     def has_granted(self, model: int, push: Push) -> bool:
         """Whether this is the last contribution that the worker was let push."""
         return self._model(model).latest.get(push[0]) == push[1]
 
-    def look(self) -> tuple[Scene, ...]:
+    def look(self) -> tuple[ModelStatus, ...]:
         """How it goes."""
         pace, present = self._dealer.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
@@ -365,7 +382,7 @@ class Lead:
             PeerError: if it cannot be.
         """
         match message:
-            case Enrol(loader=loader, plan=plan):
+            case RegisterLoader(loader=loader, plan=plan):
                 self._check_joins_data(worker, message)
                 try:
                     together = (self._swaps.present or self._read_plan(plan)).sync.bound == 0
@@ -378,19 +395,19 @@ class Lead:
                     self._say(worker, Refused(str(error), disagrees=True))
                     raise
                 if (own := deals.pop(worker, None)) is not None:
-                    first, *others = [dealt(loader, deal) for deal in own] or [Dealt(loader, ())]
+                    first, *others = [dealt(loader, deal) for deal in own] or [LeaseGrants(loader, ())]
                     self._say(worker, msgspec.structs.replace(first, void=self._dealer.void(worker, message)))
                     for other in others:
                         self._say(worker, other)
                 self._deal_out(loader, deals)
-            case Take(loader=loader):
+            case RequestLease(loader=loader):
                 self._deal_out(loader, {worker: self._dealer.take(worker, loader)})
-            case Return(loader=loader, numbers=numbers):
+            case ReturnLease(loader=loader, numbers=numbers):
                 self._dealer.give_back(worker, loader, numbers)
-            case Crowded(loader=loader, count=count):
+            case MemoryExhausted(loader=loader, count=count):
                 self._dealer.crowded(worker, loader, count)
 
-    def _check_joins_data(self, worker: int, about: Enrol) -> None:
+    def _check_joins_data(self, worker: int, about: RegisterLoader) -> None:
         """See that who joins later is to have a part of data that this server deals out.
 
         Raises:
@@ -410,7 +427,7 @@ class Lead:
         """Where the data is."""
         return msgspec.json.encode(self._dealer.to_plain())
 
-    def replace(self, worker: int, message: Replace) -> None:
+    def replace(self, worker: int, message: RequestReplacement) -> None:
         """A worker has other parameters for a model, and puts them when all others wait for that.
 
         Raises:
@@ -424,7 +441,7 @@ class Lead:
                 self._say(worker, MayPut(message.number, refusal or f"Model {model} is trained no more."))
                 return
             self._tell_replaced(worker)
-            self._decide(Replacing(model, worker, message.number))
+            self._decide(AllowReplacement(model, worker, message.number))
 
         self._replacements.want(worker, self._first(worker), "other parameters", answer)
         self._look_at_replacements()
@@ -444,7 +461,7 @@ class Lead:
             if not (refusal := refusal or self.go_on_in_data(place)):
                 self._tell_replaced(worker)
                 version = self.models[model].coordinator.state.version
-                self._record(Replaced(model, version, worker, is_data=True))
+                self._record(ParametersReplaced(model, version, worker, is_data=True))
             tell(refusal)
 
         self._replacements.want(worker, self._first(worker), "another place in the data", answer)
@@ -479,11 +496,11 @@ class Lead:
             return str(error)
         for loader, deals in dealt_afresh.items():
             for worker in deals:
-                self._say(worker, Dealt(loader, (), afresh=True))
+                self._say(worker, LeaseGrants(loader, (), afresh=True))
             self._deal_out(loader, deals)
         return ""
 
-    def ask(self, worker: int, message: Ask) -> None:
+    def ask(self, worker: int, message: AskAllWorkers) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.
 
         Raises:
@@ -496,18 +513,18 @@ class Lead:
         self._answer()
 
     def swap(self, part: str, tell: Tell, *, whole: bool = False, by: str = "") -> None:
-        """Somebody wants another plan; see `Swaps.swap`."""
+        """Somebody wants another plan; see `PlanSwaps.swap`."""
         self._swaps.swap(part, tell, self._workers, has_begun=self.started, whole=whole, ranks=self._ranks, by=by)
 
-    def agree(self, worker: int, message: Agreed) -> None:
+    def agree(self, worker: int, message: PlanAgreement) -> None:
         """What a worker makes of the plan that was proposed."""
         self._swaps.agree(worker, message)
 
-    def _adopted(self, plan: Parts, adopt: Adopt, by: str) -> None:
+    def _adopted(self, plan: DecidingParts, adopt: AdoptPlan, by: str) -> None:
         """Another plan holds: tell everybody, and have its policy decide."""
         _log.warning("From version %d on %s", self.version, adopt.text)
         together = self._swaps.are_level and all(map(_is_in_step, self.models.values()))
-        self._record(Adopts(adopt.plan if plan.is_served else self._swaps.until_left(together=together), by))
+        self._record(PlanAdopted(adopt.plan if plan.is_served else self._swaps.until_left(together=together), by))
         self._have_adopted(adopt)
         self._dealer.together(plan.sync.bound == 0)
         self._controlling.follow(plan.controller)
@@ -548,7 +565,7 @@ class Lead:
         """Of the workers that the job began with here, as far as that is known."""
         return max((one.ranks for one in self.models.values()), key=len, default=frozenset())
 
-    def leaves(self, worker: int, message: Leaves) -> None:
+    def leaves(self, worker: int, message: LeaveAfter) -> None:
         """A worker was told to leave, and will say good-bye."""
         self._leaving[worker] = message.step
 
@@ -573,13 +590,13 @@ class Lead:
     def _tell_others(self, worker: int, text: str) -> None:
         _log.warning("%s", text)
         for other in sorted(self._workers - {worker}):
-            self._say(other, Told(text))
+            self._say(other, Notice(text))
 
     def leave(self, worker: int, end: str = "gone") -> None:
         """A worker is gone.
 
         Args:
-            end: how it ended, as `Seen.phase` has it.
+            end: how it ended, as `WorkerStatus.phase` has it.
         """
         self._workers.discard(worker)
         self._swaps.leave(worker)
@@ -599,7 +616,7 @@ class Lead:
     # -- going on from a snapshot --------------------------------------------------------------------------------
 
     def restore(
-        self, model: int, details: Details, version: int, progress: Progress, gone: Set[int] = frozenset()
+        self, model: int, details: ModelInfo, version: int, progress: TrainingProgress, gone: Set[int] = frozenset()
     ) -> None:
         """A model goes on from a snapshot; it waits for the workers that took part, until `begin_with_who_is_here`.
 
@@ -633,7 +650,7 @@ class Lead:
         for worker in self._dealer.workers - self._workers:
             self._lose_data(worker)
 
-    def progress(self, model: int) -> Progress:
+    def progress(self, model: int) -> TrainingProgress:
         """How far the workers are, for a snapshot of what was decided so far."""
         data = self._dealer.to_plain() if model == min(self.models) else {}
         return self.models[model].progress(data)
@@ -648,7 +665,7 @@ class Lead:
         """Whether something is decided about every model."""
         return bool(self.models) and all(one.coordinator.started for one in self.models.values())
 
-    def _take_back(self, one: Model, worker: int, back: Back, decided: int) -> str:
+    def _take_back(self, one: ModelRecord, worker: int, back: Reconnect, decided: int) -> str:
         """A worker that took part before: book what became of its contributions; what did of the one that it holds."""
         self._questions.remember(back.answered)
         if back.life != self.life and (late := one.book_losses(worker, back, decided)):
@@ -671,17 +688,17 @@ class Lead:
             self._step_out_who_asked(model)
             self._answer()
 
-    def _tell_losses(self, one: Model) -> None:
+    def _tell_losses(self, one: ModelRecord) -> None:
         losses = one.losses
         assert losses is not None
         one.note = ""
         self._tell(one, f"The parameter server was restarted and goes on from version {losses.version}: {losses}.")
 
-    def _tell(self, one: Model, text: str) -> None:
+    def _tell(self, one: ModelRecord, text: str) -> None:
         one.note = f"{one.note} {text}".strip()
         _log.warning("%s", text)
         for worker in sorted(self._workers):
-            self._say(worker, Told(text))
+            self._say(worker, Notice(text))
 
     # -- what is decided -----------------------------------------------------------------------------------------
 
@@ -705,11 +722,13 @@ class Lead:
         clock = one.coordinator.state.members[worker].step
         waits = one.must_wait(worker, clock, values=values)
         version, asked = one.coordinator.state.version, self._questions.next_number
-        go = Go(model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate)
+        go = ReleaseWorker(
+            model, clock, version, 0, values, again=again, waits=waits, asked=asked, counted=counted, fate=fate
+        )
         self._say(worker, go)
         if values:
             one.joining.add(worker)
-            self._decide(Released(model, worker, clock))
+            self._decide(ReleaseFromShard(model, worker, clock))
 
     def _carry_out(self, model: int, actions: Iterable[Action]) -> None:
         if self.is_over:
@@ -735,7 +754,7 @@ class Lead:
                     one.applied.update(pushes)
                     one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
                     one.here.difference_update(pushes)
-                    self._decide(Applied(model, pushes, about, hyper, rate, in_order))
+                    self._decide(ApplyContributions(model, pushes, about, hyper, rate, in_order))
                     for push in pushes:
                         self._dealer.applied(model, push)
                 case Drop(pushes=pushes):
@@ -745,14 +764,14 @@ class Lead:
                         one.granted.discard((worker, clock))
                         one.here.discard((worker, clock))
                         self._dealer.dropped(model, (worker, clock))
-                        self._decide(Dropped(model, worker, clock, coming))
+                        self._decide(DropContribution(model, worker, clock, coming))
                 case Release(worker=worker):
                     step = one.clocks[worker] + 1
                     stale = one.coordinator.last_staleness.get(worker, 0)
                     counted = one.is_counted(worker, one.clocks[worker])
                     version, waits = one.coordinator.state.version, one.must_wait(worker, step)
-                    self._say(worker, Go(model, step, version, stale, counted=counted, waits=waits))
-                    self._decide(Released(model, worker, step))
+                    self._say(worker, ReleaseWorker(model, step, version, stale, counted=counted, waits=waits))
+                    self._decide(ReleaseFromShard(model, worker, step))
                 case Evict(worker=worker):
                     self._lose_data(worker)
                     self._remove(model, worker)
@@ -766,7 +785,7 @@ class Lead:
         for worker, clock in [push for push in one.announced if push not in one.coordinator.state.pending]:
             del one.announced[(worker, clock)]  # it went with its worker
             one.here.discard((worker, clock))
-            self._decide(Dropped(model, worker, clock, coming=False))
+            self._decide(DropContribution(model, worker, clock, coming=False))
         if any(isinstance(action, Apply) for action in actions):
             self._controlling.ask()
 
@@ -794,15 +813,15 @@ class Lead:
         one.nearly = {push: count for push, count in one.nearly.items() if push[0] != worker}
         one.whole = {push: n for push, n in one.whole.items() if push[0] != worker or push in one.open}
 
-    def _part(self, model: int, worker: int) -> Loss | None:
+    def _part(self, model: int, worker: int) -> LostContribution | None:
         """Tell all shards that a worker is gone; what is on its way is whole at all of them, or is withdrawn."""
         one = self.models[model]
         pushes = one.open_of(worker)
         asks = bool(pushes) and one.shards > 1
         one.parted += asks
-        loss = self._decide(Gone(model, worker, one.parted if asks else 0))
+        loss = self._decide(WorkerRemoved(model, worker, one.parted if asks else 0))
         if asks:  # one may be whole there, and all have it, while word of that is on its way
-            one.partings[one.parted] = Parting(pushes, one.shards - 1)
+            one.partings[one.parted] = WorkerDrain(pushes, one.shards - 1)
         else:
             self._withdraw(model, pushes)
         return loss
@@ -814,7 +833,7 @@ class Lead:
             one.here.add(push)
         elif one.open.pop(push, None) is None:
             return
-        self._decide(Committed(model, *push))
+        self._decide(CommitUpdates(model, *push))
         self._dealer.whole(model, push)
 
     def _withdraw(self, model: int, pushes: Iterable[Push]) -> None:
@@ -830,12 +849,12 @@ class Lead:
             one.lost[worker] = clock
             if one.coordinator.void.get(worker) != clock:
                 one.coordinator.lose(worker, samples)
-            self._decide(Withdrawn(model, worker, clock))
+            self._decide(WithdrawContribution(model, worker, clock))
             text = f"Contribution {clock} of rank {worker} ({samples:g} samples) is lost: it came in part."
             self._tell_others(worker, text)
             self._dealer.withdrawn(model, (worker, clock))
 
-    def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | Over]]) -> None:
+    def _deal_out(self, loader: int, deals: Mapping[int, list[Lease | EndOfEpoch]]) -> None:
         for worker, of_worker in deals.items():
             for deal in of_worker:
                 self._say(worker, dealt(loader, deal))
@@ -875,7 +894,7 @@ class Lead:
                 continue
             version = one.left_at.pop(worker)
             actions = one.coordinator.join(worker)
-            self._decide(Admit(model, worker, one.coordinator.state.members[worker].step, self._entries[worker]))
+            self._decide(AdmitWorker(model, worker, one.coordinator.state.members[worker].step, self._entries[worker]))
             self._carry_out(model, actions)
             self._welcome(model, worker, refresh or version != one.coordinator.state.version)
 
@@ -899,7 +918,7 @@ class Lead:
         for worker, answer in self._questions.take_ready(has_parameters):
             self._say(worker, answer)
 
-    def _model(self, model: int, worker: int | None = None) -> Model:
+    def _model(self, model: int, worker: int | None = None) -> ModelRecord:
         one = self.models.get(model)
         if one is None or (worker is not None and worker not in one.coordinator.state.members):
             if worker is None:
@@ -911,7 +930,7 @@ class Lead:
         return one
 
 
-def _is_in_step(one: Model) -> bool:
+def _is_in_step(one: ModelRecord) -> bool:
     """Whether all wait for all, and have brought as much.
 
     Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
@@ -922,7 +941,7 @@ def _is_in_step(one: Model) -> bool:
     return isinstance(one.coordinator.policy, BSP) and len(steps) == 1
 
 
-def _check(one: Model, worker: int, message: Announce, *, swapped: bool) -> None:
+def _check(one: ModelRecord, worker: int, message: Announce, *, swapped: bool) -> None:
     """See that a contribution is what this model can be moved by.
 
     Args:

@@ -23,9 +23,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from offbeat.batching import BatchTuning, Lease, Leases, Over, Pool, Tuning, Wait, even_batches, what_changes
+from offbeat.batching import (
+    BatchTuning,
+    EndOfEpoch,
+    Lease,
+    LeasePool,
+    Leases,
+    NoDataYet,
+    TuningState,
+    even_batches,
+    what_changes,
+)
 from offbeat.errors import DisagreementError, OffbeatError, PeerError
-from offbeat.protocol.data_leases import Enrol
+from offbeat.protocol.data_leases import RegisterLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -41,7 +51,7 @@ _MOST_HELD = 2 << 12
 
 
 @dataclass
-class Deck:
+class LoaderLeases:
     """One loader's data.
 
     Args:
@@ -55,11 +65,11 @@ class Deck:
         rounds: the round each worker's next lease is of.
     """
 
-    about: Enrol
+    about: RegisterLoader
     leases: Leases
-    pool: Pool
+    pool: LeasePool
     tune: BatchTuning | None
-    tuning: Tuning | None
+    tuning: TuningState | None
     missing: int
     keeps: Keeps = "local_batch"
     gone: set[int] = field(default_factory=set)
@@ -70,13 +80,13 @@ class Deck:
         """How many leases the worker has and has not brought."""
         return len(self.pool.leased_to(worker))
 
-    def draw(self, worker: int, now_s: float) -> list[Lease | Over]:
+    def draw(self, worker: int, now_s: float) -> list[Lease | EndOfEpoch]:
         """The worker's next lease, behind the end of the epoch if there is nothing more in it."""
-        deals: list[Lease | Over] = []
-        while not deals or isinstance(deals[-1], Over):
+        deals: list[Lease | EndOfEpoch] = []
+        while not deals or isinstance(deals[-1], EndOfEpoch):
             count = min(self._count(worker), self.leases.samples)
             self.pool, deal = self.leases.take(self.pool, worker, count, now_s, least=self.about.least)
-            assert not isinstance(deal, Wait), "there is always another epoch"
+            assert not isinstance(deal, NoDataYet), "there is always another epoch"
             deals.append(deal)
         self.rounds[worker] += 1
         return deals
@@ -111,7 +121,7 @@ class Brought:
     whole: bool = False
 
 
-class Dealer:
+class LeaseManager:
     """Knows who has which samples.
 
     Args:
@@ -127,15 +137,15 @@ class Dealer:
         keeps_of: Callable[[str], Keeps] = lambda plan: "local_batch",
     ) -> None:
         self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
-        self._decks: dict[int, Deck] = {}
+        self._decks: dict[int, LoaderLeases] = {}
         self._brought: dict[tuple[int, Push], Brought] = {}
         self._last: dict[int, Brought] = {}  # by worker: for its next leases, and to learn how fast it is
 
     # -- workers come and go -------------------------------------------------------------------------------------
 
     def enrol(
-        self, worker: int, about: Enrol, *, together: bool, world: int, ranks: Collection[int] = ()
-    ) -> dict[int, list[Lease | Over]]:
+        self, worker: int, about: RegisterLoader, *, together: bool, world: int, ranks: Collection[int] = ()
+    ) -> dict[int, list[Lease | EndOfEpoch]]:
         """A worker takes part, or does again; what is dealt now, by worker.
 
         Args:
@@ -160,12 +170,14 @@ class Dealer:
         new = (worker,) if begun else sorted(deck.ahead)
         return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
 
-    def void(self, worker: int, about: Enrol) -> tuple[int, ...]:
+    def void(self, worker: int, about: RegisterLoader) -> tuple[int, ...]:
         """Which of the leases that a worker came back with are not its own any more."""
         leased = set(self._decks[about.loader].pool.leased_to(worker))
         return tuple(number for number in about.holds if number not in leased)
 
-    def lose(self, worker: int, unclear: Collection[tuple[int, Push]] = ()) -> dict[int, dict[int, list[Lease | Over]]]:
+    def lose(
+        self, worker: int, unclear: Collection[tuple[int, Push]] = ()
+    ) -> dict[int, dict[int, list[Lease | EndOfEpoch]]]:
         """A worker is gone: what it had not brought is dealt to others; what is dealt now, by loader and worker.
 
         Args:
@@ -250,7 +262,7 @@ class Dealer:
 
     # -- leases --------------------------------------------------------------------------------------------------
 
-    def refill(self, worker: int) -> dict[int, list[Lease | Over]]:
+    def refill(self, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
         """As many leases as the worker's last contribution used, by loader."""
         last = self._last.get(worker)
         if last is None:
@@ -261,7 +273,7 @@ class Dealer:
             dealt[loader] = self._draw(deck, worker, min(used, _MOST_HELD - deck.holds(worker)))
         return dealt
 
-    def take(self, worker: int, loader: int) -> list[Lease | Over]:
+    def take(self, worker: int, loader: int) -> list[Lease | EndOfEpoch]:
         """One more lease.
 
         Raises:
@@ -321,7 +333,7 @@ class Dealer:
                 every[worker] = max(every.get(worker, 1), machine.every)
         return every
 
-    def epochs(self) -> dict[int, Pool]:
+    def epochs(self) -> dict[int, LeasePool]:
         """Where the data is, by loader."""
         return {loader: deck.pool for loader, deck in self._decks.items()}
 
@@ -350,7 +362,7 @@ class Dealer:
             raise PeerError(f"Cannot go on in the data: {error}") from error
         self._decks.update(decks)
 
-    def load(self, plain: Any) -> dict[int, dict[int, list[Lease | Over]]]:
+    def load(self, plain: Any) -> dict[int, dict[int, list[Lease | EndOfEpoch]]]:
         """Go on where another run called `to_plain`, with the workers that are here; what is dealt now.
 
         Raises:
@@ -382,7 +394,7 @@ class Dealer:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _plain(self, loader: int, deck: Deck) -> dict[str, Any]:
+    def _plain(self, loader: int, deck: LoaderLeases) -> dict[str, Any]:
         pool = deck.pool
         for (_, push), brought in self._brought.items():
             numbers = brought.numbers.get(loader, ())
@@ -397,8 +409,8 @@ class Dealer:
             "rounds": {str(worker): number for worker, number in deck.rounds.items()},
         }
 
-    def _deck_of(self, plain: dict[str, Any]) -> Deck:
-        about = msgspec.convert(plain["about"], Enrol)
+    def _deck_of(self, plain: dict[str, Any]) -> LoaderLeases:
+        about = msgspec.convert(plain["about"], RegisterLoader)
         deck = self._open(about, together=False, world=0)
         pool = deck.leases.from_plain(plain["leases"], now_s=self._now_s())
         # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
@@ -409,7 +421,7 @@ class Dealer:
         deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
         return deck
 
-    def _man(self, deck: Deck) -> None:
+    def _man(self, deck: LoaderLeases) -> None:
         """Have those who are here take part, and nobody else."""
         leases, at = deck.leases, dict(deck.pool.at)
         for worker in {*at, *(held.worker for held in deck.pool.held.values())}:
@@ -424,7 +436,7 @@ class Dealer:
             for worker in sorted(deck.ahead.keys() - deck.tuning.machines.keys()):
                 deck.tuning = deck.tune.join(deck.tuning, worker)
 
-    def _open(self, about: Enrol, *, together: bool, world: int) -> Deck:
+    def _open(self, about: RegisterLoader, *, together: bool, world: int) -> LoaderLeases:
         tune = self._tuning_of(about.plan)
         total = about.batch * about.world
         try:
@@ -434,9 +446,9 @@ class Dealer:
             tuning = None if tune is None else tune.init(total, together=together, floor=about.least)
         except OffbeatError as error:
             raise PeerError(str(error)) from error
-        return Deck(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
+        return LoaderLeases(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
 
-    def _begin_without(self, deck: Deck, worker: int) -> dict[int, list[Lease | Over]]:
+    def _begin_without(self, deck: LoaderLeases, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
         """One that had not enrolled will not come; what is dealt now, by worker."""
         if not deck.missing or worker in deck.gone or worker in deck.rounds:
             return {}
@@ -445,7 +457,7 @@ class Dealer:
         there = () if deck.missing else sorted(deck.ahead)
         return {one: self._draw(deck, one, deck.ahead[one]) for one in there}
 
-    def _take_in(self, deck: Deck, worker: int, about: Enrol) -> None:
+    def _take_in(self, deck: LoaderLeases, worker: int, about: RegisterLoader) -> None:
         comes_back = bool(about.epoch or about.holds)
         epoch = about.epoch if comes_back else None
         deck.pool = deck.leases.join(deck.pool, worker, epoch=epoch, holds=about.holds)
@@ -454,7 +466,7 @@ class Dealer:
         if deck.tune is not None and deck.tuning is not None and worker not in deck.tuning.machines:
             deck.tuning = deck.tune.join(deck.tuning, worker)
 
-    def _draw(self, deck: Deck, worker: int, count: int) -> list[Lease | Over]:
+    def _draw(self, deck: LoaderLeases, worker: int, count: int) -> list[Lease | EndOfEpoch]:
         now_s = self._now_s()
         return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
 
@@ -477,14 +489,14 @@ class Dealer:
             deck.pool, fine = deck.leases.acknowledge(deck.pool, numbers, dropped=dropped)
             assert fine, f"leases {numbers} were delivered, and are gone"
 
-    def _deck(self, loader: int, worker: int) -> Deck:
+    def _deck(self, loader: int, worker: int) -> LoaderLeases:
         deck = self._decks.get(loader)
         if deck is None or worker not in deck.ahead:
             raise PeerError(f"Rank {worker} has not enrolled for loader {loader}.")
         return deck
 
 
-def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
+def _compare(worker: int, theirs: RegisterLoader, ours: RegisterLoader) -> None:
     for name in ("samples", "seed", "shuffle", "drop_last", "batch", "least", "world"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
@@ -494,7 +506,7 @@ def _compare(worker: int, theirs: Enrol, ours: Enrol) -> None:
             )
 
 
-def _compare_data(theirs: Enrol, ours: Enrol) -> None:
+def _compare_data(theirs: RegisterLoader, ours: RegisterLoader) -> None:
     for name in ("samples", "shuffle", "drop_last"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:

@@ -16,7 +16,7 @@ _STEPS = 64  # the last ones, in which workers are compared
 _MOST_SHOWN = 3
 
 
-class Schedules:
+class HyperparameterCheck:
     """What the workers of one model bring, step by step of their scripts."""
 
     def __init__(self) -> None:

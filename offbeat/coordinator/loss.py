@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostContribution:
     """A contribution that did not arrive whole, and is in no update.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offbeat.coordinator.hyperparameters import Schedules
-from offbeat.coordinator.policy_runner import Coordinator, Record
-from offbeat.coordinator.progress import Progress
-from offbeat.coordinator.reconnect import Losses
+from offbeat.coordinator.hyperparameters import HyperparameterCheck
+from offbeat.coordinator.policy_runner import ContributionCounts, PolicyRunner
+from offbeat.coordinator.progress import TrainingProgress
+from offbeat.coordinator.reconnect import LostUpdates
 from offbeat.sync import State
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
     from offbeat.protocol.optimizer_spec import OptimizerSpec
-    from offbeat.protocol.training import About, Back, Details
+    from offbeat.protocol.training import ContributionInfo, ModelInfo, Reconnect
     from offbeat.sync import Policy, Push
 
 
 @dataclass
-class Parting:
+class WorkerDrain:
     """Contributions of a worker that is gone, which may have arrived whole or not.
 
     Args:
@@ -34,23 +34,23 @@ class Parting:
 
 
 @dataclass
-class Model:
+class ModelRecord:
     """A model that is trained; contributions are known by worker and number."""
 
-    coordinator: Coordinator
+    coordinator: PolicyRunner
     optimizer: OptimizerSpec
     shards: int
     to_fill: int  # shards that have not got their first values
     holders: int  # shards that hold blocks of it
     ranks: frozenset[int] = frozenset()  # of the workers that the job was to begin with here
-    announced: dict[Push, About] = field(default_factory=dict)
+    announced: dict[Push, ContributionInfo] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was announced
     latest: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that was granted
     nearly: dict[Push, int] = field(default_factory=dict)  # at how many shards one has nearly arrived
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     open: dict[Push, float] = field(default_factory=dict)  # in an update, not known to be whole: their samples
     here: set[Push] = field(default_factory=set)  # contributions that are whole, and not decided
-    partings: dict[int, Parting] = field(default_factory=dict)  # by number
+    partings: dict[int, WorkerDrain] = field(default_factory=dict)  # by number
     parted: int = 0  # the number of the last one
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided
     too_early: set[Push] = field(default_factory=set)  # contributions that are whole, and not granted: see below
@@ -61,9 +61,9 @@ class Model:
     timer: asyncio.TimerHandle | None = None
     applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
-    losses: Losses | None = None  # if it goes on from a snapshot
+    losses: LostUpdates | None = None  # if it goes on from a snapshot
     note: str = ""  # what happened to the server
-    schedules: Schedules = field(default_factory=Schedules)
+    schedules: HyperparameterCheck = field(default_factory=HyperparameterCheck)
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.
@@ -100,7 +100,7 @@ class Model:
         """The worker's contributions that are in an update, and are not known to be whole."""
         return tuple(push for push in self.open if push[0] == worker)
 
-    def progress(self, data: dict[str, Any]) -> Progress:
+    def progress(self, data: dict[str, Any]) -> TrainingProgress:
         """How far the workers are, for a snapshot of what was decided so far.
 
         Args:
@@ -111,7 +111,7 @@ class Model:
         for worker, member in state.members.items():
             is_decided = member.held and (worker, member.step) not in state.pending
             following[worker] = member.step + is_decided
-        return Progress(
+        return TrainingProgress(
             next=following,
             present=tuple(sorted({*state.members, *state.away})),
             orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
@@ -120,7 +120,7 @@ class Model:
             data=data,
         )
 
-    def book_losses(self, worker: int, back: Back, decided: int) -> Losses | None:
+    def book_losses(self, worker: int, back: Reconnect, decided: int) -> LostUpdates | None:
         """Book what a worker of an earlier life had brought and the snapshot has not.
 
         Args:
@@ -133,7 +133,7 @@ class Model:
             return None
         self.losses.book(worker, back, decided)
         self.record(worker).lost += sum(clock >= decided for clock, _ in back.done)
-        late = Losses(self.losses.version)
+        late = LostUpdates(self.losses.version)
         late.book(worker, back, decided)
         return late if self.coordinator.started and late.by else None
 
@@ -151,25 +151,30 @@ class Model:
             self.record(worker).dropped += 1
         return "was outdated, and is not used"
 
-    def record(self, worker: int) -> Record:
+    def record(self, worker: int) -> ContributionCounts:
         """What is counted of a worker, also of one that has gone."""
-        return self.coordinator.records.setdefault(worker, Record())
+        return self.coordinator.records.setdefault(worker, ContributionCounts())
 
 
 def revived(
-    policy: Policy, details: Details, version: int, progress: Progress, now_s: Callable[[], float], gone: Set[int]
-) -> Model:
+    policy: Policy,
+    details: ModelInfo,
+    version: int,
+    progress: TrainingProgress,
+    now_s: Callable[[], float],
+    gone: Set[int],
+) -> ModelRecord:
     """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
     expected = set(progress.present) - gone
-    coordinator = Coordinator(policy, len(expected), now_s)
+    coordinator = PolicyRunner(policy, len(expected), now_s)
     coordinator.leave_out(set(progress.present) - expected)
     coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
-        coordinator.records[worker] = Record(applied, dropped, lost, samples, joined_s=now_s())
-    losses = Losses(version)
+        coordinator.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())
+    losses = LostUpdates(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])
-    return Model(
+    return ModelRecord(
         coordinator,
         details.optimizer,
         details.shards,

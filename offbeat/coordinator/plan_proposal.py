@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
     from offbeat.batching import BatchTuning, Keeps
     from offbeat.control import Controller
-    from offbeat.protocol.plan_swap import Agreed
+    from offbeat.protocol.plan_swap import PlanAgreement
     from offbeat.sync import Policy
 
     Tell = Callable[[str, str], None]  # what has changed, or why nothing has
 
 
-class Parts(Protocol):
+class DecidingParts(Protocol):
     """What is to be known of a plan.
 
     Attributes:
@@ -45,14 +45,14 @@ class Parts(Protocol):
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...
 
-    def swapped(self, part: str, *, whole: bool = False) -> Parts:
+    def swapped(self, part: str, *, whole: bool = False) -> DecidingParts:
         """The plan with another part; or another `whole` plan.
 
         Raises:
             PlanError: if it cannot be, or not while training.
         """
 
-    def controlled(self, sync: Policy) -> Parts:
+    def controlled(self, sync: Policy) -> DecidingParts:
         """The plan with another of its controller's policies.
 
         Raises:
@@ -68,7 +68,7 @@ class Parts(Protocol):
 
 
 @dataclass
-class Proposal:
+class PlanProposal:
     """What is asked of all workers.
 
     Args:
@@ -85,7 +85,7 @@ class Proposal:
     """
 
     number: int
-    parts: Parts
+    parts: DecidingParts
     plan: str
     tell: list[Tell]
     since_s: float
@@ -96,7 +96,7 @@ class Proposal:
     refusal: str = ""
     places: set[int] = field(default_factory=set)
 
-    def hear(self, worker: int, agreed: Agreed) -> None:
+    def hear(self, worker: int, agreed: PlanAgreement) -> None:
         """What a worker makes of it."""
         if agreed.number != self.number or worker not in self.waiting:
             return  # of an earlier one

@@ -14,19 +14,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from offbeat.coordinator.plan_proposal import Proposal
+from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
-from offbeat.protocol.plan_swap import Adopt, Proposed
+from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
 from offbeat.short_name import short_name
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
-    from offbeat.coordinator.plan_proposal import Parts, Tell
+    from offbeat.coordinator.plan_proposal import DecidingParts, Tell
     from offbeat.protocol.messages import ToWorker
-    from offbeat.protocol.plan_swap import Agreed
-    from offbeat.protocol.training import Details
+    from offbeat.protocol.plan_swap import PlanAgreement
+    from offbeat.protocol.training import ModelInfo
     from offbeat.sync import Policy
 
 CONSENT_S = 0.2
@@ -34,7 +34,7 @@ _MOST_LISTED = 4
 _log = logging.getLogger("offbeat")
 
 
-class Swaps:
+class PlanSwaps:
     """The plan of one job.
 
     Args:
@@ -46,20 +46,20 @@ class Swaps:
 
     def __init__(
         self,
-        read_plan: Callable[[str], Parts],
+        read_plan: Callable[[str], DecidingParts],
         say: Callable[[int, ToWorker], None],
-        adopted: Callable[[Parts, Adopt, str], None],
+        adopted: Callable[[DecidingParts, AdoptPlan, str], None],
         now_s: Callable[[], float],
     ) -> None:
         self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
-        self.present: Parts | None = None
+        self.present: DecidingParts | None = None
         self.count = 0  # of swaps, in all lives of the server
         self.are_level = False  # those who are about to leave had passed as many places when they agreed
-        self._before: Parts | None = None  # what holds again if not all leave who are about to
-        self._proposal: Proposal | None = None
+        self._before: DecidingParts | None = None  # what holds again if not all leave who are about to
+        self._proposal: PlanProposal | None = None
         self._proposals = 0
 
-    def begin(self, plan: str, count: int = 0) -> Parts:
+    def begin(self, plan: str, count: int = 0) -> DecidingParts:
         """The plan that holds: the first one that was begun with.
 
         Args:
@@ -145,21 +145,23 @@ class Swaps:
             self._proposal.waiting.clear()
             self._decide()
 
-    def _propose_to_all(self, parts: Parts, tell: list[Tell], workers: Set[int], by: str, reason: str = "") -> int:
+    def _propose_to_all(
+        self, parts: DecidingParts, tell: list[Tell], workers: Set[int], by: str, reason: str = ""
+    ) -> int:
         self._proposals += 1
-        self._proposal = Proposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), [by], reason)
+        self._proposal = PlanProposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), [by], reason)
         for worker in sorted(workers):
             self._propose(self._proposal, worker)
         self._decide()
         return self._proposals
 
-    def agree(self, worker: int, message: Agreed) -> None:
+    def agree(self, worker: int, message: PlanAgreement) -> None:
         """What a worker makes of the plan that was proposed."""
         if self._proposal is not None:
             self._proposal.hear(worker, message)
             self._decide()
 
-    def join(self, worker: int, details: Details, *, life: int) -> None:
+    def join(self, worker: int, details: ModelInfo, *, life: int) -> None:
         """Tell a worker that comes with an earlier plan which one holds, and ask it as the others were.
 
         If the server was set back to before a swap, the workers know better: that plan had been agreed upon.
@@ -179,7 +181,7 @@ class Swaps:
                 by = f"rank {worker}, which came back with it"
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps, by)
             elif self._read_plan(details.plan).digest != present.digest:
-                self._say(worker, Adopt(present.to_toml(), self.count))
+                self._say(worker, AdoptPlan(present.to_toml(), self.count))
         except PlanError as error:
             raise PeerError(f"Cannot take in rank {worker} with its plan: {error}") from error
         if self._proposal is not None:
@@ -211,10 +213,10 @@ class Swaps:
         """All have met who were about to leave: they are no longer this server's."""
         self._before = None
 
-    def _propose(self, proposal: Proposal, worker: int) -> None:
+    def _propose(self, proposal: PlanProposal, worker: int) -> None:
         proposal.waiting.add(worker)
         proposal.asked.add(worker)
-        self._say(worker, Proposed(proposal.number, proposal.plan))
+        self._say(worker, PlanProposed(proposal.number, proposal.plan))
 
     def _decide(self) -> None:
         """Adopt what was proposed if all have agreed; let it be if one has not."""
@@ -240,11 +242,11 @@ class Swaps:
         """Those who have agreed pass no place of their script before they hear that the plan stays."""
         assert self.present is not None
         for worker in sorted(workers):
-            self._say(worker, Adopt(self.present.to_toml(), self.count))
+            self._say(worker, AdoptPlan(self.present.to_toml(), self.count))
 
     def _adopt(
         self,
-        new: Parts,
+        new: DecidingParts,
         plan: str,
         count: int,
         by: str,
@@ -276,7 +278,7 @@ class Swaps:
             text += f"; {short_name(new.controller)} swaps it from now on"
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
-        self._adopted(new, Adopt(plan, count, text, border), by)
+        self._adopted(new, AdoptPlan(plan, count, text, border), by)
         return text
 
 

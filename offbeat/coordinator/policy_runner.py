@@ -9,24 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from offbeat.control import Logbook
-from offbeat.history import Returns, told
-from offbeat.protocol.status import Scene, Seen
+from offbeat.control import EventMetrics
+from offbeat.history import WorkerReturned, told
+from offbeat.protocol.status import ModelStatus, WorkerStatus
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, settle
 from offbeat.sync.state import changed, observe
-from offbeat.sync.transition import Stage, bring, take_over
+from offbeat.sync.transition import DecisionStage, bring, take_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.sync import Action, Event, Member, Policy, Ready
 
 
 @dataclass
-class Record:
+class ContributionCounts:
     """What became of one worker's contributions.
 
     Args:
@@ -38,7 +38,7 @@ class Record:
         waited_s: time from having a contribution to being released.
         joined_s: when it first joined.
         step: how many steps its script had made when it brought the last one, as it says; -1 before the first.
-        end: how it ended when it was here last, as `Seen.phase` has it.
+        end: how it ended when it was here last, as `WorkerStatus.phase` has it.
     """
 
     applied: int = 0
@@ -62,7 +62,7 @@ class Explains(Protocol):
 
 
 @dataclass
-class Coordinator:
+class PolicyRunner:
     """One model's policy at work.
 
     Args:
@@ -80,10 +80,10 @@ class Coordinator:
     model: int = 0
     record: Callable[[HistoryRecord], None] = lambda record: None
     started: bool = False
-    records: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, ContributionCounts] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
     void: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that weighs nothing
-    logbook: Logbook = field(default_factory=Logbook)
+    logbook: EventMetrics = field(default_factory=EventMetrics)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
     _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
@@ -99,13 +99,13 @@ class Coordinator:
             weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
         if least or weight is not None:
-            self.record(Returns(self.model, worker, least, weight))
+            self.record(WorkerReturned(self.model, worker, least, weight))
         if least > self.state.past.get(worker, 0):
             self.state = changed(self.state, past={**self.state.past, worker: least})
         if worker in self._left_early:
             self._left_early.discard(worker)
             self.world += not self.started
-        self.records.setdefault(worker, Record(joined_s=self.now_s()))
+        self.records.setdefault(worker, ContributionCounts(joined_s=self.now_s()))
         actions = self.tell(Joined(worker, self.now_s()))
         if weight is not None and worker in self.state.members:
             member = changed(self.state.members[worker], weight=weight)
@@ -142,7 +142,7 @@ class Coordinator:
 
     def lose(self, worker: int, samples: float) -> None:
         """Count that a contribution which was applied is withdrawn."""
-        record = self.records.setdefault(worker, Record())
+        record = self.records.setdefault(worker, ContributionCounts())
         record.applied -= 1
         record.samples -= samples
         record.lost += 1
@@ -191,10 +191,10 @@ class Coordinator:
             self.logbook.hear(event, (), state)
             return self.start_if_all_are_here() if isinstance(event, Left) else ()
         after, actions = settle(self.policy, state)
-        return self._decided(event, after, (Stage(state, actions),))
+        return self._decided(event, after, (DecisionStage(state, actions),))
 
     def _decided(
-        self, event: Event, state: State, stages: tuple[Stage, ...], *, change: bool = False, ends: bool = False
+        self, event: Event, state: State, stages: tuple[DecisionStage, ...], *, change: bool = False, ends: bool = False
     ) -> tuple[Action, ...]:
         """Take over what was decided after `event`."""
         self.state = state
@@ -214,8 +214,8 @@ class Coordinator:
         note: str = "",
         pace: str = "",
         plan: str = "",
-        statuses: Mapping[int, Status] | None = None,
-    ) -> Scene:
+        statuses: Mapping[int, TrainingStatus] | None = None,
+    ) -> ModelStatus:
         """How it goes, for people.
 
         Args:
@@ -229,7 +229,7 @@ class Coordinator:
         seen = tuple(
             self._seen(worker, record, now_s, said.get(worker)) for worker, record in sorted(self.records.items())
         )
-        return Scene(
+        return ModelStatus(
             model=model,
             policy=repr(self.policy),
             version=self.state.version,
@@ -249,7 +249,9 @@ class Coordinator:
         now = "" if self.state.away else self.policy.explain(self.state)
         return now or self._explained
 
-    def _seen(self, worker: int, record: Record, now_s: float, status: Status | None) -> Seen:
+    def _seen(
+        self, worker: int, record: ContributionCounts, now_s: float, status: TrainingStatus | None
+    ) -> WorkerStatus:
         member = self.state.members.get(worker)
         counts: dict[str, Any] = {
             "applied": record.applied,
@@ -264,8 +266,8 @@ class Coordinator:
         }
         if member is None:
             phase = "waiting" if worker in self.state.away else record.end
-            return Seen(worker=worker, phase=phase, made=record.step + 1, **counts)
-        return Seen(
+            return WorkerStatus(worker=worker, phase=phase, made=record.step + 1, **counts)
+        return WorkerStatus(
             worker=worker,
             phase=member.phase,
             step=member.step,
@@ -283,7 +285,7 @@ class Coordinator:
         for action in actions:
             if isinstance(action, Apply):
                 for worker, clock in action.pushes:
-                    record = self.records.setdefault(worker, Record())
+                    record = self.records.setdefault(worker, ContributionCounts())
                     if self.void.get(worker) == clock:
                         record.dropped += 1
                         continue
@@ -297,7 +299,7 @@ class Coordinator:
                 version += 1
             elif isinstance(action, Drop):
                 for worker, _ in action.pushes:
-                    self.records.setdefault(worker, Record()).dropped += 1
+                    self.records.setdefault(worker, ContributionCounts()).dropped += 1
             elif isinstance(action, Release):
                 member = self.state.members.get(action.worker)
                 bases[action.worker] = version

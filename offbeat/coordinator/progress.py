@@ -9,7 +9,7 @@ import msgspec
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
-class Progress(msgspec.Struct, frozen=True):
+class TrainingProgress(msgspec.Struct, frozen=True):
     """How far the workers were, as the shard that coordinates has it.
 
     Args:

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PeerError
 from offbeat.float_sum import add_up
-from offbeat.protocol.training import Answer, Answered
+from offbeat.protocol.training import AllWorkersAnswer, Answered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Set
 
-    from offbeat.protocol.training import Ask
+    from offbeat.protocol.training import AskAllWorkers
 
 _REMEMBERED = 64
 
 
-class Questions:
+class CollectiveQuestions:
     """Of one job. Call order, for each: `ask` by all workers, `settle`, `take_ready`."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, dict[int, Ask]] = {}  # by number and worker
-        self._answers: dict[int, Answer] = {}  # by worker, until it has the parameters that go with it
+        self._asked: dict[int, dict[int, AskAllWorkers]] = {}  # by number and worker
+        self._answers: dict[int, AllWorkersAnswer] = {}  # by worker, until it has the parameters that go with it
         self._answered: dict[int, Answered] = {}  # the last ones, by number
 
-    def ask(self, worker: int, question: Ask) -> None:
+    def ask(self, worker: int, question: AskAllWorkers) -> None:
         """A worker asks.
 
         Raises:
@@ -71,7 +71,7 @@ class Questions:
             if one.number not in self._answered:
                 self._note(one)
 
-    def settle(self, workers: Set[int]) -> Iterator[dict[int, Ask]]:
+    def settle(self, workers: Set[int]) -> Iterator[dict[int, AskAllWorkers]]:
         """One question after the other that can be answered now, by worker; its answers are ready from then on.
 
         Args:
@@ -88,12 +88,12 @@ class Questions:
                 continue
             yield asked
 
-    def take_ready(self, is_ready: Callable[[int], bool]) -> Iterator[tuple[int, Answer]]:
+    def take_ready(self, is_ready: Callable[[int], bool]) -> Iterator[tuple[int, AllWorkersAnswer]]:
         """Answers for the workers that are ready for them."""
         for worker in [worker for worker in self._answers if is_ready(worker)]:
             yield worker, self._answers.pop(worker)
 
-    def _answer(self, number: int, asked: dict[int, Ask]) -> None:
+    def _answer(self, number: int, asked: dict[int, AskAllWorkers]) -> None:
         questions = {ask.question for ask in asked.values()}
         width = max(len(ask.numbers) for ask in asked.values())
         sums = tuple(
@@ -104,16 +104,16 @@ class Questions:
         disagreement = "" if len(questions) == 1 else ", ".join(sorted(questions))
         self._note(Answered(number, sums, len(asked)))
         for worker in sorted(asked):
-            self._answers[worker] = Answer(number, sums, len(asked), disagreement, refused)
+            self._answers[worker] = AllWorkersAnswer(number, sums, len(asked), disagreement, refused)
 
-    def _answer_as_before(self, number: int, asked: dict[int, Ask]) -> None:
+    def _answer_as_before(self, number: int, asked: dict[int, AskAllWorkers]) -> None:
         """The others were answered without these workers, or before the server was restarted."""
         known = self._answered.get(number)
         for worker, ask in sorted(asked.items()):
             if known is None:
-                self._answers[worker] = Answer(number, (), 0, f"{ask.question} (long after the others did)")
+                self._answers[worker] = AllWorkersAnswer(number, (), 0, f"{ask.question} (long after the others did)")
             else:
-                self._answers[worker] = Answer(number, known.numbers, known.workers)
+                self._answers[worker] = AllWorkersAnswer(number, known.numbers, known.workers)
 
     def _note(self, answered: Answered) -> None:
         self._answered[answered.number] = answered

@@ -4,8 +4,8 @@ A *life* of a server lies between two of its starts; the coordinator draws its n
 A server begins with nothing, or with the newest snapshot that all its shards have, which is one version of every model.
 If one of several shards is lost, the others begin a new life with it.
 
-A worker that loses a shard lets go of all, dials all again, and opens its models with a `Back`: what it was told last.
-Numbers of contributions never go back: it goes on with the greater of what it says and what the server knows.
+A worker that loses a shard lets go of all, dials all again, and opens its models with a `Reconnect`: what it was told
+last. Numbers of contributions never go back: it goes on with the greater of what it says and what the server knows.
 
     the server's life   the worker            what becomes of it
     the same            computes              LATER: what it computes is outdated, nobody waits for it. It comes again
@@ -19,9 +19,9 @@ Numbers of contributions never go back: it goes on with the greater of what it s
     either              waits for an answer   JOIN: it pulls, and asks again
 
 What a worker was told is in the parameters, and is not in the snapshot, is lost, and is counted: each worker keeps
-number and samples of those, until it hears that the last two snapshots have them (`Safe`), as the newest may be found
-to be damaged, and says so when it comes back. So each contribution is in the parameters once, or reported as dropped or
-lost, and never in there twice.
+number and samples of those, until it hears that the last two snapshots have them (`SnapshotAck`), as the newest may be
+found to be damaged, and says so when it comes back. So each contribution is in the parameters once, or reported as
+dropped or lost, and never in there twice.
 
 A server that goes on from a snapshot deals out again what was dealt out after it. So a contribution that was computed
 from such leases would count samples twice: it takes its turn, weighs nothing, and is reported as dropped.
@@ -37,10 +37,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat.protocol.training import Back
+    from offbeat.protocol.training import Reconnect
 
 
-class Verdict(enum.Enum):
+class ReconnectAction(enum.Enum):
     """What becomes of a worker that opens a model."""
 
     JOIN = "join"
@@ -49,7 +49,7 @@ class Verdict(enum.Enum):
     LATER = "later"
 
 
-def judge(back: Back | None, *, life: int, decided: int) -> Verdict:
+def judge(back: Reconnect | None, *, life: int, decided: int) -> ReconnectAction:
     """What becomes of a worker.
 
     Args:
@@ -57,16 +57,16 @@ def judge(back: Back | None, *, life: int, decided: int) -> Verdict:
         decided: its first contribution that was neither applied nor dropped, as the server knows.
     """
     if back is None:
-        return Verdict.JOIN
+        return ReconnectAction.JOIN
     if back.life == life:
-        return Verdict.JOIN if back.waits else Verdict.LATER
+        return ReconnectAction.JOIN if back.waits else ReconnectAction.LATER
     if back.holds:
-        return Verdict.JOIN if back.clock < decided else Verdict.AGAIN
-    return Verdict.JOIN if back.waits else Verdict.GO_ON
+        return ReconnectAction.JOIN if back.clock < decided else ReconnectAction.AGAIN
+    return ReconnectAction.JOIN if back.waits else ReconnectAction.GO_ON
 
 
 @dataclass
-class Losses:
+class LostUpdates:
     """What was acknowledged in an earlier life and is not in this one's snapshot.
 
     Args:
@@ -79,7 +79,7 @@ class Losses:
     seen: int = 0
     by: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def book(self, worker: int, back: Back, decided: int) -> None:
+    def book(self, worker: int, back: Reconnect, decided: int) -> None:
         """Count what this worker was told was in the parameters, and is not."""
         self.seen = max(self.seen, back.version)
         lost = [samples for clock, samples in back.done if clock >= decided]

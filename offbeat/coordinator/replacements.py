@@ -15,7 +15,7 @@ from offbeat.protocol.checkpoints import REPLACED_IN
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
-    from offbeat.coordinator.questions import Questions
+    from offbeat.coordinator.questions import CollectiveQuestions
 
 _MOST_DUE = 1 << 9  # models and loaders are no more than 256 each
 
@@ -32,7 +32,7 @@ class Replacements:
         questions: that workers ask.
     """
 
-    def __init__(self, questions: Questions) -> None:
+    def __init__(self, questions: CollectiveQuestions) -> None:
         self._questions = questions
         self._due: list[_Due] = []
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.wire.messages import Roster, Words
+    from offbeat.wire.messages import ClusterReport, WorkerReport
 
 # A thread ticks every 0.2 s; on a crowded machine it may be late, but not by this much.
 GIL_S = 1.0
@@ -128,7 +128,15 @@ class Diagnosis:
 
 
 def explain(
-    roster: Roster, *, rank: int, step: int, phase: str, operation: str, place: str, waited_s: float, model: int = 0
+    roster: ClusterReport,
+    *,
+    rank: int,
+    step: int,
+    phase: str,
+    operation: str,
+    place: str,
+    waited_s: float,
+    model: int = 0,
 ) -> Diagnosis:
     """Explain why `rank` still waits.
 
@@ -140,7 +148,7 @@ def explain(
         waited_s: for how long it has.
         model: of several prepared, the one whose exchange it waits in.
     """
-    here = _Place(step, phase, operation, model)
+    here = _WaitPlace(step, phase, operation, model)
     if roster.hub_lost_s is not None:
         found = _without_hub(roster, roster.hub_lost_s, rank, here, place, waited_s)
     else:
@@ -148,7 +156,7 @@ def explain(
     return replace(found, within=phase == "exchanging")
 
 
-def _with_all(roster: Roster, rank: int, here: _Place, place: str, waited_s: float) -> Diagnosis:
+def _with_all(roster: ClusterReport, rank: int, here: _WaitPlace, place: str, waited_s: float) -> Diagnosis:
     """What the last words of all workers tell."""
     step = here.step
     others = [words for words in roster.words if words.rank != rank]
@@ -178,7 +186,7 @@ def _with_all(roster: Roster, rank: int, here: _Place, place: str, waited_s: flo
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
 
 
-def gone(roster: Roster, *, patience_s: float) -> dict[int, str]:
+def gone(roster: ClusterReport, *, patience_s: float) -> dict[int, str]:
     """Who takes no further part, and why in words: who has died or raised an exception, or is out of reach for long.
 
     Args:
@@ -187,7 +195,7 @@ def gone(roster: Roster, *, patience_s: float) -> dict[int, str]:
     """
     lost = {}
     for words in roster.words if roster.hub_lost_s is None else ():
-        verdict = _judge(words, _Place(words.step, "exchanging", "", words.model))
+        verdict = _judge(words, _WaitPlace(words.step, "exchanging", "", words.model))
         if verdict is None:
             continue
         silent = verdict.reason == "unreachable" and words.age_s > patience_s and bool(words.host)
@@ -203,7 +211,7 @@ def without_quoted(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WaitPlace:
     """Where a worker waits."""
 
     step: int
@@ -211,7 +219,7 @@ class _Place:
     operation: str
     model: int = 0
 
-    def same(self, words: Words) -> bool:
+    def same(self, words: WorkerReport) -> bool:
         if self.operation == END_OF_RUN:
             return words.phase == "finished"
         if words.phase != self.phase or words.step != self.step:
@@ -219,7 +227,7 @@ class _Place:
         return words.model == self.model if self.phase == "exchanging" else words.operation == self.operation
 
 
-def _judge(words: Words, here: _Place) -> Culprit | None:
+def _judge(words: WorkerReport, here: _WaitPlace) -> Culprit | None:
     """Why this worker has not arrived; None if it has, or is ahead."""
     at = f"last seen {_doing(words)}"
 
@@ -257,7 +265,7 @@ def _judge(words: Words, here: _Place) -> Culprit | None:
     return _judge_computing(words)
 
 
-def _judge_waiting(words: Words, here: _Place) -> Culprit | None:
+def _judge_waiting(words: WorkerReport, here: _WaitPlace) -> Culprit | None:
     """A worker that waits, but not here."""
     if words.step < here.step:
         return None  # data of an earlier exchange is still on its way to it
@@ -265,7 +273,7 @@ def _judge_waiting(words: Words, here: _Place) -> Culprit | None:
     return Culprit(words.rank, words.host, "elsewhere", text)
 
 
-def _judge_computing(words: Words) -> Culprit:
+def _judge_computing(words: WorkerReport) -> Culprit:
     since_s = words.since_s + words.age_s
     stack = _tail_of(words.stack)
     if words.busy < _IDLE:
@@ -275,7 +283,9 @@ def _judge_computing(words: Words) -> Culprit:
     return Culprit(words.rank, words.host, "computing", text, stack)
 
 
-def _without_hub(roster: Roster, lost_s: float, rank: int, here: _Place, place: str, waited_s: float) -> Diagnosis:
+def _without_hub(
+    roster: ClusterReport, lost_s: float, rank: int, here: _WaitPlace, place: str, waited_s: float
+) -> Diagnosis:
     """Only rank 0 can be judged: by how it said it ended, if that was heard, else by its silence."""
     verdict: Culprit | None = None
     if rank != 0:
@@ -292,7 +302,7 @@ def _hub_lost(lost_s: float) -> Culprit:
     return Culprit(0, "its host", "unreachable", text)
 
 
-def _doing(words: Words) -> str:
+def _doing(words: WorkerReport) -> str:
     if words.phase in ("exchanging", "waiting"):
         model = f" of model {words.model + 1}" if words.model else ""
         return f"waiting {'in' if words.phase == 'exchanging' else 'for'} {words.operation}{model} at step {words.step}"

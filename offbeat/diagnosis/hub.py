@@ -14,14 +14,25 @@ import msgspec
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Token, require_credentials
-from offbeat.wire.message_stream import Talk
-from offbeat.wire.messages import Ask, AskAll, Bye, Claim, Join, Overview, Report, Roster, Show, Words
-from offbeat.wire.rate_limited_log import Refusals
+from offbeat.wire.message_stream import MessageStream
+from offbeat.wire.messages import (
+    AskAll,
+    AskRoster,
+    Bye,
+    ClusterReport,
+    HandshakeClaim,
+    Join,
+    Overview,
+    ReportWords,
+    Show,
+    WorkerReport,
+)
+from offbeat.wire.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.worker_status import TrainingStatus
 
 _log = logging.getLogger("offbeat.diagnosis")
 
@@ -49,15 +60,15 @@ class Hub:
     def __init__(self, *, token: bytes, world: int, grows: bool = False) -> None:
         self._token, self._world, self._grows = token, world, grows
         self.on_show: Callable[[], None] | None = None  # called when the stack of its own worker, rank 0, is wanted
-        self._words: dict[int, tuple[Words, float]] = {}
+        self._words: dict[int, tuple[WorkerReport, float]] = {}
         self._stacks: dict[int, tuple[str, float]] = {}
-        self._statuses: dict[int, Status] = {}
+        self._statuses: dict[int, TrainingStatus] = {}
         self._began_s = time.monotonic()
         self._shown_s: dict[int, float] = {}
-        self._links: dict[int, Talk] = {}
-        self._onlookers: set[Talk] = set()
+        self._links: dict[int, MessageStream] = {}
+        self._onlookers: set[MessageStream] = set()
         self._strangers = 0
-        self._refusals = Refusals()
+        self._refusals = RateLimitedLog()
         self._server: asyncio.Server | None = None
         self._news = asyncio.Event()
 
@@ -75,7 +86,7 @@ class Hub:
         address, port = self._server.sockets[0].getsockname()[:2]
         return f"{address}:{port}"
 
-    def report(self, words: Words, status: Status | None = None) -> None:
+    def report(self, words: WorkerReport, status: TrainingStatus | None = None) -> None:
         """Take in what a sentinel says about its worker."""
         now_s = time.monotonic()
         if status is not None:
@@ -86,7 +97,7 @@ class Hub:
         self._words[words.rank] = (words, now_s)
         self._news.set()
 
-    async def roster(self, stacks: tuple[int, ...] = ()) -> tuple[Words, ...]:
+    async def roster(self, stacks: tuple[int, ...] = ()) -> tuple[WorkerReport, ...]:
         """The latest words of all ranks, in order of rank.
 
         Args:
@@ -114,7 +125,7 @@ class Hub:
         """Tell everyone how the hub's own worker `rank` ended: soon there will be nobody left to ask."""
         words = self._latest(rank, time.monotonic())
         for link in self._links.values():
-            link.say(Roster(0, (words,)))
+            link.say(ClusterReport(0, (words,)))
 
     @property
     def peers(self) -> int:
@@ -130,13 +141,13 @@ class Hub:
             onlooker.say(Bye())
             onlooker.close()
 
-    def _latest_of_all(self) -> dict[int, Words]:
+    def _latest_of_all(self) -> dict[int, WorkerReport]:
         now_s = time.monotonic()
         return {rank: self._latest(rank, now_s) for rank in sorted({*range(self._world), *self._words})}
 
-    def _latest(self, rank: int, now_s: float) -> Words:
+    def _latest(self, rank: int, now_s: float) -> WorkerReport:
         if rank not in self._words:
-            return Words(rank=rank, process="unreachable", phase="starting")
+            return WorkerReport(rank=rank, process="unreachable", phase="starting")
         words, heard_s = self._words[rank]
         age_s = now_s - heard_s
         silent = age_s > SILENCE_S and words.process != "dead" and words.phase not in _FINAL
@@ -173,7 +184,7 @@ class Hub:
     # -- connections ---------------------------------------------------------------------------------------------
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talk = Talk(reader, writer, max_bytes=_MAX_STRANGER_BYTES)
+        talk = MessageStream(reader, writer, max_bytes=_MAX_STRANGER_BYTES)
         if self._strangers >= _MAX_STRANGERS:
             writer.transport.abort()
             return
@@ -207,7 +218,7 @@ class Hub:
                 del self._links[rank]
             talk.close()
 
-    async def _be_looked_at(self, talk: Talk) -> None:
+    async def _be_looked_at(self, talk: MessageStream) -> None:
         """Answer somebody who only looks: the workers' sentinels do not notice."""
         if len(self._onlookers) >= _MAX_ONLOOKERS:
             self._refusals.tell(f"{talk.peer} on the control connection: {_MAX_ONLOOKERS} look at the job already")
@@ -225,7 +236,7 @@ class Hub:
             self._onlookers.discard(talk)
             talk.close()
 
-    async def _authenticate(self, talk: Talk) -> Claim:
+    async def _authenticate(self, talk: MessageStream) -> HandshakeClaim:
         hello = handshake.hello()
         talk.say(hello)
         join = await talk.hear()
@@ -239,14 +250,14 @@ class Hub:
         talk.say(handshake.welcome(self._token, hello, join))
         return join.claim
 
-    async def _converse(self, talk: Talk, rank: int) -> None:
+    async def _converse(self, talk: MessageStream, rank: int) -> None:
         answers: set[asyncio.Task[None]] = set()
         while (message := await talk.hear()) is not None:
-            if isinstance(message, Report):
+            if isinstance(message, ReportWords):
                 if message.words.rank != rank:
                     raise PeerError(f"it speaks for rank {message.words.rank}")
                 self.report(message.words, message.status)
-            elif isinstance(message, Ask):
+            elif isinstance(message, AskRoster):
                 if len(answers) > 8:
                     raise PeerError("it asks faster than it can be answered")
                 answer = asyncio.create_task(self._answer(talk, message))
@@ -258,11 +269,11 @@ class Hub:
             else:
                 raise PeerError(f"it sent {type(message).__name__}, which is not for a peer to send")
 
-    async def _answer(self, talk: Talk, ask: Ask) -> None:
-        talk.say(Roster(ask.number, await self.roster(ask.stacks)))
+    async def _answer(self, talk: MessageStream, ask: AskRoster) -> None:
+        talk.say(ClusterReport(ask.number, await self.roster(ask.stacks)))
 
 
-class Host:
+class LocalHubClient:
     """How the sentinel that the hub lives in speaks to it.
 
     Args:
@@ -275,7 +286,7 @@ class Host:
         self.report = hub.report
         self.ask = hub.roster
 
-    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+    def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
         """Nothing: the hub is here, and cannot be lost."""
         return (), 0.0
 

@@ -12,13 +12,23 @@ import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
-from offbeat.wire.message_stream import Talk
-from offbeat.wire.messages import Ask, Bye, Claim, Hello, Report, Roster, Show, Welcome, Words
+from offbeat.wire.message_stream import MessageStream
+from offbeat.wire.messages import (
+    AskRoster,
+    Bye,
+    ClusterReport,
+    HandshakeClaim,
+    Hello,
+    ReportWords,
+    Show,
+    Welcome,
+    WorkerReport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.worker_status import TrainingStatus
 
 _log = logging.getLogger("offbeat.diagnosis")
 # A roster of the largest world.
@@ -28,7 +38,7 @@ _RETRY_S = 1.0
 _LEAVE_S = 1.0
 
 
-class Uplink:
+class HubClient:
     """To a hub in another process.
 
     Args:
@@ -40,13 +50,13 @@ class Uplink:
     def __init__(self, hub: str, *, token: bytes, rank: int) -> None:
         self._hub, self._token, self._rank = hub, token, rank
         self.on_show: Callable[[], None] = lambda: None  # called when the hub wants this worker's stack
-        self._talk: Talk | None = None
+        self._talk: MessageStream | None = None
         self._tried = asyncio.Event()  # the first attempt to connect has ended, one way or the other
-        self._answers: dict[int, asyncio.Future[Roster]] = {}
+        self._answers: dict[int, asyncio.Future[ClusterReport]] = {}
         self._number = 0
-        self._latest: Words | None = None
-        self._status: Status | None = None
-        self._farewell: tuple[Words, float] | None = None
+        self._latest: WorkerReport | None = None
+        self._status: TrainingStatus | None = None
+        self._farewell: tuple[WorkerReport, float] | None = None
         self.lost_since_s: float | None = time.monotonic()
         self._unanswered_since_s: float | None = None
 
@@ -63,14 +73,14 @@ class Uplink:
             self._tried.set()
             await asyncio.sleep(_RETRY_S)
 
-    def report(self, words: Words, status: Status | None = None) -> None:
+    def report(self, words: WorkerReport, status: TrainingStatus | None = None) -> None:
         """Say something about the worker; forgotten if the hub is out of reach, but for the latest."""
         self._latest = words
         self._status = status or self._status
         if self._talk is not None:
-            self._talk.say(Report(words, status))
+            self._talk.say(ReportWords(words, status))
 
-    async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
+    async def ask(self, stacks: tuple[int, ...]) -> tuple[WorkerReport, ...]:
         """The latest words of all ranks.
 
         Raises:
@@ -82,19 +92,19 @@ class Uplink:
             self._unanswered_since_s = time.monotonic()
         self._number += 1
         number = self._number
-        answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ClusterReport] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._talk.say(Ask(number, stacks))
+        self._talk.say(AskRoster(number, stacks))
         try:
             return (await answer).words
         finally:
             self._answers.pop(number, None)
 
-    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+    def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
         """How the hub's own worker ended, if that was heard, and for how many seconds the hub has been lost."""
         now_s = time.monotonic()
         since_s = self._unanswered_since_s if self.lost_since_s is None else self.lost_since_s
-        words: tuple[Words, ...] = ()
+        words: tuple[WorkerReport, ...] = ()
         if self._farewell is not None:
             words = (msgspec.structs.replace(self._farewell[0], age_s=now_s - self._farewell[1]),)
         return words, 0.0 if since_s is None else now_s - since_s
@@ -115,21 +125,21 @@ class Uplink:
         address, _, port = self._hub.rpartition(":")
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(address, int(port))
-            talk = Talk(reader, writer, max_bytes=_MAX_HUB_BYTES)
+            talk = MessageStream(reader, writer, max_bytes=_MAX_HUB_BYTES)
             try:
-                await enter(talk, self._token, Claim(rank=self._rank))
+                await enter(talk, self._token, HandshakeClaim(rank=self._rank))
             except BaseException:
                 talk.close()
                 raise
         self._talk, self.lost_since_s = talk, None
         if self._latest is not None:
-            talk.say(Report(self._latest, self._status))
+            talk.say(ReportWords(self._latest, self._status))
         self._tried.set()
         try:
             while (message := await talk.hear()) is not None:
-                if isinstance(message, Roster) and message.number == 0:
+                if isinstance(message, ClusterReport) and message.number == 0:
                     self._farewell = next(((w, time.monotonic()) for w in message.words), None)
-                elif isinstance(message, Roster):
+                elif isinstance(message, ClusterReport):
                     self._unanswered_since_s = None
                     answer = self._answers.get(message.number)
                     if answer is not None and not answer.done():
@@ -150,7 +160,7 @@ class Uplink:
                 answer.set_exception(NetworkError("the hub is out of reach"))
 
 
-async def enter(talk: Talk, token: bytes, claim: Claim) -> None:
+async def enter(talk: MessageStream, token: bytes, claim: HandshakeClaim) -> None:
     """Come in at a hub.
 
     Raises:

@@ -10,7 +10,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Glance:
+class ProcessSample:
     """One look at a process.
 
     Args:
@@ -22,18 +22,18 @@ class Glance:
     cpu_s: float
 
 
-def glance(pid: int) -> Glance:
+def glance(pid: int) -> ProcessSample:
     """Look at process `pid`; a zombie is dead."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return Glance("dead", 0.0)
+        return ProcessSample("dead", 0.0)
     fields = stat.rpartition(")")[2].split()
     letter, cpu_s = fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     if letter in "ZX":
-        return Glance("dead", cpu_s)
+        return ProcessSample("dead", cpu_s)
     # T: stopped by a signal, t: by a debugger.
-    return Glance("paused" if letter in "Tt" else "running", cpu_s)
+    return ProcessSample("paused" if letter in "Tt" else "running", cpu_s)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -46,7 +46,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-class Busy:
+class CpuShare:
     """How busy a process has been over about the last second."""
 
     def __init__(self) -> None:

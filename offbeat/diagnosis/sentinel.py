@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from offbeat.diagnosis.hub import Host, Hub
-from offbeat.diagnosis.hub_client import Uplink
-from offbeat.diagnosis.process_state import Busy, catches, glance
-from offbeat.diagnosis.status_page import Page
+from offbeat.diagnosis.hub import Hub, LocalHubClient
+from offbeat.diagnosis.hub_client import HubClient
+from offbeat.diagnosis.process_state import CpuShare, catches, glance
+from offbeat.diagnosis.status_page import StatusPage
 from offbeat.errors import NetworkError
 from offbeat.protocol.worker_status import read_status
-from offbeat.wire.message_stream import Talk
-from offbeat.wire.messages import MAX_TEXT, Ask, Bye, Config, Ready, Roster, Words
+from offbeat.wire.message_stream import MessageStream
+from offbeat.wire.messages import MAX_TEXT, AskRoster, Bye, ClusterReport, Config, SentinelReady, WorkerReport
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.worker_status import TrainingStatus
 
 # Makes the worker write its stack, from C, whether or not it holds the GIL.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -46,17 +46,17 @@ _STACK_TRIES = 20
 class Voice(Protocol):
     """How a sentinel speaks to all: over the network, or to the hub in its own process."""
 
-    def report(self, words: Words, status: Status | None = None) -> None:
+    def report(self, words: WorkerReport, status: TrainingStatus | None = None) -> None:
         """Say something about the worker, and perhaps how its training goes."""
 
-    async def ask(self, stacks: tuple[int, ...]) -> tuple[Words, ...]:
+    async def ask(self, stacks: tuple[int, ...]) -> tuple[WorkerReport, ...]:
         """The latest words of all ranks.
 
         Raises:
             NetworkError: if the hub is out of reach.
         """
 
-    def last_heard(self) -> tuple[tuple[Words, ...], float]:
+    def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
         """What is known without the hub, and for how many seconds it has been lost."""
 
     async def leave(self, *, well: bool) -> None:
@@ -72,14 +72,14 @@ class Sentinel:
         stack_fd: the file its stack is written to.
     """
 
-    def __init__(self, config: Config, page: Page, stack_fd: int) -> None:
+    def __init__(self, config: Config, page: StatusPage, stack_fd: int) -> None:
         self._config, self._page, self._stack_fd = config, page, stack_fd
-        self._busy = Busy()
+        self._busy = CpuShare()
         self._process, self._process_since_s = "running", time.monotonic()
         self.died = asyncio.Event()
         self.left = False  # said good-bye
 
-    def look(self) -> Words:
+    def look(self) -> WorkerReport:
         """What is to be said about the worker now."""
         now_s = time.monotonic()
         seen = glance(self._config.pid)
@@ -87,7 +87,7 @@ class Sentinel:
         if process != self._process:
             self._process, self._process_since_s = process, now_s
         state = self._page.read()
-        return Words(
+        return WorkerReport(
             rank=self._config.rank,
             host=self._config.host,
             pid=self._config.pid,
@@ -106,7 +106,7 @@ class Sentinel:
             traceback=self._page.text(),
         )
 
-    def status(self) -> Status | None:
+    def status(self) -> TrainingStatus | None:
         """How the worker's training goes, as it says; None if it has said nothing that can be read."""
         data = self._page.status()
         return None if data is None else read_status(data)
@@ -139,7 +139,7 @@ class Duty:
         voice: to all sentinels.
     """
 
-    def __init__(self, talk: Talk, sentinel: Sentinel, voice: Voice) -> None:
+    def __init__(self, talk: MessageStream, sentinel: Sentinel, voice: Voice) -> None:
         self._talk, self._sentinel, self._voice = talk, sentinel, voice
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -175,7 +175,7 @@ class Duty:
 
     async def _listen(self) -> None:
         while (message := await self._talk.hear()) is not None:
-            if isinstance(message, Ask):
+            if isinstance(message, AskRoster):
                 self._spawn(self._answer(message))
             elif isinstance(message, Bye):
                 self._sentinel.left = message.well
@@ -183,14 +183,14 @@ class Duty:
         # Closed without a good-bye: the worker is ending, or a child of it still holds the other end.
         await self._sentinel.died.wait()
 
-    async def _answer(self, message: Ask) -> None:
+    async def _answer(self, message: AskRoster) -> None:
         try:
             async with asyncio.timeout(_PATIENCE * message.patience_s):
                 self._voice.report(self._sentinel.look())
-                self._talk.say(Roster(message.number, await self._voice.ask(message.stacks)))
+                self._talk.say(ClusterReport(message.number, await self._voice.ask(message.stacks)))
         except (TimeoutError, NetworkError):
             heard, lost_s = self._voice.last_heard()
-            self._talk.say(Roster(message.number, (*heard, self._sentinel.look()), lost_s))
+            self._talk.say(ClusterReport(message.number, (*heard, self._sentinel.look()), lost_s))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -198,7 +198,7 @@ class Duty:
         task.add_done_callback(self._tasks.discard)
 
 
-async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
+async def serve(talk: MessageStream, config: Config, page: StatusPage, stack_fd: int) -> None:
     """Be the sentinel of `config`'s worker until it is gone.
 
     Raises:
@@ -208,15 +208,15 @@ async def serve(talk: Talk, config: Config, page: Page, stack_fd: int) -> None:
     _watch_for_death(config.pid, sentinel.died)
     if config.hub is None:
         hub = Hub(token=config.token, world=config.world, grows=config.outlives)
-        talk.say(Ready(hub=await hub.serve(config.bind)))
-        host = Duty(talk, sentinel, Host(hub, config.rank, outlives=config.outlives))
+        talk.say(SentinelReady(hub=await hub.serve(config.bind)))
+        host = Duty(talk, sentinel, LocalHubClient(hub, config.rank, outlives=config.outlives))
         hub.on_show = host.show
         await host.run()
         return
-    uplink = Uplink(config.hub, token=config.token, rank=config.rank)
+    uplink = HubClient(config.hub, token=config.token, rank=config.rank)
     duty = Duty(talk, sentinel, uplink)
     uplink.on_show = duty.show
-    talk.say(Ready(hub=config.hub))
+    talk.say(SentinelReady(hub=config.hub))
     connection = asyncio.create_task(uplink.run())
     try:
         await duty.run()
@@ -243,12 +243,12 @@ def _watch_for_death(pid: int, died: asyncio.Event) -> None:
 async def main(socket_fd: int, page_fd: int, stack_fd: int) -> None:
     """Take the worker's `Config` from the socket and serve."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=socket_fd))
-    talk = Talk(reader, writer, max_bytes=64 << 10)
+    talk = MessageStream(reader, writer, max_bytes=64 << 10)
     config = await talk.hear()
     if not isinstance(config, Config):
         return
     try:
-        await serve(talk, config, Page(page_fd), stack_fd)
+        await serve(talk, config, StatusPage(page_fd), stack_fd)
     except NetworkError as error:
-        talk.say(Ready(error=str(error)))
+        talk.say(SentinelReady(error=str(error)))
     await talk.flush(0.2)

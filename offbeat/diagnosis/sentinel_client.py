@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.diagnosis.sentinel import STACK_SIGNAL
-from offbeat.diagnosis.status_page import Page
+from offbeat.diagnosis.status_page import StatusPage
 from offbeat.errors import NetworkError
 from offbeat.wire.frame import Reader
-from offbeat.wire.messages import Ask, Bye, Config, Message, Ready, Roster, pack, unpack
+from offbeat.wire.messages import AskRoster, Bye, ClusterReport, Config, Message, SentinelReady, pack, unpack
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -42,11 +42,11 @@ runpy.run_module("offbeat.diagnosis", run_name="__main__")
 """
 
 
-class Watch:
-    """Says where this worker is, and asks where the others are. Made by `Watch.start`."""
+class SentinelClient:
+    """Says where this worker is, and asks where the others are. Made by `SentinelClient.start`."""
 
     def __init__(
-        self, page: Page, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int, *, stays: bool
+        self, page: StatusPage, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int, *, stays: bool
     ) -> None:
         self._page, self._link, self._process, self._stack_fd = page, link, process, stack_fd
         self._stays = stays  # the sentinel, with the hub, when this worker is gone
@@ -70,13 +70,13 @@ class Watch:
         bind: str = "127.0.0.1",
         host: str | None = None,
         outlives: bool = False,
-    ) -> Watch:
+    ) -> SentinelClient:
         """Start this worker's sentinel.
 
         Args:
             rank, world: worker `rank` of `world`.
             token: shared secret of the run.
-            hub: "address:port" of rank 0's, or None to open it here (see `Watch.hub` for where).
+            hub: "address:port" of rank 0's, or None to open it here (see `SentinelClient.hub` for where).
             bind: address to open it on.
             host: this machine's name, for people.
             outlives: the hub stays when this worker is lost, as long as another is connected.
@@ -85,7 +85,7 @@ class Watch:
             NetworkError: if the sentinel or the hub cannot be started.
         """
         ours, theirs = socket.socketpair()
-        page = Page()
+        page = StatusPage()
         page.tick()
         stack_fd = _append_only_file()
         root = Path(__file__).resolve().parents[2]
@@ -112,14 +112,14 @@ class Watch:
     def _begin(self, config: Config) -> None:
         self._link.sendall(pack(config))
         ready = self._hear(time.monotonic() + _START_S)
-        if not isinstance(ready, Ready) or ready.error:
+        if not isinstance(ready, SentinelReady) or ready.error:
             self.close()
-            reason = ready.error if isinstance(ready, Ready) else "it did not start"
+            reason = ready.error if isinstance(ready, SentinelReady) else "it did not start"
             raise NetworkError(f"Cannot start the sentinel of rank {config.rank}: {reason}")
         self.hub, self.token = ready.hub, config.token
         threading.Thread(target=self._tick, name="offbeat-heartbeat", daemon=True).start()
 
-    def roster(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> Roster:
+    def roster(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> ClusterReport:
         """The last words of all workers; this worker's own sentinel answers for itself if the hub is out of reach.
 
         Args:
@@ -134,13 +134,13 @@ class Watch:
         with self._lock:
             self._number += 1
             patience_s = timeout.total_seconds()
-            self._send(Ask(self._number, stacks, min(patience_s, _MAX_PATIENCE_S)))
+            self._send(AskRoster(self._number, stacks, min(patience_s, _MAX_PATIENCE_S)))
             deadline_s = time.monotonic() + patience_s
             while True:
                 message = self._hear(deadline_s)
                 if message is None:
                     raise NetworkError("This worker's sentinel does not answer.")
-                if isinstance(message, Roster) and message.number == self._number:
+                if isinstance(message, ClusterReport) and message.number == self._number:
                     return message
 
     def last_words(self, phase: str, text: str) -> None:

@@ -16,9 +16,9 @@ from offbeat.errors import NetworkError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.diagnosis.sentinel_client import Watch
-    from offbeat.diagnosis.wait import Awaited
-    from offbeat.wire.messages import Roster
+    from offbeat.diagnosis.sentinel_client import SentinelClient
+    from offbeat.diagnosis.wait import WaitContext
+    from offbeat.wire.messages import ClusterReport
 
 _log = logging.getLogger("offbeat")
 # Part of the run's timeout that an answer may take: who waits begins to ask at 85 % of it, and may ask twice.
@@ -29,7 +29,7 @@ _MOST_STACKS = 4
 _HAVE_A_STACK = frozenset({"computing", "sleeping", "gil", "starting"})
 
 
-class Watched:
+class SentinelWitness:
     """The witness of a worker with a sentinel.
 
     Args:
@@ -40,14 +40,14 @@ class Watched:
     """
 
     def __init__(
-        self, watch: Watch, rank: int, timeout: timedelta, members: Callable[[], Sequence[int]] | None = None
+        self, watch: SentinelClient, rank: int, timeout: timedelta, members: Callable[[], Sequence[int]] | None = None
     ) -> None:
         self._watch, self._rank, self._members, self._timeout = watch, rank, members, timeout
         self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
         self._leaving = False
         self.exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
 
-    def waiting(self, awaited: Awaited) -> None:
+    def waiting(self, awaited: WaitContext) -> None:
         self._leaving = self._leaving or awaited.operation == END_OF_RUN
         self._watch.say(
             "finished" if self._leaving else _phase(awaited),
@@ -67,7 +67,7 @@ class Watched:
         self.exchanges, self._stamp = self.exchanges + 1, stamp
         self.resumed()
 
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Diagnosis | None:
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> Diagnosis | None:
         try:
             roster = self._watch.roster(self._patience)
             diagnosis = self._explain(roster, awaited, waited_s)
@@ -102,7 +102,7 @@ class Watched:
         done = {words.rank: "is done." for words in roster.words if words.phase == "finished"}
         return done | gone(roster, patience_s=self._timeout.total_seconds())
 
-    def _explain(self, roster: Roster, awaited: Awaited, waited_s: float) -> Diagnosis:
+    def _explain(self, roster: ClusterReport, awaited: WaitContext, waited_s: float) -> Diagnosis:
         if self._members is not None:
             here = set(self._members())
             roster = msgspec.structs.replace(roster, words=tuple(w for w in roster.words if w.rank in here))
@@ -128,13 +128,13 @@ def _seen(culprit: Culprit) -> Culprit:
     return replace(culprit, reason=seen.state, text=f"is {seen.state}, and had not reported yet.")
 
 
-def _phase(awaited: Awaited) -> str:
+def _phase(awaited: WaitContext) -> str:
     if awaited.alone:
         return "starting" if awaited.starts else "busy"
     return "exchanging" if awaited.is_exchange else "waiting"
 
 
-def _with_stacks(roster: Roster, stacks: Roster) -> Roster:
+def _with_stacks(roster: ClusterReport, stacks: ClusterReport) -> ClusterReport:
     """What was known before the stacks were asked for, with them: to be asked may wake a sleeper."""
     by_rank = {words.rank: words.stack for words in stacks.words}
     words = tuple(msgspec.structs.replace(w, stack=by_rank.get(w.rank, "")) for w in roster.words)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from offbeat.diagnosis.process_state import Glance, glance
-from offbeat.diagnosis.wait import Nobody, Polled
+from offbeat.diagnosis.process_state import ProcessSample, glance
+from offbeat.diagnosis.wait import NullWitness, PolledPending
 from offbeat.safe_read import UnreadableError, read_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from offbeat.diagnosis.wait import Awaited, Findings
+    from offbeat.diagnosis.wait import StallReport, WaitContext
 
 _pids = msgspec.json.Decoder(dict[int, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]]).decode
 # Of a core: who has used less since the last look does not start, but waits for something.
@@ -35,7 +35,7 @@ _SAYS = {
 }
 
 
-def look_at(rank: int) -> Glance | None:
+def look_at(rank: int) -> ProcessSample | None:
     """How the process of a worker does; None if `offbeat run` has not started it on this machine."""
     try:
         pids = read_file(Path(os.environ["OFFBEAT_WORKERS"]), _pids)
@@ -44,7 +44,7 @@ def look_at(rank: int) -> Glance | None:
     return glance(pids[rank]) if rank in pids else None
 
 
-class Roll(Polled, Nobody):
+class StartupBarrier(PolledPending, NullWitness):
     """Who is there: something to wait for, and the witness of that wait, and of others until there is a watch."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
@@ -58,15 +58,15 @@ class Roll(Polled, Nobody):
         self._missing = [other for other in self._missing if not self._store.check([f"here-{other}"])]
         return not self._missing
 
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
         states = self._look()
         if self._missing:
-            return Absent(self._rank, waited_s, {rank: states.get(rank, "") for rank in self._missing})
+            return MissingWorkers(self._rank, waited_s, {rank: states.get(rank, "") for rank in self._missing})
         if len(states) < len(self._others):
             return None
         # Who is there may wait for this worker, and uses no processor then.
         states = {rank: "running" if state == "idle" else state for rank, state in states.items()}
-        return Absent(self._rank, waited_s, states, str(awaited))
+        return MissingWorkers(self._rank, waited_s, states, str(awaited))
 
     def _look(self) -> dict[int, str]:
         """What the others have done since the last look, as far as it is known: what `_SAYS` has."""
@@ -82,7 +82,7 @@ class Roll(Polled, Nobody):
 
 
 @dataclass(frozen=True)
-class Absent:
+class MissingWorkers:
     """Who has not called `offbeat.init()`, or is not through with it.
 
     Args:

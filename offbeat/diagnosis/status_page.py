@@ -39,7 +39,7 @@ _TRIES = 1000
 
 
 @dataclass(frozen=True)
-class State:
+class PageState:
     """What the page says; times in seconds of the monotonic clock."""
 
     phase: str = "starting"
@@ -52,7 +52,7 @@ class State:
     operation: str = ""
 
 
-class Page:
+class StatusPage:
     """Both ends' view of the memory.
 
     Args:
@@ -109,7 +109,7 @@ class Page:
         """A thread of the worker has run."""
         _HEARTBEAT.pack_into(self._memory, _AT_HEARTBEAT, time.monotonic())
 
-    def read(self) -> State:
+    def read(self) -> PageState:
         """What was said last. A writer that died between two writes is read as it left it."""
         for _ in range(_TRIES):
             (before,) = _SEQUENCE.unpack_from(self._memory, 0)
@@ -121,7 +121,7 @@ class Page:
         # The page is written by the user's process, where anything may run wild: nothing in it is an index unchecked.
         name = PHASES[phase] if phase < len(PHASES) else "computing"
         text = label[: max(0, min(size, _LABEL_BYTES))].decode(errors="replace")
-        return State(name, since_s, step, model, bucket, buckets, stamp, text)
+        return PageState(name, since_s, step, model, bucket, buckets, stamp, text)
 
     def heartbeat_s(self) -> float:
         """When the heartbeat last ticked, in seconds of the monotonic clock."""

@@ -44,7 +44,7 @@ _OBITUARY_S = 3.0
 
 
 @dataclass(frozen=True)
-class Awaited:
+class WaitContext:
     """What a worker waits for.
 
     Args:
@@ -81,7 +81,7 @@ class Awaited:
         return f"{self.operation} of bucket {self.bucket + 1}/{self.buckets}{model} ({self.label})"
 
 
-class Findings(Protocol):
+class StallReport(Protocol):
     """What the watch found out about a stall."""
 
     @property
@@ -100,7 +100,7 @@ class Findings(Protocol):
         """The same for programs."""
 
 
-class Witness(Protocol):
+class StallWitness(Protocol):
     """Who knows about the other workers while this one waits.
 
     Attributes:
@@ -109,7 +109,7 @@ class Witness(Protocol):
 
     exchanges: int
 
-    def waiting(self, awaited: Awaited) -> None:
+    def waiting(self, awaited: WaitContext) -> None:
         """This worker begins to wait."""
 
     def resumed(self) -> None:
@@ -118,7 +118,7 @@ class Witness(Protocol):
     def exchanged(self, stamp: int) -> None:
         """An exchange is complete, after `stamp` batches."""
 
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
         """Who has not arrived, and why; None if nothing can be found out.
 
         Args:
@@ -126,12 +126,12 @@ class Witness(Protocol):
         """
 
 
-class Nobody:
+class NullWitness:
     """The witness of a worker that is alone, or of a run without a watch."""
 
     exchanges = 0
 
-    def waiting(self, awaited: Awaited) -> None:
+    def waiting(self, awaited: WaitContext) -> None:
         """Nobody listens."""
 
     def resumed(self) -> None:
@@ -140,11 +140,11 @@ class Nobody:
     def exchanged(self, stamp: int) -> None:
         """Nobody listens."""
 
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
         return None
 
 
-class Waiter:
+class BlockingWait:
     """Waits, and explains itself.
 
     Args:
@@ -160,21 +160,21 @@ class Waiter:
         *,
         clock: Clock,
         timeout: timedelta,
-        witness: Witness | None = None,
+        witness: StallWitness | None = None,
         tell: Callable[[str], None] = lambda text: None,
         report_path: Path | None = None,
     ) -> None:
         self._clock = clock
         self._report_after_s = _LOOK_EARLY * timeout.total_seconds()
         self._poll = min(_POLL, timeout / 10)
-        self.witness = witness or Nobody()
+        self.witness = witness or NullWitness()
         self.ask_server: Callable[[], str] = lambda: ""  # what is wrong with the parameter server, in sentences
         self._tell = tell
         self._report_path = report_path
         self.waited_s = 0.0
         self.failure: OffbeatError | None = None  # what a wait ended with; from then on the workers are apart
 
-    def wait(self, pending: Pending, awaited: Awaited) -> Reply:
+    def wait(self, pending: Pending, awaited: WaitContext) -> Reply:
         """Block until `pending` is done and return its reply.
 
         Raises:
@@ -191,13 +191,13 @@ class Waiter:
             raise
         return pending.result()
 
-    def call(self, function: Callable[[], T], awaited: Awaited) -> T:
+    def call(self, function: Callable[[], T], awaited: WaitContext) -> T:
         """Wait for a blocking call, which runs on a thread of its own so that this one can look up.
 
         Raises:
             Exception: what `function` raises; and as `wait`.
         """
-        call = Call(function)
+        call = ThreadCall(function)
         self.wait(call, awaited)
         return call.outcome.result()
 
@@ -208,7 +208,7 @@ class Waiter:
         except NetworkError:
             return False
 
-    def _block(self, pending: Pending, awaited: Awaited) -> None:
+    def _block(self, pending: Pending, awaited: WaitContext) -> None:
         began_s = self._clock.now_s()
         self.witness.waiting(awaited)
         next_report_s = self._report_after_s
@@ -224,7 +224,7 @@ class Waiter:
             self.waited_s += self._clock.now_s() - began_s
             self.witness.resumed()
 
-    def _report(self, awaited: Awaited, waited_s: float) -> bool:
+    def _report(self, awaited: WaitContext, waited_s: float) -> bool:
         """Whether there was something to report."""
         is_soon = waited_s < _STARTING * self._report_after_s
         if awaited.alone:
@@ -248,7 +248,7 @@ class Waiter:
         self._tell(findings.text)
         return True
 
-    def _explain_break(self, awaited: Awaited, began_s: float, error: NetworkError) -> None:
+    def _explain_break(self, awaited: WaitContext, began_s: float, error: NetworkError) -> None:
         broke_s = self._clock.now_s()
         while True:
             waited_s = self._clock.now_s() - began_s
@@ -261,10 +261,10 @@ class Waiter:
                 raise NetworkError(f"step {awaited.step}: {awaited} failed. {error}{known}") from error
             self._clock.sleep(0.1)
 
-    def _trouble_of_server(self, awaited: Awaited) -> str:
+    def _trouble_of_server(self, awaited: WaitContext) -> str:
         return self.ask_server() if awaited.outlives else ""
 
-    def _leave(self, findings: Findings) -> None:
+    def _leave(self, findings: StallReport) -> None:
         if self._report_path is None:
             return
         try:
@@ -273,7 +273,7 @@ class Waiter:
             self._tell(f"Cannot leave this report as {self._report_path}: {error.strerror}.")
 
 
-class Polled(ABC):
+class PolledPending(ABC):
     """Something to wait for that is looked at again and again. A `Pending`."""
 
     sent_bytes = 0
@@ -296,7 +296,7 @@ class Polled(ABC):
         return []
 
 
-class Call(Generic[T]):
+class ThreadCall(Generic[T]):
     """A call on a thread of its own, as something to wait for. A `Pending`.
 
     Attributes:

@@ -31,52 +31,52 @@
 * `history_recorder` - digests of the parameters, for the history of a run
 """
 
-from offbeat.engine.allreduce_switch import SwapsTogether
-from offbeat.engine.batch_accounting import Draw, Drawn
+from offbeat.engine.allreduce_switch import AllReduceSwitch
+from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
 from offbeat.engine.buffers import Buffers, distinct
-from offbeat.engine.control_group import Control
-from offbeat.engine.either import Either
-from offbeat.engine.history_recorder import Diary
+from offbeat.engine.control_group import ControlGroup
+from offbeat.engine.either import SynchronizerProxy
+from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
-from offbeat.engine.join import Claim, Job, Newcomer, Parting, Reception
-from offbeat.engine.local_sgd import Local
-from offbeat.engine.local_sgd_allreduce import AllReduced
-from offbeat.engine.plan_vote import Conference
+from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
+from offbeat.engine.local_sgd import LocalSGDSync
+from offbeat.engine.local_sgd_allreduce import AllReduceAverager
+from offbeat.engine.plan_vote import PlanVote
 from offbeat.engine.reducer import Reducer
-from offbeat.engine.round_controller import Controlling
+from offbeat.engine.round_controller import RoundController
 from offbeat.engine.server_launch import addresses_of, start_beside
 from offbeat.engine.server_session import connect, leave_file
-from offbeat.engine.server_switch import SwapsAlone
-from offbeat.engine.server_sync import Served
+from offbeat.engine.server_switch import ServerSwitch
+from offbeat.engine.server_sync import ServerSync
 from offbeat.engine.state_transfer import hand_over
 from offbeat.engine.status_reporter import StatusReporter, happenings, named_values, shortened
-from offbeat.engine.step_metrics import Meter, MetricsFile, samples_in
-from offbeat.engine.synchronizer import Exchanger
+from offbeat.engine.step_metrics import MetricsFile, StepMetrics, samples_in
+from offbeat.engine.synchronizer import Synchronizer
 
 __all__ = [
-    "AllReduced",
+    "AllReduceAverager",
+    "AllReduceSwitch",
+    "BatchCounts",
     "Buffers",
-    "Claim",
-    "Conference",
-    "Control",
-    "Controlling",
-    "Diary",
-    "Draw",
-    "Drawn",
-    "Either",
-    "Exchanger",
-    "Job",
-    "Local",
-    "Meter",
+    "ControlGroup",
+    "DrawnBatch",
+    "HistoryRecorder",
+    "JobInfo",
+    "JoinCheck",
+    "JoinClient",
+    "JoinServer",
+    "LeaveBarrier",
+    "LocalSGDSync",
     "MetricsFile",
-    "Newcomer",
-    "Parting",
-    "Reception",
+    "PlanVote",
     "Reducer",
-    "Served",
+    "RoundController",
+    "ServerSwitch",
+    "ServerSync",
     "StatusReporter",
-    "SwapsAlone",
-    "SwapsTogether",
+    "StepMetrics",
+    "Synchronizer",
+    "SynchronizerProxy",
     "addresses_of",
     "connect",
     "distinct",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.engine.optimizer_state import load, load_optimizer_state, optimizer_state
 from offbeat.engine.state_average import average_states
-from offbeat.engine.swappable import Swappable
+from offbeat.engine.swappable import SwitchableSync
 from offbeat.server.optimizer_checkpoint import from_bytes
 from offbeat.server.optimizers import OUTER
 from offbeat.sync import LocalSGD
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.control_group import Control
-    from offbeat.engine.local_sgd_allreduce import AllReduced
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.local_sgd_allreduce import AllReduceAverager
     from offbeat.engine.reducer import Reducer
     from offbeat.plan import Plan
 
 
-class SwapsTogether(Swappable):
+class AllReduceSwitch(SwitchableSync):
     """All workers go over at once.
 
     Args:
@@ -39,23 +39,23 @@ class SwapsTogether(Swappable):
         average: makes what averages changes, given how often, and how their mean is applied.
         optimizer: the user's.
         control: this worker's end of the control group.
-        parameters, waiter, model: as of `Swappable`.
+        parameters, waiter, model: as of `SwitchableSync`.
     """
 
     def __init__(
         self,
         *,
         reducer: Reducer,
-        average: Callable[[LocalSGD], AllReduced],
+        average: Callable[[LocalSGD], AllReduceAverager],
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        control: Control,
-        waiter: Waiter,
+        control: ControlGroup,
+        waiter: BlockingWait,
         model: int = 0,
     ) -> None:
         super().__init__(reducer, parameters=parameters, waiter=waiter, model=model)
         self._reducer, self._average, self._optimizer, self._control = reducer, average, optimizer, control
-        self._averaging: AllReduced | None = None
+        self._averaging: AllReduceAverager | None = None
         if isinstance(policy := reducer.plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=0)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-class Drawn(NamedTuple):
+class BatchCounts(NamedTuple):
     """Batches that were drawn: how many, how many of them with data, the sum of their weights, and their samples."""
 
     batches: int = 0
@@ -19,16 +19,16 @@ class Drawn(NamedTuple):
     weight: float = 0.0
     samples: int = 0
 
-    def plus(self, other: Drawn) -> Drawn:
-        return Drawn(
+    def plus(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(
             self.batches + other.batches,
             self.with_data + other.with_data,
             self.weight + other.weight,
             self.samples + other.samples,
         )
 
-    def minus(self, other: Drawn) -> Drawn:
-        return Drawn(
+    def minus(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(
             self.batches - other.batches,
             self.with_data - other.with_data,
             self.weight - other.weight,
@@ -36,23 +36,23 @@ class Drawn(NamedTuple):
         )
 
 
-class Draw(NamedTuple):
+class DrawnBatch(NamedTuple):
     """A batch that a prepared loader gave out: which of all loaders' together, and how it counts."""
 
     number: int
-    drawn: Drawn
+    drawn: BatchCounts
 
 
-class Share:
+class BatchAccount:
     """Counts batches. Without a prepared loader nothing is drawn, and every exchange counts in full."""
 
     def __init__(self) -> None:
         self.stamp = 0  # batches drawn so far
         self.padding = False  # the batch at hand only keeps the loop going
         self.source = 0  # rank whose buffers count
-        self._drawn = Drawn()  # since the last exchange
-        self._used = Drawn()  # of these, by steps of the worker's own
-        self._computed = Drawn()  # of these, before the last backward began
+        self._drawn = BatchCounts()  # since the last exchange
+        self._used = BatchCounts()  # of these, by steps of the worker's own
+        self._computed = BatchCounts()  # of these, before the last backward began
         self._scale = 1.0
         self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
@@ -73,7 +73,7 @@ class Share:
         self.stamp += 1
         self._ahead += 1
         self.uncomputed += 1
-        self._drawn = self._drawn.plus(Drawn(1, 1, weight, samples) if real else Drawn(1))
+        self._drawn = self._drawn.plus(BatchCounts(1, 1, weight, samples) if real else BatchCounts(1))
         self.padding = not real
         self.source = source
 
@@ -126,7 +126,7 @@ class Share:
         """A parameter has a gradient, in which there is what was drawn."""
         self.uncomputed = 0
 
-    def put_back(self, drawn: Drawn) -> None:
+    def put_back(self, drawn: BatchCounts) -> None:
         """The loop was left with this batch in its hands, and nothing was computed from it."""
         self._drawn = self._drawn.minus(drawn)
         self._ahead = max(0, self._ahead - drawn.batches)
@@ -163,7 +163,7 @@ class Share:
             ModelError: if it is damaged.
         """
         batches, with_data, weight, samples = state["drawn"]
-        self._drawn = self._used = self._computed = Drawn(
+        self._drawn = self._used = self._computed = BatchCounts(
             state_checks.whole(batches, "batches"),
             state_checks.whole(with_data, "batches with data"),
             state_checks.number(weight, "weight of what was drawn"),
@@ -175,5 +175,5 @@ class Share:
     def exchanged(self) -> None:
         """The exchange is done; the next one counts anew."""
         self._scale, self._last_samples = self.scale, self.samples
-        self._drawn = self._used = self._computed = Drawn()
+        self._drawn = self._used = self._computed = BatchCounts()
         self.uncomputed = 0

@@ -20,7 +20,7 @@ from offbeat.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.engine.step_times import Times
+    from offbeat.engine.step_times import StepTimes
     from offbeat.layout import Bucket
 
 _HEAD = 5
@@ -28,7 +28,7 @@ _HEAD = 5
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
-class Entry:
+class GradEntry:
     """One parameter: its gradient's place, and what happened to it since the last exchange."""
 
     __slots__ = ("expected", "fired", "flat", "name", "parameter", "stale", "used", "view")
@@ -40,18 +40,20 @@ class Entry:
         self.fired = 0  # times a gradient arrived in this backward
         self.expected = 1  # times it arrives in a backward, as far as seen (checkpointing can make it several)
         self.stale: torch.Tensor | None = None  # of an earlier exchange, if none arrived since: kept if nobody has one
-        self.flat: Flat | None = None
+        self.flat: BucketBuffer | None = None
         self.view: torch.Tensor | None = None
 
 
-class Flat:
+class BucketBuffer:
     """A bucket's memory and the entries whose gradients are views into it.
 
     Args:
         times: that are told along with this bucket; None for none.
     """
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Entry], world: int, times: Times | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, entries: Sequence[GradEntry], world: int, times: StepTimes | None = None
+    ) -> None:
         self.bucket = bucket
         self.entries = list(entries)
         self._times, self._room = times, 0 if times is None else times.room()
@@ -89,7 +91,7 @@ class Flat:
                 self.grad.zero_()
         self.nonfinite = self._find_nonfinite() if check_finite else []
 
-    def _pack_one(self, entry: Entry, share: float) -> None:
+    def _pack_one(self, entry: GradEntry, share: float) -> None:
         view, grad = entry.view, entry.parameter.grad
         assert view is not None
         if grad is view:
@@ -142,7 +144,7 @@ class Flat:
             return []
         return [e.name for e in self.entries if e.view is not None and not bool(torch.isfinite(e.view).all())]
 
-    def read_tail(self, tail: torch.Tensor, part: float = 1.0) -> Tail:
+    def read_tail(self, tail: torch.Tensor, part: float = 1.0) -> BucketTrailer:
         """What the workers said together.
 
         Args:
@@ -159,7 +161,7 @@ class Flat:
             self._times.read(tail[self._end :])
         # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
         same = int(squares) * round(part * self._world) == int(stamps) ** 2
-        return Tail(weight / self._world, same, nonfinite > 0, calls > 0, used)
+        return BucketTrailer(weight / self._world, same, nonfinite > 0, calls > 0, used)
 
     def settle(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
@@ -176,7 +178,7 @@ class Flat:
                     entry.parameter.grad = None  # a gradient of padding, which nobody shares
 
 
-class Tail:
+class BucketTrailer:
     """A bucket's summed tail, read.
 
     Args:

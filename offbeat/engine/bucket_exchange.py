@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.codec import Codec, Exchanged, State
-    from offbeat.engine.bucket_buffer import Flat, Tail
-    from offbeat.engine.communicator import Channel
+    from offbeat.engine.bucket_buffer import BucketBuffer, BucketTrailer
+    from offbeat.engine.communicator import Communicator
 
 
-class Flight:
+class BucketExchange:
     """Begins the exchange of a packed bucket. Call order: `look` any number of times, `arrive`, `land`.
 
     Args:
@@ -40,10 +40,10 @@ class Flight:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: BucketBuffer,
         codec: Codec,
         state: State,
-        channel: Channel,
+        channel: Communicator,
         now_s: Callable[[], float],
         *,
         weight: float,
@@ -71,7 +71,7 @@ class Flight:
         if self.done_s is None and self._pending.done():
             self.done_s = self._now_s()
 
-    def arrive(self) -> Tail:
+    def arrive(self) -> BucketTrailer:
         """Wait for the first round, and return what the workers said along with it."""
         bucket = self.flat.bucket
         total = self._reply = self._channel.wait_for_bucket(self._pending, bucket)

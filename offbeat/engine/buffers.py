@@ -29,7 +29,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Place:
+class _BufferPlace:
     """Where a module keeps a buffer; `forward` may put another tensor there."""
 
     def __init__(self, name: str, module: torch.nn.Module, key: str) -> None:
@@ -57,14 +57,14 @@ class _Place:
         return f"{list(tensor.shape)} {tensor.dtype}"
 
 
-def _places(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[_Place]:
+def _places(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[_BufferPlace]:
     seen: set[int] = set()
     for prefix, child in module.named_modules():
         for key, tensor in child._buffers.items():
             name = f"{prefix}.{key}" if prefix else key
             if tensor is not None and name not in ignored and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield _Place(name, child, key)
+                yield _BufferPlace(name, child, key)
 
 
 class Buffers:

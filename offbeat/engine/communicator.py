@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 
 if TYPE_CHECKING:
     import torch
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.fabric import Fabric
     from offbeat.layout import Bucket
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
 
 
-class Channel:
+class Communicator:
     """Starts exchanges and waits for them.
 
     Args:
@@ -27,7 +27,7 @@ class Channel:
         model: which of several, from 0, for reports.
     """
 
-    def __init__(self, fabric: Fabric, waiter: Waiter, meter: Meter, model: int = 0) -> None:
+    def __init__(self, fabric: Fabric, waiter: BlockingWait, meter: StepMetrics, model: int = 0) -> None:
         self._fabric, self._waiter, self._meter = fabric, waiter, meter
         self.model = model
         self.rank, self.world = fabric.rank, fabric.world
@@ -52,9 +52,9 @@ class Channel:
             index: of the bucket, -1 if it is none.
 
         Raises:
-            WorkerLostError, NetworkError: as `Waiter.wait`.
+            WorkerLostError, NetworkError: as `BlockingWait.wait`.
         """
-        return self._waiter.wait(pending, Awaited(operation, self.step, index, self.buckets, label, self.model))
+        return self._waiter.wait(pending, WaitContext(operation, self.step, index, self.buckets, label, self.model))
 
     def wait_for_bucket(self, pending: Pending, bucket: Bucket) -> Reply:
         """Block until a round of the bucket's exchange is done."""

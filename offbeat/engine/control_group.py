@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.errors import DisagreementError
-from offbeat.payload import Contribution, Gather, Sum, Total
+from offbeat.payload import Gather, GatheredPart, Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
     from offbeat.fabric import Fabric
 
     Compared = Callable[[str, str, str], None]
@@ -30,7 +30,7 @@ _NUMBERS = 2
 _QUESTIONS = 1 << 20
 
 
-class Control:
+class ControlGroup:
     """This worker's end of the control group.
 
     Args:
@@ -43,7 +43,9 @@ class Control:
         compared: what was compared so far: the thing, the text, the advice.
     """
 
-    def __init__(self, fabric: Fabric, waiter: Waiter, members: Callable[[], Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, fabric: Fabric, waiter: BlockingWait, members: Callable[[], Sequence[int]] | None = None
+    ) -> None:
         self._fabric, self._waiter, self._members = fabric, waiter, members
         self.rank, self.world = fabric.rank, fabric.world
         self.compares: Compared | None = None
@@ -78,7 +80,7 @@ class Control:
         vector = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
         vector[:2] = torch.tensor([number, number**2], dtype=torch.float64)
         vector[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        reply = self._waiter.wait(self._fabric.start(Sum(vector)), Awaited(question))
+        reply = self._waiter.wait(self._fabric.start(Sum(vector)), WaitContext(question))
         assert isinstance(reply, Total)
         first, second, *sums = reply.tensor.tolist()
         # All numbers are equal if and only if their variance is zero.
@@ -127,11 +129,11 @@ class Control:
 
     def broadcast(self, question: str, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`. Collective."""
-        self._waiter.wait(self._fabric.broadcast(tensor, source), Awaited(question))
+        self._waiter.wait(self._fabric.broadcast(tensor, source), WaitContext(question))
 
     def _gather(self, question: str, text: str) -> dict[int, str]:
         data = torch.frombuffer(bytearray(zlib.compress(text.encode())), dtype=torch.uint8)
-        reply = self._waiter.wait(self._fabric.start(Gather((data,))), Awaited(question))
+        reply = self._waiter.wait(self._fabric.start(Gather((data,))), WaitContext(question))
         assert isinstance(reply, list)
         return {contribution.worker: _unpack(contribution) for contribution in reply}
 
@@ -153,7 +155,7 @@ def odd_ones(texts: Mapping[int, str]) -> tuple[list[int], int]:
     return [rank for rank, text in texts.items() if text != majority], next(r for r in texts if texts[r] == majority)
 
 
-def _unpack(contribution: Contribution) -> str:
+def _unpack(contribution: GatheredPart) -> str:
     inflate = zlib.decompressobj()
     data = contribution.tensors[0].numpy().tobytes()
     try:

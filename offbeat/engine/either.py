@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.engine.allreduce_switch import SwapsTogether
-    from offbeat.engine.batch_accounting import Share
-    from offbeat.engine.server_switch import SwapsAlone
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.engine.allreduce_switch import AllReduceSwitch
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.server_switch import ServerSwitch
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.layout import Layout
     from offbeat.plan import Plan
 
 
-class Either:
-    """An `Exchanger` that stands before one that may be exchanged for another.
+class SynchronizerProxy:
+    """A `Synchronizer` that stands before one that may be exchanged for another.
 
     Args:
         now: the one at work; whoever puts another in its place closes it.
     """
 
-    def __init__(self, now: SwapsAlone | SwapsTogether) -> None:
+    def __init__(self, now: ServerSwitch | AllReduceSwitch) -> None:
         self.now = now
 
     @property
@@ -38,12 +38,12 @@ class Either:
         self.now.plan = plan
 
     @property
-    def share(self) -> Share:
+    def share(self) -> BatchAccount:
         """This worker's part in the next exchange."""
         return self.now.share
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> StepMetrics:
         """Where measurements go."""
         return self.now.meter
 

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from offbeat.diagnosis.wait import Awaited
-from offbeat.engine import AllReduced, Buffers, Reducer, Served, SwapsAlone, SwapsTogether, distinct, ignored_names
+from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine import (
+    AllReduceAverager,
+    AllReduceSwitch,
+    Buffers,
+    Reducer,
+    ServerSwitch,
+    ServerSync,
+    distinct,
+    ignored_names,
+)
 from offbeat.engine.optimizer_state import gathered
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import OffbeatError
@@ -21,10 +30,10 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine import Control, Diary, Meter
-    from offbeat.engine.batch_accounting import Share
-    from offbeat.engine.server_session import Server
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine import ControlGroup, HistoryRecorder, StepMetrics
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.server_session import ServerSession
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
     from offbeat.plan import Plan
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """One model that was prepared.
 
     Args:
@@ -88,7 +97,7 @@ class Prepared:
         return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)
 
 
-class Exchanging:
+class SynchronizerFactory:
     """Makes what exchanges a model's gradients or changes.
 
     Args:
@@ -98,10 +107,10 @@ class Exchanging:
         diary: where digests of the parameters go.
     """
 
-    def __init__(self, control: Control, waiter: Waiter, meter: Meter, diary: Diary) -> None:
+    def __init__(self, control: ControlGroup, waiter: BlockingWait, meter: StepMetrics, diary: HistoryRecorder) -> None:
         self._control, self._waiter, self._meter, self._diary = control, waiter, meter, diary
 
-    def agree_on_optimizer(self, one: Prepared, *, is_served: bool) -> None:
+    def agree_on_optimizer(self, one: PreparedModel, *, is_served: bool) -> None:
         """See that all workers' optimizers are alike. Collective.
 
         Args:
@@ -117,7 +126,7 @@ class Exchanging:
             "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
         )
 
-    def serve(self, one: Prepared, plan: Plan, server: Server) -> SwapsAlone:
+    def serve(self, one: PreparedModel, plan: Plan, server: ServerSession) -> ServerSwitch:
         """Have a server keep the model; the optimizers were agreed on. Collective.
 
         Raises:
@@ -125,9 +134,9 @@ class Exchanging:
             DisagreementError: if another worker has another plan or layout.
         """
         served = self._served(one, plan, server, in_place=not isinstance(plan.sync, LocalSGD))
-        return SwapsAlone(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+        return ServerSwitch(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
 
-    def replicate(self, one: Prepared, plan: Plan, share: Share | None = None) -> SwapsTogether:
+    def replicate(self, one: PreparedModel, plan: Plan, share: BatchAccount | None = None) -> AllReduceSwitch:
         """Have the workers keep the model equal among themselves."""
         buffers = Buffers(one.model, one.fabric) if self._control.world > 1 else None
         reducer = Reducer(
@@ -143,8 +152,8 @@ class Exchanging:
             share=share,
         )
 
-        def average(policy: LocalSGD) -> AllReduced:
-            return AllReduced(
+        def average(policy: LocalSGD) -> AllReduceAverager:
+            return AllReduceAverager(
                 reducer=reducer,
                 parameters=one.parameters,
                 fabric=one.fabric,
@@ -154,7 +163,7 @@ class Exchanging:
                 model=one.number,
             )
 
-        return SwapsTogether(
+        return AllReduceSwitch(
             reducer=reducer,
             average=average,
             parameters=one.parameters,
@@ -166,7 +175,7 @@ class Exchanging:
 
     # -- from one to the other -----------------------------------------------------------------------------------
 
-    def to_server(self, one: Prepared, plan: Plan, server: Server, before: SwapsTogether) -> SwapsAlone:
+    def to_server(self, one: PreparedModel, plan: Plan, server: ServerSession, before: AllReduceSwitch) -> ServerSwitch:
         """Have a server go on from where the workers are, with every gradient; they are `refreshed` next. Collective.
 
         Raises:
@@ -176,7 +185,7 @@ class Exchanging:
         state = before.state_dict()
         served = self._served(one, plan, server, share=before.share)
         served.plan = before.plan
-        after = SwapsAlone(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+        after = ServerSwitch(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
         try:
             served.begin_with(state["step"], state["codec"], one.gathered())
         except OffbeatError:
@@ -185,7 +194,7 @@ class Exchanging:
         after.sync = before.sync
         return after
 
-    def to_group(self, one: Prepared, plan: Plan, before: SwapsAlone, step: int) -> SwapsTogether:
+    def to_group(self, one: PreparedModel, plan: Plan, before: ServerSwitch, step: int) -> AllReduceSwitch:
         """Have the workers go on by themselves from where all of them, and the server, are. Collective.
 
         Args:
@@ -202,7 +211,7 @@ class Exchanging:
         self.broadcast(one)
         return after
 
-    def broadcast(self, one: Prepared) -> None:
+    def broadcast(self, one: PreparedModel) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers. Collective."""
         if self._control.world == 1:
             return
@@ -214,14 +223,20 @@ class Exchanging:
                     continue
                 own = distinct(tensor.detach())
                 whole = own.contiguous()
-                self._waiter.wait(one.fabric.broadcast(whole, 0), Awaited(f"the first broadcast of {name}"))
+                self._waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
                 if whole.data_ptr() != own.data_ptr():
                     own.copy_(whole)
 
     def _served(
-        self, one: Prepared, plan: Plan, server: Server, *, in_place: bool = True, share: Share | None = None
-    ) -> Served:
-        return Served(
+        self,
+        one: PreparedModel,
+        plan: Plan,
+        server: ServerSession,
+        *,
+        in_place: bool = True,
+        share: BatchAccount | None = None,
+    ) -> ServerSync:
+        return ServerSync(
             parameters=one.parameters,
             layout=one.layout(plan, is_served=True),
             plan=plan,

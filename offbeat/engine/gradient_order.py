@@ -9,10 +9,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.engine.communicator import Channel
+    from offbeat.engine.communicator import Communicator
 
 
-class Arrivals:
+class GradientOrder:
     """The order in which a backward completes gradients.
 
     Args:
@@ -36,7 +36,7 @@ class Arrivals:
         rest = [name for name in reversed(self._registered) if name not in self._last]
         return sorted(self._last, key=self._last.__getitem__) + rest
 
-    def agreed(self, channel: Channel) -> list[str]:
+    def agreed(self, channel: Communicator) -> list[str]:
         """Rank 0's order. Collective."""
         index = {name: i for i, name in enumerate(self._registered)}
         order = torch.tensor([index[name] for name in self.mine], dtype=torch.int64, device=self._device)

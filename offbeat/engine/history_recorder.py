@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from offbeat.errors import PlanError
-from offbeat.history import Admits, Adopts, Crosses, Has, Loaded, Trains, Writer
+from offbeat.history import (
+    CheckpointLoaded,
+    FabricMigrated,
+    HistoryWriter,
+    ModelPrepared,
+    ParametersAfter,
+    PlanAdopted,
+    WorkersAdmitted,
+)
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -24,12 +32,12 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.plan import Plan
-    from offbeat.server.client.requests import Exchange
+    from offbeat.server.client.requests import ServerRequest
 
 _log = logging.getLogger("offbeat")
 
 
-class Diary:
+class HistoryRecorder:
     """One worker's, of all its models. Without a folder nothing is written, and nothing is computed.
 
     Args:
@@ -38,7 +46,7 @@ class Diary:
 
     def __init__(self, every: int = 1) -> None:
         self._every = every
-        self._writer: Writer | None = None
+        self._writer: HistoryWriter | None = None
         self._folder, self._rank = Path(), 0
         self.cost_s = 0.0  # that training has waited for it
 
@@ -50,7 +58,7 @@ class Diary:
         """
         self._folder, self._rank = folder, rank
         try:
-            self._writer = Writer(folder, f"worker-{rank}", kind="worker", job=job, rank=rank)
+            self._writer = HistoryWriter(folder, f"worker-{rank}", kind="worker", job=job, rank=rank)
         except OSError as error:
             why = error.strerror or error
             raise PlanError(f"Cannot keep a history in {folder}: {why}. Choose another folder.") from error
@@ -63,17 +71,17 @@ class Diary:
     def trains(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
         """A model is prepared."""
         if self._writer is not None:
-            self._writer.append(Trains(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
+            self._writer.append(ModelPrepared(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
 
     def adopts(self, plan: Plan) -> None:
         """Another plan holds, without a server."""
         if self._writer is not None:
-            self._writer.append(Adopts(plan.to_toml()))
+            self._writer.append(PlanAdopted(plan.to_toml()))
 
     def admits(self, ranks: Iterable[int]) -> None:
         """Others have joined, without a server."""
         if self._writer is not None:
-            self._writer.append(Admits(tuple(ranks)))
+            self._writer.append(WorkersAdmitted(tuple(ranks)))
 
     def has(
         self,
@@ -92,7 +100,9 @@ class Diary:
         if self._writer is None:
             return
         began_s = time.monotonic()
-        self._writer.append(Has(model, step, began_s, self._digest(step, tensors), samples, weights=weights))
+        self._writer.append(
+            ParametersAfter(model, step, began_s, self._digest(step, tensors), samples, weights=weights)
+        )
         self.cost_s += time.monotonic() - began_s
 
     def gave(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
@@ -102,14 +112,14 @@ class Diary:
             weights: as in `has`.
         """
         if self._writer is not None:
-            self._writer.append(Has(model, step, time.monotonic(), None, samples, weights=weights))
+            self._writer.append(ParametersAfter(model, step, time.monotonic(), None, samples, weights=weights))
 
     def has_from_server(
         self,
         model: int,
         step: int,
         tensors: Iterable[torch.Tensor],
-        exchange: Exchange,
+        exchange: ServerRequest,
         *,
         samples: float = 0.0,
         brought: bool = True,
@@ -133,7 +143,7 @@ class Diary:
         numbers = exchange.announced if brought else ()
         is_counted = brought and exchange.is_counted
         self._writer.append(
-            Has(model, step, began_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
+            ParametersAfter(model, step, began_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
         )
         self.cost_s += time.monotonic() - began_s
 
@@ -148,7 +158,7 @@ class Diary:
         """
         if self._writer is None:
             return
-        self._writer.append(Crosses(border, step, self._of(tensors)))
+        self._writer.append(FabricMigrated(border, step, self._of(tensors)))
         self._writer.close("")
         try:
             self.open(self._folder, job=job, rank=self._rank)
@@ -159,12 +169,12 @@ class Diary:
     def enters(self, border: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """The stretch has begun; what all have there."""
         if self._writer is not None:
-            self._writer.append(Crosses(border, step, self._of(tensors)))
+            self._writer.append(FabricMigrated(border, step, self._of(tensors)))
 
     def loaded(self) -> None:
         """A checkpoint is taken over."""
         if self._writer is not None:
-            self._writer.append(Loaded())
+            self._writer.append(CheckpointLoaded())
 
     def close(self, why: str = "") -> None:
         """This process ends; `why`, if the job does not."""

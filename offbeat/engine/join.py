@@ -1,14 +1,13 @@
 """How workers come to a job without a server while it trains. All is said through the store in which the others met.
 
     newcomer                                      the first of those that train
-      hello: who it is, its plan           --->
-                                           <---   answer: the plan that holds, what was prepared; or why not
-      prepares the same, and compares
-      ready                                --->
-                                                  calls all together, as for another plan (`plan_vote`): all know of it
-                                                  where the script begins again, behind a step:
-                                           <---   entry: behind which circle, at how many exchanges; all write it
-      is in the next circle (`Circle.arrive`, `Circle.admit`), and is handed what the others have (`state_transfer`)
+      hello: who it is, its plan           ---> <---   answer: the plan that holds, what was prepared; or why not
+                                           prepares the same, and compares ready                                --->
+                                           calls all together, as for another plan (`plan_vote`): all know of it where
+                                           the script begins again, behind a step: <---   entry: behind which circle, at
+                                           how many exchanges; all write it is in the next circle
+                                           (`ElasticGroup.arrive`, `ElasticGroup.admit`), and is handed what the others
+                                           have (`state_transfer`)
 
 Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second. It is
 agreed upon behind an exchange, and comes in later: it begins its script where the others have to be then, and these may
@@ -24,16 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.diagnosis.wait import Awaited, Polled
+from offbeat.diagnosis.wait import PolledPending, WaitContext
 from offbeat.engine.control_group import first_difference
 from offbeat.errors import DisagreementError, NetworkError, PlanError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.control_group import Control
-    from offbeat.fabric import Circle
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.control_group import ControlGroup
+    from offbeat.fabric import ElasticGroup
 
 _LOOK_S = 1.0  # of the first worker, for newcomers
 _ASK_S = 1.0  # of a newcomer, whether anybody trains
@@ -45,7 +44,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=64 << 20)]
 T = TypeVar("T")
 
 
-class Claim(msgspec.Struct, frozen=True):
+class JoinCheck(msgspec.Struct, frozen=True):
     """Something that is the same on all workers: what it is, in words; its lines; what to do where they differ."""
 
     what: str
@@ -53,7 +52,7 @@ class Claim(msgspec.Struct, frozen=True):
     advice: str
 
 
-class Hello(msgspec.Struct, frozen=True):
+class JoinHello(msgspec.Struct, frozen=True):
     """From a newcomer: who it is, which offbeat it runs, and its plan as TOML."""
 
     rank: _Rank
@@ -61,7 +60,7 @@ class Hello(msgspec.Struct, frozen=True):
     plan: _Text
 
 
-class Job(msgspec.Struct, frozen=True):
+class JobInfo(msgspec.Struct, frozen=True):
     """What a newcomer is to know before it is in.
 
     Args:
@@ -75,23 +74,23 @@ class Job(msgspec.Struct, frozen=True):
     hub: str
     token: bytes
     history: str
-    claims: Annotated[tuple[Claim, ...], msgspec.Meta(max_length=4096)]
+    claims: Annotated[tuple[JoinCheck, ...], msgspec.Meta(max_length=4096)]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class JoinReply(msgspec.Struct, frozen=True):
     """To a newcomer: what it is to know, or why it is not let in."""
 
-    job: Job | None = None
+    job: JobInfo | None = None
     refusal: _Text = ""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class JoinReady(msgspec.Struct, frozen=True):
     """From a newcomer: it has prepared these."""
 
-    claims: Annotated[tuple[Claim, ...], msgspec.Meta(max_length=4096)]
+    claims: Annotated[tuple[JoinCheck, ...], msgspec.Meta(max_length=4096)]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class JoinGrant(msgspec.Struct, frozen=True):
     """To a newcomer: behind which circle it comes in, and how many exchanges were begun by then; or why it does not."""
 
     circle: _Count = 0
@@ -109,7 +108,7 @@ class _Guest(msgspec.Struct, frozen=True):
 _guests = msgspec.json.Decoder(tuple[_Guest, ...])
 
 
-class Reception:
+class JoinServer:
     """One worker's part in taking in newcomers.
 
     Args:
@@ -124,11 +123,11 @@ class Reception:
     def __init__(
         self,
         store: Store,
-        control: Control,
-        circle: Circle,
-        waiter: Waiter,
+        control: ControlGroup,
+        circle: ElasticGroup,
+        waiter: BlockingWait,
         *,
-        job: Callable[[], Job | None],
+        job: Callable[[], JobInfo | None],
         version: str,
     ) -> None:
         self._store = PrefixStore("newcomers", store)
@@ -167,11 +166,11 @@ class Reception:
     def admit(self) -> tuple[int, ...]:
         """Take in who is expected; the ranks of those that are in. Collective, between exchanges."""
         ranks = sorted({guest.rank for guest in self._expected.values()} - set(self._circle.members))
-        entry = msgspec.json.encode(Entry(self._circle.number, self._circle.begun)).decode()
+        entry = msgspec.json.encode(JoinGrant(self._circle.number, self._circle.begun)).decode()
         for number in self._expected:
             self._store.compare_set(f"{number}/entry", "", entry)
         self._expected.clear()
-        self._waiter.wait(_Admission(self._circle, ranks), Awaited("newcomers to come in"))
+        self._waiter.wait(_Admission(self._circle, ranks), WaitContext("newcomers to come in"))
         return tuple(rank for rank in ranks if rank in self._circle.members)
 
     def put_off(self) -> None:
@@ -191,8 +190,8 @@ class Reception:
         if not looks or not self._hear_hellos():
             return
         for number in self._open:
-            self._store.compare_set(f"{number}/answer", "", msgspec.json.encode(Answer(refusal=_AWAY)).decode())
-            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(Entry(refusal=_AWAY)).decode())
+            self._store.compare_set(f"{number}/answer", "", msgspec.json.encode(JoinReply(refusal=_AWAY)).decode())
+            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(JoinGrant(refusal=_AWAY)).decode())
         self._open.clear()
 
     def _hear_hellos(self) -> bool:
@@ -220,7 +219,7 @@ class Reception:
         job = self._job()
         if job is None:
             return
-        hello = _read(self._store, f"{number}/hello", Hello)
+        hello = _read(self._store, f"{number}/hello", JoinHello)
         if hello is None:
             refusal = "Cannot join: this worker is of another offbeat than those that train."
         elif hello.version != self._version:
@@ -235,22 +234,22 @@ class Reception:
             )
         else:
             refusal = ""
-        answer = Answer(refusal=refusal) if refusal else Answer(job)
+        answer = JoinReply(refusal=refusal) if refusal else JoinReply(job)
         self._store.set(f"{number}/answer", msgspec.json.encode(answer).decode())
 
     def _check(self, number: int) -> None:
-        job, hello = self._job(), _read(self._store, f"{number}/hello", Hello)
-        ready = _read(self._store, f"{number}/ready", Ready)
+        job, hello = self._job(), _read(self._store, f"{number}/hello", JoinHello)
+        ready = _read(self._store, f"{number}/ready", JoinReady)
         if job is None or hello is None:
             return
         if ready is None or ready.claims[1:] != job.claims[1:]:
             text = "Cannot join: those that train have prepared something else meanwhile. Start this worker again."
-            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(Entry(refusal=text)).decode())
+            self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(JoinGrant(refusal=text)).decode())
             return
         self._ready[number] = _Guest(number, hello.rank)
 
 
-class Newcomer:
+class JoinClient:
     """A worker that is to come in. Call order: `ask`, `compare` for each thing prepared, `come_in`.
 
     Args:
@@ -260,14 +259,14 @@ class Newcomer:
         version: of this offbeat.
     """
 
-    def __init__(self, store: Store, rank: int, waiter: Waiter, *, version: str) -> None:
+    def __init__(self, store: Store, rank: int, waiter: BlockingWait, *, version: str) -> None:
         self._store = PrefixStore("newcomers", store)
         self._rank, self._waiter, self._version = rank, waiter, version
         self._number = -1  # of those that have come
-        self._claims: list[Claim] = []
-        self._job: Job | None = None
+        self._claims: list[JoinCheck] = []
+        self._job: JobInfo | None = None
 
-    def ask(self, plan: str, ended: Callable[[], bool]) -> Job:
+    def ask(self, plan: str, ended: Callable[[], bool]) -> JobInfo:
         """Say hello.
 
         Args:
@@ -283,8 +282,8 @@ class Newcomer:
             if ended():
                 raise WorkerLostError("Cannot join: the job has ended. Start it again.")
 
-        self._say_hello(msgspec.json.encode(Hello(self._rank, self._version, plan)))
-        answer = self._hear("answer", Answer, "those that train to take notice of this worker", look)
+        self._say_hello(msgspec.json.encode(JoinHello(self._rank, self._version, plan)))
+        answer = self._hear("answer", JoinReply, "those that train to take notice of this worker", look)
         if answer.job is None:
             raise PlanError(answer.refusal)
         self._job = answer.job
@@ -298,10 +297,10 @@ class Newcomer:
         """
         assert self._job is not None, "asked before"
         number = len(self._claims)
-        self._claims.append(claim := Claim(what, text, advice))
+        self._claims.append(claim := JoinCheck(what, text, advice))
         if number == 0:  # the plan, which was compared
             return
-        theirs = self._job.claims[number] if number < len(self._job.claims) else Claim("", "nothing", "")
+        theirs = self._job.claims[number] if number < len(self._job.claims) else JoinCheck("", "nothing", "")
         if (claim.what, claim.text) != (theirs.what, theirs.text):
             mine, others = first_difference(claim.text, theirs.text)
             raise DisagreementError(
@@ -314,7 +313,7 @@ class Newcomer:
         """Whether it has prepared all that those that train have."""
         return self._job is not None and len(self._claims) == len(self._job.claims)
 
-    def come_in(self, circle: Circle, gone: Callable[[], Mapping[int, str]]) -> None:
+    def come_in(self, circle: ElasticGroup, gone: Callable[[], Mapping[int, str]]) -> None:
         """Be in the next circle.
 
         Args:
@@ -330,12 +329,12 @@ class Newcomer:
             if all(rank in ended for rank in range(circle.world)):
                 raise WorkerLostError("Cannot join: all workers that the job began with have ended.")
 
-        self._say("ready", Ready(tuple(self._claims)))
-        entry = self._hear("entry", Entry, "those that train to take this worker in", look)
+        self._say("ready", JoinReady(tuple(self._claims)))
+        entry = self._hear("entry", JoinGrant, "those that train to take this worker in", look)
         if entry.refusal:
             raise PlanError(entry.refusal)
         circle.arrive(entry.circle, entry.begun)
-        self._waiter.wait(_Arrival(circle), Awaited("the connection to those that train"))
+        self._waiter.wait(_Arrival(circle), WaitContext("the connection to those that train"))
 
     def _say_hello(self, hello: bytes) -> None:
         """As the first number that nobody has: one that is lost has said it, or has none that others wait for."""
@@ -344,12 +343,12 @@ class Newcomer:
             if self._store.compare_set(f"{self._number}/hello", "", hello.decode()) == hello:
                 return
 
-    def _say(self, what: str, message: Ready) -> None:
+    def _say(self, what: str, message: JoinReady) -> None:
         self._store.set(f"{self._number}/{what}", msgspec.json.encode(message).decode())
 
     def _hear(self, what: str, kind: type[T], words: str, look: Callable[[], None]) -> T:
         key = f"{self._number}/{what}"
-        self._waiter.wait(_Key(self._store, key, look), Awaited(words, outlives=True))
+        self._waiter.wait(_Key(self._store, key, look), WaitContext(words, outlives=True))
         heard = _read(self._store, key, kind)
         if heard is None:
             raise NetworkError("Cannot join: those that train run another offbeat, which cannot be understood.")
@@ -364,7 +363,7 @@ def _read(store: Store, key: str, kind: type[T]) -> T | None:
         return None
 
 
-class _Key(Polled):
+class _Key(PolledPending):
     """Somebody writes it."""
 
     def __init__(self, store: Store, key: str, look: Callable[[], Any]) -> None:
@@ -383,30 +382,30 @@ class _Key(Polled):
         return False
 
 
-class _Arrival(Polled):
+class _Arrival(PolledPending):
     """This worker is in."""
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: ElasticGroup) -> None:
         self._circle = circle
 
     def done(self) -> bool:
         return self._circle.mend(timedelta())
 
 
-class Parting(Polled):
-    """Nobody needs this worker any more, which is done; `told_at` as in `Circle.part`."""
+class LeaveBarrier(PolledPending):
+    """Nobody needs this worker any more, which is done; `told_at` as in `ElasticGroup.part`."""
 
-    def __init__(self, circle: Circle, told_at: int | None = None) -> None:
+    def __init__(self, circle: ElasticGroup, told_at: int | None = None) -> None:
         self._circle, self._told_at = circle, told_at
 
     def done(self) -> bool:
         return self._circle.part(timedelta(), self._told_at)
 
 
-class _Admission(Polled):
+class _Admission(PolledPending):
     """It is known who is in."""
 
-    def __init__(self, circle: Circle, ranks: Sequence[int]) -> None:
+    def __init__(self, circle: ElasticGroup, ranks: Sequence[int]) -> None:
         self._circle, self._ranks = circle, ranks
 
     def done(self) -> bool:

@@ -22,14 +22,14 @@ from offbeat.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.synchronizer import Exchanger
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.synchronizer import Synchronizer
 
 
-class Averaging(Protocol):
+class Averager(Protocol):
     """Averages the changes of one model.
 
-    Call order, by `Local`: `begin` at the first local step, or `load_state_dict`; then `average` now and then.
+    Call order, by `LocalSGDSync`: `begin` at the first local step, or `load_state_dict`; then `average` now and then.
     """
 
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class Averaging(Protocol):
         """Take over what `state_dict` returned, and have the exchanger take over its own. Collective."""
 
 
-class Local:
+class LocalSGDSync:
     """One model's local steps and averages. Stands around an exchanger, which it lets work where the policy says so.
 
     Args:
@@ -76,10 +76,10 @@ class Local:
     def __init__(
         self,
         *,
-        exchanger: Exchanger,
-        averaging: Averaging,
+        exchanger: Synchronizer,
+        averaging: Averager,
         parameters: Mapping[str, torch.nn.Parameter],
-        waiter: Waiter,
+        waiter: BlockingWait,
         step: int = 0,
         ahead: int = 0,
         model: int = 0,

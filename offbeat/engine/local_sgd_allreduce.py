@@ -11,7 +11,7 @@ import torch
 
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
-from offbeat.engine.communicator import Channel
+from offbeat.engine.communicator import Communicator
 from offbeat.engine.nonfinite import leave_out
 from offbeat.layout import arrange
 from offbeat.payload import Sum, Total
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.codec import Exchange, State
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.reducer import Reducer
-    from offbeat.engine.step_times import Times
+    from offbeat.engine.step_times import StepTimes
     from offbeat.fabric import Fabric
     from offbeat.layout import Bucket
     from offbeat.pending import Pending
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from offbeat.sync import LocalSGD, OuterSGD
 
 
-class AllReduced:
-    """One model's averages. An `Averaging`.
+class AllReduceAverager:
+    """One model's averages. An `Averager`.
 
     Args:
         reducer: of the same model; share and meter are its.
@@ -52,17 +52,17 @@ class AllReduced:
         parameters: Mapping[str, torch.nn.Parameter],
         fabric: Fabric,
         buffers: Buffers | None,
-        waiter: Waiter,
+        waiter: BlockingWait,
         policy: LocalSGD,
         model: int = 0,
     ) -> None:
         self._reducer = reducer
         self._plan, self._share, self._meter = reducer.plan, reducer.share, reducer.meter
         self._outer, self._every, self._buffers = policy.outer, policy.every, buffers
-        self._channel = Channel(fabric, waiter, reducer.meter, model)
+        self._channel = Communicator(fabric, waiter, reducer.meter, model)
         buckets = arrange(parameters, bucket_bytes=self._plan.bucket_bytes).buckets
         self._channel.buckets = len(buckets)
-        self._changes = [Change(bucket, parameters, self._plan.codec.init(bucket)) for bucket in buckets]
+        self._changes = [BucketDelta(bucket, parameters, self._plan.codec.init(bucket)) for bucket in buckets]
         self.make_room()
 
     def make_room(self) -> None:
@@ -124,7 +124,7 @@ class AllReduced:
             change.load_state_dict(state)
 
 
-class Change:
+class BucketDelta:
     """One bucket: anchor, change, outer momentum.
 
     Args:
@@ -136,14 +136,14 @@ class Change:
     def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter], state: State) -> None:
         self._bucket, self._state = bucket, state
         self.anchor = Anchor(bucket, parameters)
-        self._times: Times | None = None
+        self._times: StepTimes | None = None
         self._place(0)
         self._momentum = torch.zeros_like(self._change)
         self._exchange: Exchange
         self._payload: Sum
         self._pending: Pending
 
-    def make_room(self, times: Times, every: int) -> None:
+    def make_room(self, times: StepTimes, every: int) -> None:
         """For these, in averages of so many steps."""
         room = times.room(every)
         self._times = times if room else None
@@ -171,7 +171,7 @@ class Change:
         views = self.anchor.views_in(payload.tensor)
         return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
 
-    def send(self, channel: Channel, weight: float, *, calls: bool) -> None:
+    def send(self, channel: Communicator, weight: float, *, calls: bool) -> None:
         """Send it."""
         self._tail.zero_()
         self._tail[0], self._tail[1] = weight, float(calls)
@@ -179,7 +179,7 @@ class Change:
             self._times.write(self._tail[2:])
         self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
 
-    def finish(self, channel: Channel, outer: OuterSGD | None) -> tuple[float, bool]:
+    def finish(self, channel: Communicator, outer: OuterSGD | None) -> tuple[float, bool]:
         """Receive the mean change and apply it; the parameters are the new anchor.
 
         Returns:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
 from offbeat.protocol.optimizer_spec import outer_hyper
-from offbeat.protocol.training import About
+from offbeat.protocol.training import ContributionInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from offbeat.engine.server_sync import Served
+    from offbeat.engine.server_sync import ServerSync
     from offbeat.sync import LocalSGD
 
 
-class AtServer:
-    """One model's averages. An `Averaging`.
+class ServerAverager:
+    """One model's averages. An `Averager`.
 
     Args:
         served: of the same model; nothing the server sends lands in the parameters themselves.
@@ -32,7 +32,7 @@ class AtServer:
         policy: when changes are brought, and how they are applied.
     """
 
-    def __init__(self, served: Served, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
+    def __init__(self, served: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
         self._served, self._policy = served, policy
         self.ends = False  # whether the next change is the last, since the policy is swapped
         self._anchors = [Anchor(bucket, parameters) for bucket in served.layout.buckets]
@@ -62,7 +62,7 @@ class AtServer:
         for anchor, grad in zip(self._anchors, served.grads, strict=True):
             anchor.change(grad)
         weight = served.weight(float(steps))
-        about = About(weight * part, outer_hyper(self._policy.outer), change=True, ends=self.ends)
+        about = ContributionInfo(weight * part, outer_hyper(self._policy.outer), change=True, ends=self.ends)
         span = served.exchange(about, step=step)
         for anchor in self._anchors:
             anchor.here()

@@ -10,14 +10,14 @@ from offbeat.errors import NumericsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.plan import Nonfinite
 
 _log = logging.getLogger("offbeat")
 _MOST_NAMED = 3
 
 
-def leave_out(names: Sequence[str], choice: Nonfinite, *, what: str, step: int, meter: Meter) -> bool:
+def leave_out(names: Sequence[str], choice: Nonfinite, *, what: str, step: int, meter: StepMetrics) -> bool:
     """Whether this is to count for nothing; said whenever it is.
 
     Args:

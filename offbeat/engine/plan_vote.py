@@ -15,20 +15,20 @@ import msgspec
 
 from offbeat.errors import OffbeatError, PeerError, PlanError
 from offbeat.wire import swap_request
-from offbeat.wire.swap_request import Granted, Wish
+from offbeat.wire.swap_request import SwapReply, SwapRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.control_group import ControlGroup
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
 _LOOK_S = 0.2
 
 
-class Outcome(NamedTuple):
+class VoteResult(NamedTuple):
     """The plan that holds from now on, and why it is no other one, if that was wanted; the reason of a controller."""
 
     plan: Plan
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class PlanRequest(msgspec.Struct, frozen=True):
     """What a worker wants.
 
     Args:
@@ -48,10 +48,10 @@ class Wanted(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-_wanted = msgspec.json.Decoder(Wanted).decode
+_wanted = msgspec.json.Decoder(PlanRequest).decode
 
 
-class Conference:
+class PlanVote:
     """One worker's part.
 
     Args:
@@ -63,19 +63,19 @@ class Conference:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlGroup,
         now_s: Callable[[], float],
         folder: Path | None,
         check: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._control, self._now_s, self._folder, self._check = control, now_s, folder, check
-        self._wanted = Wanted()
-        self._wish: Wish | None = None
+        self._wanted = PlanRequest()
+        self._wish: SwapRequest | None = None
         self._looked_s = 0.0
 
     def want(self, plan: Plan, reason: str = "") -> None:
         """This worker wants it, for this reason of a controller if it is one's."""
-        self._wanted = Wanted(plan.to_toml(), reason)
+        self._wanted = PlanRequest(plan.to_toml(), reason)
 
     @property
     def is_due(self) -> bool:
@@ -101,9 +101,9 @@ class Conference:
             self._look(self._folder, present)
         return self.is_due
 
-    def decide(self, present: Plan) -> Outcome:
+    def decide(self, present: Plan) -> VoteResult:
         """Which plan holds from now on. Collective."""
-        mine, self._wanted = msgspec.json.encode(self._wanted).decode(), Wanted()
+        mine, self._wanted = msgspec.json.encode(self._wanted).decode(), PlanRequest()
         all_ = [_wanted(text) for text in self._control.texts("the question for another plan", mine).values()]
         told = {one.plan for one in all_ if one.plan and not one.reason}
         reason = "" if told else next((one.reason for one in all_ if one.plan), "")
@@ -119,12 +119,12 @@ class Conference:
             refusal = str(error)
         refusals = self._control.texts("the agreement on another plan", refusal)
         refusal = next((text for text in refusals.values() if text), "")
-        return Outcome(present if refusal else plan, refusal, reason)
+        return VoteResult(present if refusal else plan, refusal, reason)
 
     def answer(self, text: str, refusal: str) -> None:
         """Say what became of it to whoever had left a wish."""
         if self._wish is not None and self._folder is not None:
-            swap_request.answer(self._folder, Granted(self._wish.number, text, refusal))
+            swap_request.answer(self._folder, SwapReply(self._wish.number, text, refusal))
         self._wish = None
 
     def _look(self, folder: Path, present: Plan) -> None:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.engine import sparse, state_checks, worker_questions
-from offbeat.engine.batch_accounting import Share
-from offbeat.engine.bucket_buffer import Entry, Flat
-from offbeat.engine.bucket_exchange import Flight
-from offbeat.engine.communicator import Channel
-from offbeat.engine.gradient_order import Arrivals
-from offbeat.engine.step_times import Times
+from offbeat.engine.batch_accounting import BatchAccount
+from offbeat.engine.bucket_buffer import BucketBuffer, GradEntry
+from offbeat.engine.bucket_exchange import BucketExchange
+from offbeat.engine.communicator import Communicator
+from offbeat.engine.gradient_order import GradientOrder
+from offbeat.engine.step_times import StepTimes
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, NumericsError
 from offbeat.layout import Layout, arrange
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.codec import Codec, State
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.buffers import Buffers
-    from offbeat.engine.control_group import Control
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.fabric import Fabric
     from offbeat.plan import Plan
 
@@ -71,42 +71,42 @@ class Reducer:
         layout: Layout,
         plan: Plan,
         fabric: Fabric,
-        control: Control,
+        control: ControlGroup,
         buffers: Buffers | None,
-        waiter: Waiter,
-        meter: Meter,
+        waiter: BlockingWait,
+        meter: StepMetrics,
         model: int = 0,
-        share: Share | None = None,
+        share: BatchAccount | None = None,
     ) -> None:
         self.plan = plan
         self.layout = layout
-        self.share = share or Share()
+        self.share = share or BatchAccount()
         self.meter = meter
         self.sync = True  # False inside no_sync()
         self._codec: Codec = plan.codec
         self._check_finite = plan.nonfinite != "pass"
         self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
         self._sums: set[float] = set()  # of all workers' weights, in the exchange at hand
-        self._channel = Channel(fabric, waiter, meter, model)
+        self._channel = Communicator(fabric, waiter, meter, model)
         # A controller is told of the model that was prepared first.
         are_told = plan.controller is not None and not model
-        self.times = Times(self._channel.rank, self._channel.world, meter.take_own, are_told=are_told)
+        self.times = StepTimes(self._channel.rank, self._channel.world, meter.take_own, are_told=are_told)
         self._control = control
         self._buffers = buffers
         self._waiter = waiter
         self._parameters = dict(parameters)
-        self._entries = {name: Entry(name, p) for name, p in parameters.items()}
+        self._entries = {name: GradEntry(name, p) for name, p in parameters.items()}
         self._states: State = {}
-        self._flats: list[Flat] = []
+        self._flats: list[BucketBuffer] = []
         self._build(layout)
-        self._flights: list[Flight] = []
+        self._flights: list[BucketExchange] = []
         self._open = False  # inside a backward that communicates
         self._closed = False
         self._any_fired = False
-        self._arrivals: Arrivals | None = Arrivals(self._parameters)  # until they are known
+        self._arrivals: GradientOrder | None = GradientOrder(self._parameters)  # until they are known
         self._forward_due = False  # a forward pass that should lead to an exchange has run
         self._exchanged = False  # an exchange happened since the last optimizer step
-        self._landmark: Entry | None = None  # one that had a gradient after the last exchange
+        self._landmark: GradEntry | None = None  # one that had a gradient after the last exchange
         self._drops_padding = False
         self._told_unused = self._told_graph = False
         self._hooks = [
@@ -126,7 +126,7 @@ class Reducer:
         self._channel.step = step
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> Communicator:
         """To the other workers; in the same order on every rank."""
         return self._channel
 
@@ -229,7 +229,7 @@ class Reducer:
         counts = {name: state_checks.whole(expected[name], f"gradients of {name}", least=1) for name in order}
         for name, count in counts.items():
             self._entries[name].expected = count
-        self._arrivals = None if state["learnt"] is True else Arrivals(self._parameters)
+        self._arrivals = None if state["learnt"] is True else GradientOrder(self._parameters)
         self._build(
             arrange(
                 self._parameters,
@@ -266,7 +266,7 @@ class Reducer:
 
     # -- during backward -----------------------------------------------------------------------------------------
 
-    def _on_grad(self, entry: Entry, parameter: torch.Tensor) -> None:
+    def _on_grad(self, entry: GradEntry, parameter: torch.Tensor) -> None:
         entry.used = True
         self.share.computed()
         if not self.sync:
@@ -294,7 +294,7 @@ class Reducer:
         elif entry.fired > entry.expected:
             self._on_late(entry, flat)
 
-    def _on_late(self, entry: Entry, flat: Flat) -> None:
+    def _on_late(self, entry: GradEntry, flat: BucketBuffer) -> None:
         expected, entry.expected = entry.expected, entry.fired
         if flat.bucket.index < len(self._flights):
             raise ModelError(
@@ -328,7 +328,7 @@ class Reducer:
         while len(self._flights) < len(self._flats) and self._flats[len(self._flights)].missing == 0:
             self._issue(self._flats[len(self._flights)])
 
-    def _issue(self, flat: Flat) -> None:
+    def _issue(self, flat: BucketBuffer) -> None:
         for flight in self._flights:
             flight.look()
         weight, stamp = self.share.weight, self.share.stamp
@@ -337,7 +337,7 @@ class Reducer:
         )
         state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
         self._flights.append(
-            Flight(
+            BucketExchange(
                 flat,
                 self._codec,
                 state,
@@ -378,7 +378,7 @@ class Reducer:
         if bad:
             self._on_nonfinite(bad, mine)
 
-    def _finish(self, flight: Flight) -> bool:
+    def _finish(self, flight: BucketExchange) -> bool:
         """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
         tail = flight.arrive()
         if not tail.in_step:
@@ -415,7 +415,7 @@ class Reducer:
                 step, "unused", f"step {step}: no gradient for {worker_questions.some(unused)}; they contribute zeros."
             )
 
-    def _learn(self, arrivals: Arrivals) -> None:
+    def _learn(self, arrivals: GradientOrder) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
         self._arrivals = None
         for entry in self._entries.values():
@@ -439,7 +439,7 @@ class Reducer:
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
             times = self.times if bucket is layout.buckets[-1] else None
-            self._flats.append(Flat(bucket, entries, self._channel.world, times))
+            self._flats.append(BucketBuffer(bucket, entries, self._channel.world, times))
             fresh = self._codec.init(bucket)
             for slot in bucket.slots:
                 self._states.setdefault(slot.name, fresh.get(slot.name, {}))

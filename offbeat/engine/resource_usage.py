@@ -18,7 +18,7 @@ EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Resources:
+class ResourceUsage:
     """What a worker used over about the last second.
 
     Args:
@@ -44,17 +44,17 @@ class ResourceSampler:
         self._now_s, self._sent_bytes = now_s, sent_bytes
         self._process = psutil.Process()
         self._lock = threading.Lock()
-        self._last: Resources | None = None
+        self._last: ResourceUsage | None = None
         self._before = self._read()
 
-    def sample(self) -> Resources | None:
+    def sample(self) -> ResourceUsage | None:
         """The newest; None within the first second."""
         with self._lock:
             then_s, then_cpu_s, then_bytes = self._before
             if self._now_s() - then_s >= EVERY_S:
                 self._before = now_s, cpu_s, sent_bytes = self._read()
                 past_s = now_s - then_s
-                self._last = Resources(
+                self._last = ResourceUsage(
                     max(0.0, cpu_s - then_cpu_s) / past_s,
                     self._process.memory_info().rss,
                     max(0, sent_bytes - then_bytes) / past_s,

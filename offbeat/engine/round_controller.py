@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from offbeat.control import Roundbook, Swap
+from offbeat.control import RoundMetrics, Swap
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 
 
-class Controlling:
+class RoundController:
     """One worker's part. Call order: `stepped` behind each step; then `ask`, on the first worker.
 
     Args:
@@ -32,7 +32,7 @@ class Controlling:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._book = Roundbook(now_s())
+        self._book = RoundMetrics(now_s())
         self._step, self._samples = 0, 0
         self._asked: Policy | None = None
         self._refused: set[Policy] = set()

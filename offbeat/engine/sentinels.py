@@ -11,25 +11,25 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from offbeat.diagnosis.sentinel_client import Watch
+from offbeat.diagnosis.sentinel_client import SentinelClient
 from offbeat.errors import NetworkError
 from offbeat.wire.interfaces import address_towards, interface_address
 
 if TYPE_CHECKING:
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.control_group import ControlGroup
 
 _log = logging.getLogger("offbeat")
 _HEARD_S = 10.0  # for a newcomer's sentinel to be heard
 _ASK_PATIENCE = timedelta(seconds=0.2)
 
 
-def meeting_address(control: Control) -> str:
+def meeting_address(control: ControlGroup) -> str:
     """Where this worker can listen so that all others reach it: loopback if all are on one machine. Collective."""
     here = control.texts("the comparison of machines", _machine())
     return "127.0.0.1" if len(set(here.values())) == 1 else _address()
 
 
-def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
+def start_watch(control: ControlGroup, *, outlives: bool = False) -> SentinelClient | None:
     """Give this worker a sentinel, and connect it with the others'. Collective.
 
     The hub's address and the run's token, fresh for each run, travel over the control group: who can read there could
@@ -45,7 +45,9 @@ def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
     token, watch, announced = secrets.token_bytes(32), None, ""
     if control.rank == 0:
         try:
-            watch = Watch.start(rank=0, world=control.world, token=token, hub=None, bind=bind, outlives=outlives)
+            watch = SentinelClient.start(
+                rank=0, world=control.world, token=token, hub=None, bind=bind, outlives=outlives
+            )
             announced = f"{watch.hub} {token.hex()}"
         except NetworkError as error:
             announced = f"! {error}"
@@ -56,13 +58,13 @@ def start_watch(control: Control, *, outlives: bool = False) -> Watch | None:
     if watch is not None:
         return watch
     try:
-        return Watch.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
+        return SentinelClient.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
     except NetworkError as error:
         _log.warning("Rank %d cannot say where it is, and will not hear why it waits: %s", control.rank, error)
         return None
 
 
-def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> Watch:
+def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> SentinelClient:
     """Give a newcomer a sentinel that those of the others hear.
 
     Args:
@@ -72,7 +74,7 @@ def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> Watch:
     Raises:
         NetworkError: if that cannot be: nobody would know if this worker was lost.
     """
-    watch = Watch.start(rank=rank, world=world, token=token, hub=hub)
+    watch = SentinelClient.start(rank=rank, world=world, token=token, hub=hub)
     deadline_s = time.monotonic() + _HEARD_S
     while time.monotonic() < deadline_s:
         with suppress(NetworkError):  # on a crowded machine it may take longer to answer, just when it has started

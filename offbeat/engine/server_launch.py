@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.diagnosis.wait import Awaited, Call
+from offbeat.diagnosis.wait import ThreadCall, WaitContext
 from offbeat.engine.sentinels import meeting_address
 from offbeat.errors import NetworkError
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.control_group import Control
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.control_group import ControlGroup
     from offbeat.fabric.parameter_server import ParameterServer
-    from offbeat.server.launch import Settings
+    from offbeat.server.launch import ShardSettings
 
 
-class Starting:
+class ServerLaunch:
     """The server of a job, started beside one worker meanwhile; the others have nothing to start.
 
     Args:
@@ -32,17 +32,17 @@ class Starting:
         settings: of the first shard; None on the others.
     """
 
-    def __init__(self, beside: int, settings: Settings | None) -> None:
+    def __init__(self, beside: int, settings: ShardSettings | None) -> None:
         from offbeat.server.launch import start_shard
 
         self.beside, self._settings = beside, settings
-        self._call = None if settings is None else Call(lambda: start_shard(settings), "offbeat-server")
+        self._call = None if settings is None else ThreadCall(lambda: start_shard(settings), "offbeat-server")
 
     def done(self) -> bool:
         """Whether it is there, or cannot be."""
         return self._call is None or self._call.done()
 
-    def where(self, waiter: Waiter) -> str:
+    def where(self, waiter: BlockingWait) -> str:
         """Its address, job and token, for all; waits until it is there.
 
         Raises:
@@ -51,7 +51,7 @@ class Starting:
         settings, call = self._settings, self._call
         if settings is None or call is None:
             return ""
-        waiter.wait(call, Awaited("starting the parameter server", alone=True, starts=True))
+        waiter.wait(call, WaitContext("starting the parameter server", alone=True, starts=True))
         _, address = call.outcome.result()
         return f"{address} {settings.job} {settings.token}"
 
@@ -66,7 +66,7 @@ def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
         started.result()[0].terminate()
 
 
-def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> Starting:
+def start_beside(control: ControlGroup, timeout: timedelta, run_dir: Path | None) -> ServerLaunch:
     """Have the first worker begin to start the first shard of a server, with its own job and token. Collective.
 
     Args:
@@ -77,10 +77,10 @@ def start_beside(control: Control, timeout: timedelta, run_dir: Path | None) -> 
     bind = meeting_address(control)
     first = control.first
     if control.rank != first:
-        return Starting(first, None)
+        return ServerLaunch(first, None)
     job, token = secrets.token_hex(8), secrets.token_hex(32)
     settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
-    return Starting(first, _with_snapshots(settings, run_dir, first))
+    return ServerLaunch(first, _with_snapshots(settings, run_dir, first))
 
 
 def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
@@ -94,14 +94,14 @@ def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ..
 
 
 def beside_workers(
-    control: Control,
-    waiter: Waiter,
-    settings: Settings,
+    control: ControlGroup,
+    waiter: BlockingWait,
+    settings: ShardSettings,
     run_dir: Path | None,
-    starting: Starting,
+    starting: ServerLaunch,
     *,
     everywhere: bool,
-) -> tuple[tuple[str, ...], Settings]:
+) -> tuple[tuple[str, ...], ShardSettings]:
     """Wait for the shard that one worker starts; where it is, and how to connect. Collective.
 
     Args:
@@ -140,16 +140,16 @@ def beside_workers(
     return tuple(addresses), settings
 
 
-def _start(settings: Settings, waiter: Waiter) -> str:
+def _start(settings: ShardSettings, waiter: BlockingWait) -> str:
     """Start a shard, which imports torch: for seconds, in which the others are told what they wait for. Its address."""
     from offbeat.server.launch import start_shard
 
-    what = Awaited("starting a shard of the parameter server", alone=True, starts=True)
+    what = WaitContext("starting a shard of the parameter server", alone=True, starts=True)
     _, address = waiter.call(lambda: start_shard(settings), what)
     return address
 
 
-def _with_snapshots(settings: Settings, run_dir: Path | None, shard: int) -> Settings:
+def _with_snapshots(settings: ShardSettings, run_dir: Path | None, shard: int) -> ShardSettings:
     """The same, with a folder for snapshots, so that the shard can be started again if it dies."""
     from offbeat.server.launch import RESTARTS
 

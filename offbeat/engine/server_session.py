@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine.server_launch import addresses_of, beside_workers, start_beside
-from offbeat.engine.sync_point import Border
+from offbeat.engine.sync_point import SyncPoint
 from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.plan import Plan
 from offbeat.protocol.checkpoints import LOADING
@@ -24,14 +24,14 @@ from offbeat.short_name import short_name
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.control_group import Control
-    from offbeat.engine.server_launch import Starting
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.server_launch import ServerLaunch
     from offbeat.fabric.parameter_server import ParameterServer
-    from offbeat.protocol.worker_status import Status
-    from offbeat.server.launch import Settings
-    from offbeat.wire.link import Link
-    from offbeat.wire.loop_thread import Loop
+    from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.server.launch import ShardSettings
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.loop_thread import LoopThread
     from offbeat.wire.session import Receiver
 
 _FIRST_PATIENCE = timedelta(seconds=20)
@@ -39,7 +39,7 @@ _BITS = 32  # of a float that is a set of ranks
 _log = logging.getLogger("offbeat")
 
 
-class Plans:
+class ServerPlans:
     """The plan that holds, as the server says; asked about on the event loop's thread, read by the training thread.
 
     Args:
@@ -54,7 +54,7 @@ class Plans:
     def __init__(self, plan: Plan, stays: Callable[[Plan], str] = lambda plan: "") -> None:
         self.present = self.taken = plan
         self.told: collections.deque[str] = collections.deque()  # what has changed, for people
-        self.border = Border()
+        self.border = SyncPoint()
         self._stays = stays
 
     def judge(self, plan: str) -> tuple[str, str, int]:
@@ -84,7 +84,7 @@ class Plans:
         self.border.settle()
 
 
-class Server:
+class ServerSession:
     """A worker's connection to all shards.
 
     Args:
@@ -101,9 +101,9 @@ class Server:
         self,
         client: Client,
         spec: ParameterServer,
-        loop: Loop,
+        loop: LoopThread,
         shards: int,
-        plans: Plans,
+        plans: ServerPlans,
         job: str = "",
         first: int = 0,
     ) -> None:
@@ -130,7 +130,7 @@ class Server:
         self.used += self.drawn
         self.drawn = []
 
-    def sum(self, question: str, numbers: Sequence[float], waiter: Waiter) -> tuple[float, ...]:
+    def sum(self, question: str, numbers: Sequence[float], waiter: BlockingWait) -> tuple[float, ...]:
         """The sums of numbers over all workers that are there. Collective.
 
         Raises:
@@ -138,19 +138,19 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask(question, numbers)
-        waiter.wait(asked, Awaited(question, outlives=True))
+        waiter.wait(asked, WaitContext(question, outlives=True))
         return asked.numbers
 
-    def settle(self, waiter: Waiter) -> None:
+    def settle(self, waiter: BlockingWait) -> None:
         """Wait until all workers are here, and take the newest parameters of all models. Collective.
 
         Raises:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, Awaited("all workers to call run.settle()", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to call run.settle()", outlives=True))
 
-    def take_over(self, waiter: Waiter, refusal: str = "") -> None:
+    def take_over(self, waiter: BlockingWait, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
 
         Args:
@@ -163,19 +163,19 @@ class Server:
         brought = float(self.is_first and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
-        waiter.wait(asked, Awaited("all workers to load the checkpoint", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to load the checkpoint", outlives=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
-    def sum_up(self, waiter: Waiter) -> tuple[str, str]:
+    def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
         """Who paces the rounds and why, and what became of all contributions, as the coordinator sees it.
 
         Both are "" if it cannot be asked any more; the second is, too, if every contribution was applied.
         """
         try:
             look = self.client.look()
-            waiter.wait(look, Awaited("a last look at the server", outlives=True))
+            waiter.wait(look, WaitContext("a last look at the server", outlives=True))
         except OffbeatError:
             return "", ""
         counts = [(one, scene) for scene in look.scenes for one in scene.workers if one.dropped or one.lost]
@@ -188,7 +188,7 @@ class Server:
         fate = f"Not all contributions were applied. {'; '.join(told).capitalize()}." if told else ""
         return " ".join(scene.pace for scene in look.scenes if scene.pace), fate
 
-    def swap(self, plan: str, waiter: Waiter) -> None:
+    def swap(self, plan: str, waiter: BlockingWait) -> None:
         """Have another plan hold for all workers.
 
         Args:
@@ -199,11 +199,11 @@ class Server:
             NetworkError: if the server is gone.
         """
         asked = self.client.swap(plan, whole=True)
-        waiter.wait(asked, Awaited("a swap of the plan, on which all agree", outlives=True))
+        waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", outlives=True))
         if asked.refused:
             raise PlanError(asked.refused)
 
-    def leave(self, waiter: Waiter) -> tuple[int, ...]:
+    def leave(self, waiter: BlockingWait) -> tuple[int, ...]:
         """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
 
         Raises:
@@ -211,7 +211,7 @@ class Server:
         """
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, Awaited("all workers to leave the server", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to leave the server", outlives=True))
         sums = [int(number) for number in asked.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
@@ -224,7 +224,7 @@ class Server:
         """Of the parameters that this worker has of it: how many updates they are the outcome of."""
         return max(self.client.place(model).versions.values(), default=0)
 
-    def tell_status(self, status: Status) -> None:
+    def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks at the server."""
         self.client.tell_status(status)
 
@@ -237,8 +237,8 @@ class Server:
 def connect(
     plan: Plan,
     spec: ParameterServer,
-    control: Control,
-    waiter: Waiter,
+    control: ControlGroup,
+    waiter: BlockingWait,
     timeout: timedelta,
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -246,8 +246,8 @@ def connect(
     stays: Callable[[Plan], str] = lambda plan: "",
     patience: timedelta = _FIRST_PATIENCE,
     again: bool = False,
-    starting: Starting | None = None,
-) -> Server:
+    starting: ServerLaunch | None = None,
+) -> ServerSession:
     """Connect with the plan's server; the first, or every worker, starts a shard if there is none. Collective.
 
     Args:
@@ -267,7 +267,7 @@ def connect(
         PeerError: if it refuses this worker.
     """
     from offbeat.server.launch import from_environment
-    from offbeat.wire.loop_thread import Loop
+    from offbeat.wire.loop_thread import LoopThread
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect as dial_shard
 
@@ -287,10 +287,10 @@ def connect(
         _leave_address(run_dir / "server.json", addresses, settings)
     rank, world = place or (control.rank, control.world)
     credentials, limits = settings.credentials(), Limits(timeout=timeout)
-    loop = Loop()
+    loop = LoopThread()
     reached = False
 
-    def dial(address: str, accept: Callable[[Link], Receiver], patience: timedelta) -> Awaitable[Link]:
+    def dial(address: str, accept: Callable[[PeerLink], Receiver], patience: timedelta) -> Awaitable[PeerLink]:
         return dial_shard(
             address,
             accept=accept,
@@ -303,7 +303,7 @@ def connect(
             hopeless=lambda: "" if reached else _has_ended(),
         )
 
-    plans = Plans(plan, stays)
+    plans = ServerPlans(plan, stays)
     client = Client(
         loop,
         rank=rank,
@@ -314,7 +314,7 @@ def connect(
         tell=tell,
         plans=plans,
     )
-    dialling = Awaited(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
+    dialling = WaitContext(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:
         waiter.call(lambda: loop.run(client.connect(patience)), dialling)
     except BaseException:
@@ -322,7 +322,7 @@ def connect(
         raise
     reached = True
     waiter.ask_server = client.trouble
-    return Server(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
+    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
 
 
 def _has_ended() -> str:
@@ -332,7 +332,7 @@ def _has_ended() -> str:
     return ""
 
 
-def _leave_address(path: Path, addresses: Sequence[str], settings: Settings) -> None:
+def _leave_address(path: Path, addresses: Sequence[str], settings: ShardSettings) -> None:
     """Write down where the job can be looked at, and joined, for this user only: the token is in it."""
     about: dict[str, Any] = {"address": addresses[0], "job": settings.job, "token": settings.token}
     about["servers"] = list(addresses)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.engine.local_sgd_server import AtServer
-from offbeat.engine.swappable import Swappable
+from offbeat.engine.local_sgd_server import ServerAverager
+from offbeat.engine.swappable import SwitchableSync
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.server_sync import Served
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.server_sync import ServerSync
     from offbeat.plan import Plan
 
 
-class SwapsAlone(Swappable):
+class ServerSwitch(SwitchableSync):
     """Each worker goes over by itself.
 
     Args:
         served: exchanges gradients with the server.
-        parameters, waiter, model: as of `Swappable`.
+        parameters, waiter, model: as of `SwitchableSync`.
     """
 
     def __init__(
-        self, *, served: Served, parameters: Mapping[str, torch.nn.Parameter], waiter: Waiter, model: int = 0
+        self, *, served: ServerSync, parameters: Mapping[str, torch.nn.Parameter], waiter: BlockingWait, model: int = 0
     ) -> None:
         super().__init__(served, parameters=parameters, waiter=waiter, model=model)
         self._served = served
-        self._averaging: AtServer | None = None
+        self._averaging: ServerAverager | None = None
         if isinstance(policy := served.plan.sync, LocalSGD):
             self._begin_own_steps(policy, begun=policy.step_of(served.begins_at), ahead=0)
 
@@ -102,5 +102,5 @@ class SwapsAlone(Swappable):
         return self._local is not None and self._local.plan.sync != self.plan.sync
 
     def _begin_own_steps(self, policy: LocalSGD, *, begun: int, ahead: int) -> None:
-        self._averaging = AtServer(self._served, self._parameters, policy)
+        self._averaging = ServerAverager(self._served, self._parameters, policy)
         self._local = self._own_steps(policy, self._averaging, begun=begun, ahead=ahead)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
-from offbeat.engine.batch_accounting import Share
+from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import view_in
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, PeerError
 from offbeat.payload import Sum, Total
-from offbeat.protocol.training import About
+from offbeat.protocol.training import ContributionInfo
 from offbeat.server.blocks import cut, deal
 from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.server.optimizers import OUTER, check_states, describe, hyper
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from offbeat.codec import Exchange, State
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.history_recorder import Diary
-    from offbeat.engine.server_session import Server
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.history_recorder import HistoryRecorder
+    from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.layout import Bucket, Layout
     from offbeat.plan import Plan
     from offbeat.server.optimizer_checkpoint import States
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 
 
-class Served:
+class ServerSync:
     """One model's parameters at a server. Replaces `Reducer` where the fabric is a parameter server.
 
     Args:
@@ -73,17 +73,17 @@ class Served:
         layout: Layout,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
-        server: Server,
-        waiter: Waiter,
-        meter: Meter,
-        diary: Diary,
+        server: ServerSession,
+        waiter: BlockingWait,
+        meter: StepMetrics,
+        diary: HistoryRecorder,
         in_place: bool = True,
         model: int = 0,
-        share: Share | None = None,
+        share: BatchAccount | None = None,
     ) -> None:
         self._diary = diary
         self.plan, self.layout = plan, layout
-        self.share = share or Share()
+        self.share = share or BatchAccount()
         self.meter = meter
         self.sync = True  # as the reducer's, which the front end switches; nothing is sent before the optimizer steps
         self.step = 0
@@ -112,7 +112,7 @@ class Served:
             values=[self.values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
             optimizer=describe(optimizer, self._names),
         )
-        waiter.wait(opening, Awaited("the parameters of the server", outlives=True))
+        waiter.wait(opening, WaitContext("the parameters of the server", outlives=True))
         self.begins_at = opening.step  # the number of its first contribution
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _: self.share.computed())
@@ -179,7 +179,7 @@ class Served:
         """
         self.meter.fence_begins()
         self._server.keep_drawn()
-        about = About(self.weight(self.share.weight), hyper(self._optimizer))
+        about = ContributionInfo(self.weight(self.share.weight), hyper(self._optimizer))
         span = self.exchange(about, self._pack())
         dropped = self._was_dropped
         self.meter.fence_ends(self.step, [span], self._brought, self.staleness, model=self._model, dropped=dropped)
@@ -188,7 +188,9 @@ class Served:
         self._waiter.witness.exchanged(self.share.stamp)
         self.share.exchanged()
 
-    def exchange(self, about: About, unused: Sequence[str] = (), *, step: int | None = None) -> tuple[float, float]:
+    def exchange(
+        self, about: ContributionInfo, unused: Sequence[str] = (), *, step: int | None = None
+    ) -> tuple[float, float]:
         """Bring what is in `grads`, and wait for the next parameters.
 
         Args:
@@ -215,7 +217,7 @@ class Served:
         exchange = self._client.exchange(self._model, parts, about=about, unused=tuple(unused))
         self._waiter.wait(
             exchange,
-            Awaited(
+            WaitContext(
                 f"the exchange with the server ({short_name(self.plan.sync)})", step, model=self._model, outlives=True
             ),
         )
@@ -257,7 +259,7 @@ class Served:
 
     def _fetch(self) -> States:
         fetched = self._client.fetch(self._model)
-        self._waiter.wait(fetched, Awaited("the optimizer's state at the server", outlives=True))
+        self._waiter.wait(fetched, WaitContext("the optimizer's state at the server", outlives=True))
         return gather(fetched.portions, self._blocks)
 
     def after_step(self) -> None:
@@ -308,7 +310,7 @@ class Served:
             for _, parameter, value, _ in self._slots:
                 value.copy_(parameter.data)
             put = self._client.put(self._model, portions)
-            self._waiter.wait(put, Awaited("the server to take over a checkpoint", outlives=True))
+            self._waiter.wait(put, WaitContext("the server to take over a checkpoint", outlives=True))
             if put.refused:  # all hear why when they are asked what a checkpoint holds
                 self._server.is_brought = False
                 _log.warning("The server keeps what it has. %s", put.refused)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.float_sum import add_up
-from offbeat.payload import Contribution, Gather
+from offbeat.payload import Gather, GatheredPart
 
 if TYPE_CHECKING:
-    from offbeat.engine.batch_accounting import Share
-    from offbeat.engine.bucket_buffer import Entry
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.bucket_buffer import GradEntry
 
 
 def sparse_names(module: torch.nn.Module) -> set[str]:
@@ -27,7 +27,7 @@ def sparse_names(module: torch.nn.Module) -> set[str]:
     return names
 
 
-def payload_of(entry: Entry, *, share: Share, world: int) -> Gather:
+def payload_of(entry: GradEntry, *, share: BatchAccount, world: int) -> Gather:
     """This rank's contribution: indices [1, n] int64, values [n, ...], and one flag [1] of its weight."""
     parameter = entry.parameter
     grad = parameter.grad
@@ -42,7 +42,7 @@ def payload_of(entry: Entry, *, share: Share, world: int) -> Gather:
     return Gather((grad.indices(), grad.values() * share.scale / world, flags))
 
 
-def combine(entry: Entry, reply: list[Contribution]) -> torch.Tensor | None:
+def combine(entry: GradEntry, reply: list[GatheredPart]) -> torch.Tensor | None:
     """Make `.grad` the weighted mean of all contributions, or leave it alone if nobody used the parameter.
 
     Returns:

@@ -12,15 +12,15 @@ from offbeat.payload import Sum, Total
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat.engine.communicator import Channel
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.communicator import Communicator
+    from offbeat.engine.control_group import ControlGroup
 
 
 def average_states(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
-    channel: Channel,
-    control: Control,
+    channel: Communicator,
+    control: ControlGroup,
 ) -> None:
     """Average every floating-point tensor of the optimizer's state over the workers. Collective.
 

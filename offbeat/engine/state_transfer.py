@@ -16,14 +16,14 @@ from offbeat.errors import NetworkError, PeerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.control_group import ControlGroup
 
 _MOST_BYTES = 32 << 20  # of one broadcast, but for a tensor that is larger
 _TENSOR = "tensor of this number"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def hand_over(control: Control, first: Callable[[], int], state: Mapping[str, Any] | None) -> dict[str, Any]:
+def hand_over(control: ControlGroup, first: Callable[[], int], state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state of those that train, on all workers. Collective.
 
     Args:
@@ -58,7 +58,7 @@ def hand_over(control: Control, first: Callable[[], int], state: Mapping[str, An
     return dict(state) if state is not None else _filled(plain, tensors)
 
 
-def _tell(control: Control, first: Callable[[], int], mine: str) -> tuple[int, str, str]:
+def _tell(control: ControlGroup, first: Callable[[], int], mine: str) -> tuple[int, str, str]:
     """Who hands over; which tensors; what there is beside them."""
     while True:
         is_first = control.rank == first()

@@ -19,8 +19,8 @@ from offbeat.protocol.worker_status import (
     MOST_NAME,
     MOST_TEXT,
     MOST_VALUES,
-    Happening,
-    Status,
+    StatusEvent,
+    TrainingStatus,
     pack_status,
     read_status,
 )
@@ -42,10 +42,12 @@ class StatusReporter:
     """
 
     def __init__(
-        self, collect: Callable[[], Status], outlets: Callable[[], Iterable[Callable[[Status, bytes], None]]]
+        self,
+        collect: Callable[[], TrainingStatus],
+        outlets: Callable[[], Iterable[Callable[[TrainingStatus, bytes], None]]],
     ) -> None:
         self._collect, self._outlets = collect, outlets
-        self._before: deque[tuple[float, Status]] = deque(maxlen=_SPAN)
+        self._before: deque[tuple[float, TrainingStatus]] = deque(maxlen=_SPAN)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat-status", daemon=True)
         self._thread.start()
@@ -73,7 +75,7 @@ class StatusReporter:
         except Exception as error:  # nothing that is only looked at is a reason to end anything
             _log.debug("Cannot say how the training goes: %s", error)
 
-    def _with_rates(self, status: Status) -> Status:
+    def _with_rates(self, status: TrainingStatus) -> TrainingStatus:
         now_s = time.monotonic()
         then_s, then = self._before[0] if self._before else (now_s, status)
         self._before.append((now_s, status))
@@ -95,9 +97,9 @@ def named_values(values: Mapping[str, float]) -> dict[str, float]:
     return {name: values[name] for name in names[:MOST_VALUES] if len(name) <= MOST_NAME}
 
 
-def happenings(events: Iterable[tuple[float, str]]) -> tuple[Happening, ...]:
+def happenings(events: Iterable[tuple[float, str]]) -> tuple[StatusEvent, ...]:
     """What was told, each in one line."""
-    return tuple(Happening(time_s, shortened(text.partition("\n")[0], MOST_EVENT)) for time_s, text in events)
+    return tuple(StatusEvent(time_s, shortened(text.partition("\n")[0], MOST_EVENT)) for time_s, text in events)
 
 
 def shortened(text: str, most: int = MOST_TEXT) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.clock import Clock
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
 
 _log = logging.getLogger("offbeat")
 _FLUSH_S = 0.2
@@ -130,7 +130,7 @@ class MetricsFile:
         self._is_torn = not written.endswith(b"\n")
 
 
-class Meter:
+class StepMetrics:
     """Measures one model's steps.
 
     Args:
@@ -145,7 +145,7 @@ class Meter:
         events: the last ones: when, in seconds since 1970, and what.
     """
 
-    def __init__(self, rank: int, clock: Clock, file: MetricsFile, waiter: Waiter) -> None:
+    def __init__(self, rank: int, clock: Clock, file: MetricsFile, waiter: BlockingWait) -> None:
         self._rank = rank
         self._clock = clock
         self._file = file

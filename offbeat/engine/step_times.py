@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST = 64  # steps that are told one by one
 
 
-class Times:
+class StepTimes:
     """Of one model. Call order, in each exchange: `write`, `read`; then `take`.
 
     Args:

@@ -1,7 +1,8 @@
 """One model's exchange, of whose two kinds the policy may be swapped: gradients in every step, or changes now and then.
 
-Behind the first stands an exchanger of gradients; for the second a `Local` stands around that. Where one ends and the
-other begins is another's to say: `server_switch` where there is a server, `allreduce_switch` where there is none.
+Behind the first stands an exchanger of gradients; for the second a `LocalSGDSync` stands around that. Where one ends
+and the other begins is another's to say: `server_switch` where there is a server, `allreduce_switch` where there is
+none.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from offbeat.engine import state_checks
-from offbeat.engine.local_sgd import Local
+from offbeat.engine.local_sgd import LocalSGDSync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.local_sgd import Averaging
-    from offbeat.engine.synchronizer import Exchanger
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.local_sgd import Averager
+    from offbeat.engine.synchronizer import Synchronizer
     from offbeat.layout import Layout
     from offbeat.plan import Plan
     from offbeat.sync import LocalSGD
 
 
-class Swappable(ABC):
-    """An `Exchanger` that stands before two.
+class SwitchableSync(ABC):
+    """An `Synchronizer` that stands before two.
 
     Args:
         gradients: of the model; at work unless steps are the worker's own.
@@ -37,16 +38,16 @@ class Swappable(ABC):
 
     def __init__(
         self,
-        gradients: Exchanger,
+        gradients: Synchronizer,
         *,
         parameters: Mapping[str, torch.nn.Parameter],
-        waiter: Waiter,
+        waiter: BlockingWait,
         model: int,
     ) -> None:
         self.share, self.meter = gradients.share, gradients.meter
         self._gradients, self._plan = gradients, gradients.plan
         self._parameters, self._waiter, self._model = dict(parameters), waiter, model
-        self._local: Local | None = None
+        self._local: LocalSGDSync | None = None
 
     # -- where one ends and the other begins ---------------------------------------------------------------------
 
@@ -66,9 +67,9 @@ class Swappable(ABC):
     def _after_bringing(self) -> None:
         """Something may have been brought."""
 
-    def _own_steps(self, policy: LocalSGD, averaging: Averaging, *, begun: int, ahead: int) -> Local:
+    def _own_steps(self, policy: LocalSGD, averaging: Averager, *, begun: int, ahead: int) -> LocalSGDSync:
         """Steps are the worker's own from number `begun` on, `ahead` of which the policy counts them."""
-        return Local(
+        return LocalSGDSync(
             exchanger=self._gradients,
             averaging=averaging,
             parameters=self._parameters,
@@ -79,7 +80,7 @@ class Swappable(ABC):
         )
 
     @property
-    def _now(self) -> Exchanger:
+    def _now(self) -> Synchronizer:
         return self._gradients if self._local is None else self._local
 
     # -- called by the front end ---------------------------------------------------------------------------------

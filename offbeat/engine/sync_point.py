@@ -13,18 +13,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.wait import WaitContext
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
     from offbeat.payload import Reply
 
-_HOLDING = Awaited("all workers to agree where they leave the server", outlives=True)
+_HOLDING = WaitContext("all workers to agree where they leave the server", outlives=True)
 
 
-class Border:
+class SyncPoint:
     """One worker's."""
 
     sent_bytes = 0
@@ -51,7 +51,7 @@ class Border:
             self._is_held, self._at = False, self._at if at is None else at
             self._changed.notify_all()
 
-    def is_here(self, waiter: Waiter) -> bool:
+    def is_here(self, waiter: BlockingWait) -> bool:
         """A place is about to be passed; whether all meet here.
 
         Raises:

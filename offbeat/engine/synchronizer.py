@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.engine.batch_accounting import Share
-    from offbeat.engine.step_metrics import Meter
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.step_metrics import StepMetrics
     from offbeat.layout import Layout
     from offbeat.plan import Plan
 
@@ -22,7 +22,7 @@ RUN_IS_CLOSED = (
 )
 
 
-class Exchanger(Protocol):
+class Synchronizer(Protocol):
     """Keeps one model together with the other workers' replicas.
 
     Attributes:
@@ -33,11 +33,11 @@ class Exchanger(Protocol):
     sync: bool
 
     @property
-    def share(self) -> Share:
+    def share(self) -> BatchAccount:
         """This worker's part in the next exchange."""
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> StepMetrics:
         """Where measurements go."""
 
     @property

@@ -10,10 +10,10 @@ from offbeat.errors import DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.control_group import ControlGroup
 
 
-def different_batches(control: Control, *, step: int, stamp: int) -> DisagreementError:
+def different_batches(control: ControlGroup, *, step: int, stamp: int) -> DisagreementError:
     """The error that says which ranks are at another batch. Collective."""
     texts = control.texts("the comparison of batches", str(stamp))
     odd, usual = odd_ones(texts)
@@ -24,7 +24,7 @@ def different_batches(control: Control, *, step: int, stamp: int) -> Disagreemen
     )
 
 
-def nonfinite(control: Control, places: Sequence[str], mine: Sequence[str]) -> str:
+def nonfinite(control: ControlGroup, places: Sequence[str], mine: Sequence[str]) -> str:
     """Whose gradients, of which parameters, hold NaN or Inf. Collective.
 
     Args:

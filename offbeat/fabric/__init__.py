@@ -9,20 +9,20 @@
 """
 
 from offbeat.fabric.elastic import Elastic
-from offbeat.fabric.elastic_group import Circle
+from offbeat.fabric.elastic_group import ElasticGroup
 from offbeat.fabric.fabric import Binds, Fabric, FabricSpec, Offers
-from offbeat.fabric.in_memory import InMemory, Meeting
+from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
 
 __all__ = [
     "Binds",
-    "Circle",
     "Elastic",
+    "ElasticGroup",
     "Fabric",
     "FabricSpec",
     "InMemory",
-    "Meeting",
+    "InMemoryGroup",
     "Offers",
     "ParameterServer",
     "ProcessGroup",

@@ -26,10 +26,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError
-from offbeat.fabric.elastic_group import Stand
+from offbeat.fabric.elastic_group import GroupProgress
 from offbeat.fabric.fabric import Offers
 from offbeat.fabric.process_group import never_destroy
-from offbeat.fabric.retryable import Gathered, Summed, Supply, Told
+from offbeat.fabric.retryable import ReplayBroadcast, RetryableAllGather, RetryableAllReduce, RetryableBroadcast
 from offbeat.payload import Sum
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from offbeat.fabric.elastic_group import Circle
-    from offbeat.fabric.retryable import Tried
+    from offbeat.fabric.elastic_group import ElasticGroup
+    from offbeat.fabric.retryable import RetryableOp
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
 
@@ -58,7 +58,7 @@ class Elastic:
     def offers(self) -> Offers:
         return Offers()
 
-    def bind(self, circle: Circle) -> BoundElastic:
+    def bind(self, circle: ElasticGroup) -> BoundElastic:
         """Make one worker's end of it. Collective: every rank calls it."""
         return BoundElastic(circle)
 
@@ -70,28 +70,30 @@ class BoundElastic:
         circle: who takes part; one for all fabrics of a worker.
     """
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: ElasticGroup) -> None:
         self._circle, self._members = circle, circle.members
         self.rank, self.world = circle.rank, circle.world
         self.offers = Offers()
         self._group: dist.ProcessGroup | None = None
         self._group = circle.enter(self)
-        self._exchanges: deque[Exchange] = deque()  # in order, from the first whose result another may lack
+        self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack
         self._begun = 0
         self._early: dict[int, bytes] = {}  # results of exchanges that are not begun here
         self._lacking: list[int] = []
-        self._stands: Mapping[int, Stand] = {}
-        self._supply: Supply | None = None
+        self._stands: Mapping[int, GroupProgress] = {}
+        self._supply: ReplayBroadcast | None = None
         self._left_behind: list[Any] = []  # what Gloo's threads may still write to
 
     # -- a fabric ------------------------------------------------------------------------------------------------
 
-    def start(self, payload: Payload) -> Exchange:
+    def start(self, payload: Payload) -> ElasticExchange:
         world = self.world
-        return self._begin(Summed(world, payload) if isinstance(payload, Sum) else Gathered(world, payload))
+        return self._begin(
+            RetryableAllReduce(world, payload) if isinstance(payload, Sum) else RetryableAllGather(world, payload)
+        )
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Exchange:
-        return self._begin(Told(self.world, tensor, source))
+    def broadcast(self, tensor: torch.Tensor, source: int) -> ElasticExchange:
+        return self._begin(RetryableBroadcast(self.world, tensor, source))
 
     def close(self) -> None:
         if self._group is not None:
@@ -112,7 +114,7 @@ class BoundElastic:
     def begin_at(self, number: int) -> None:
         self._begun = number
 
-    def stop(self) -> Stand:
+    def stop(self) -> GroupProgress:
         # Gloo's threads may write there as long as the process lives.
         left = [self._supply, *(exchange.stop() for exchange in self._exchanges)]
         self._left_behind += [one for one in left if one is not None]
@@ -121,9 +123,9 @@ class BoundElastic:
             never_destroy(self._group)
         below = self._begun - len(self._exchanges)
         complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
-        return Stand(below, (*complete, *sorted(self._early)))
+        return GroupProgress(below, (*complete, *sorted(self._early)))
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
         self._group, self._stands, self._members = group, stands, tuple(stands)
         first, end = min(stand.below for stand in stands.values()), max(stand.end for stand in stands.values())
         self._lacking = [
@@ -139,7 +141,7 @@ class BoundElastic:
                 giver = min(rank for rank, stand in self._stands.items() if stand.has(number))
                 mine = self._find(number)
                 data = mine.to_bytes() if mine is not None and giver == self.rank else b""
-                self._supply = Supply(self._handle, self._members.index(giver), data)
+                self._supply = ReplayBroadcast(self._handle, self._members.index(giver), data)
             if not self._supply.wait(timeout):
                 return False
             data, self._supply = self._supply.data, None
@@ -155,7 +157,7 @@ class BoundElastic:
 
     # -- at work -------------------------------------------------------------------------------------------------
 
-    def proceed(self, exchange: Exchange, timeout: timedelta) -> bool:
+    def proceed(self, exchange: ElasticExchange, timeout: timedelta) -> bool:
         """Wait for an exchange; whether it is complete."""
         if not self._circle.mend(timeout):
             return False
@@ -174,9 +176,9 @@ class BoundElastic:
         assert self._group is not None, "fabric used after close"
         return self._group
 
-    def _begin(self, tried: Tried) -> Exchange:
+    def _begin(self, tried: RetryableOp) -> ElasticExchange:
         floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
-        exchange = Exchange(self, tried, self._begun, floor)
+        exchange = ElasticExchange(self, tried, self._begun, floor)
         self._begun += 1
         self._exchanges.append(exchange)
         if exchange.number in self._early:
@@ -185,7 +187,7 @@ class BoundElastic:
             self._issue(exchange)
         return exchange
 
-    def _issue(self, exchange: Exchange) -> None:
+    def _issue(self, exchange: ElasticExchange) -> None:
         if exchange.is_complete:
             return
         try:
@@ -193,17 +195,17 @@ class BoundElastic:
         except RuntimeError:  # a connection of the group is known to be broken
             self._circle.break_()
 
-    def _forget(self, exchange: Exchange) -> None:
+    def _forget(self, exchange: ElasticExchange) -> None:
         """All others have what came before this one was begun."""
         while exchange.implies_begun and self._exchanges[0].number < exchange.floor:
             self._exchanges.popleft()
 
-    def _find(self, number: int) -> Exchange | None:
+    def _find(self, number: int) -> ElasticExchange | None:
         first = self._begun - len(self._exchanges)
         return self._exchanges[number - first] if first <= number < self._begun else None
 
 
-class Exchange:
+class ElasticExchange:
     """One exchange under way, or kept. A `Pending`.
 
     Args:
@@ -211,7 +213,7 @@ class Exchange:
         floor: all before this one had been waited for when it was begun.
     """
 
-    def __init__(self, fabric: BoundElastic, tried: Tried, number: int, floor: int) -> None:
+    def __init__(self, fabric: BoundElastic, tried: RetryableOp, number: int, floor: int) -> None:
         self._fabric, self._tried = fabric, tried
         self.number, self.floor = number, floor
         self.sent_bytes = tried.sent_bytes(fabric.rank)

@@ -49,7 +49,7 @@ _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class Stand(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True):
     """Which exchanges of one fabric a worker has completed: all before `below`, and some beyond."""
 
     below: _Count
@@ -64,7 +64,7 @@ class Stand(msgspec.Struct, frozen=True):
         return max(self.beyond, default=self.below - 1) + 1
 
 
-class Standing(msgspec.Struct, frozen=True):
+class MemberProgress(msgspec.Struct, frozen=True):
     """One worker's stands, of each of its fabrics.
 
     Args:
@@ -73,12 +73,12 @@ class Standing(msgspec.Struct, frozen=True):
         told_at: behind which of its steps, if that is so because it was told to leave.
     """
 
-    stands: tuple[Stand, ...]
+    stands: tuple[GroupProgress, ...]
     admits: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     is_done: bool = False
     told_at: _Count | None = None
 
-    def is_ahead_of(self, other: Standing) -> bool:
+    def is_ahead_of(self, other: MemberProgress) -> bool:
         """Whether it has completed what the other has not."""
         return any(
             any(mine.has(number) and not theirs.has(number) for number in range(theirs.below, mine.end))
@@ -86,20 +86,20 @@ class Standing(msgspec.Struct, frozen=True):
         )
 
 
-_standing = msgspec.json.Decoder(Standing)
+_standing = msgspec.json.Decoder(MemberProgress)
 
 
-class Decided(msgspec.Struct, frozen=True):
+class Quorum(msgspec.Struct, frozen=True):
     """Who goes on; and who of the circle that is no more, or of those that wanted to come in, does not, and why."""
 
     members: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
     lost: dict[int, str] = {}
 
 
-_decided = msgspec.json.Decoder(Decided)
+_decided = msgspec.json.Decoder(Quorum)
 
 
-class Party(Protocol):
+class GroupClient(Protocol):
     """One fabric of this worker, as its circle sees it."""
 
     @property
@@ -109,10 +109,10 @@ class Party(Protocol):
     def begin_at(self, number: int) -> None:
         """The first exchange has this number: others are as far."""
 
-    def stop(self) -> Stand:
+    def stop(self) -> GroupProgress:
         """Nothing is expected of the group any more; what has been completed until now."""
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
         """Use this group from now on, once those that lack what others have completed were `supplied` with it.
 
         Args:
@@ -127,7 +127,7 @@ class Party(Protocol):
         """
 
 
-class Circle:
+class ElasticGroup:
     """One worker's view of it; the same for all its fabrics.
 
     Args:
@@ -148,7 +148,7 @@ class Circle:
         self.gone: Callable[[], Mapping[int, str]] | None = None
         self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
         self._number = 0
-        self._parties: list[Party] = []
+        self._parties: list[GroupClient] = []
         self._mending: _Mending | None = None
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
@@ -158,7 +158,7 @@ class Circle:
         self._said: set[tuple[int, str]] = set()
         self._asked_s = self._looked_s = 0.0
 
-    def enter(self, party: Party) -> dist.ProcessGroup | None:
+    def enter(self, party: GroupClient) -> dist.ProcessGroup | None:
         """A group for one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
 
         Raises:
@@ -178,7 +178,7 @@ class Circle:
         (group,) = connecting.take()
         return group
 
-    def leave(self, party: Party) -> None:
+    def leave(self, party: GroupClient) -> None:
         """This fabric is closed. Its number is not used again."""
         self._parties[self._parties.index(party)] = _Closed()
 
@@ -367,17 +367,21 @@ class _Mending:
         arrives: this worker was not in circle `number`.
     """
 
-    def __init__(self, circle: Circle, number: int, parties: Sequence[Party], *, arrives: bool = False) -> None:
+    def __init__(
+        self, circle: ElasticGroup, number: int, parties: Sequence[GroupClient], *, arrives: bool = False
+    ) -> None:
         self._circle, self.number, self._parties, self._arrives = circle, number, tuple(parties), arrives
         self._store = PrefixStore(str(number), circle._store)
-        standing = Standing(tuple(party.stop() for party in parties), circle._admits, circle._is_done, circle._told_at)
+        standing = MemberProgress(
+            tuple(party.stop() for party in parties), circle._admits, circle._is_done, circle._told_at
+        )
         self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
         self._since_s = time.monotonic()
         self._lost: dict[int, str] = {}
         self.members: tuple[int, ...] = ()
         self._connecting: _Connecting | None = None
         self._has_groups = False
-        self._waiting: list[Party] = []
+        self._waiting: list[GroupClient] = []
 
     def again(self) -> _Mending:
         """One more was lost on the way to circle `number` + 1: that is no more, either."""
@@ -451,10 +455,10 @@ class _Mending:
             self._lost |= {rank: _end_of(standing[rank]) for rank in left if rank not in going}
             left = going
         out = {rank: self._lost[rank] for rank in (*candidates, *circle._admits) if rank in self._lost}
-        store.compare_set("members", "", msgspec.json.encode(Decided((*left, *came), out)).decode())
+        store.compare_set("members", "", msgspec.json.encode(Quorum((*left, *came), out)).decode())
         return True
 
-    def _newcomers(self, standing: Sequence[Standing]) -> tuple[int, ...] | None:
+    def _newcomers(self, standing: Sequence[MemberProgress]) -> tuple[int, ...] | None:
         """Who comes in; None if it is not known yet.
 
         Args:
@@ -476,7 +480,7 @@ class _Mending:
             return tuple(range(self._circle.world))
         return self._decided(self.number - 1).members
 
-    def _decided(self, number: int) -> Decided:
+    def _decided(self, number: int) -> Quorum:
         return _decided.decode(self._circle._store.get(f"{number}/members"))
 
     def _check_next(self) -> None:
@@ -492,7 +496,7 @@ class _Mending:
         self._waiting, self._has_groups = list(self._parties), True
 
 
-def _end_of(standing: Standing) -> str:
+def _end_of(standing: MemberProgress) -> str:
     """How a worker has ended that needs the others no more, in words."""
     if standing.told_at is None:
         return "is done, and takes no further part."
@@ -502,7 +506,7 @@ def _end_of(standing: Standing) -> str:
 class _Connecting:
     """Makes the groups of a circle on a thread of its own: it may never come to an end, if one more is lost."""
 
-    def __init__(self, circle: Circle, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
+    def __init__(self, circle: ElasticGroup, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
         self._circle, self._number, self._members, self._indices = circle, number, members, indices
         self._groups: list[dist.ProcessGroup] = []
         self._error: RuntimeError | None = None
@@ -539,10 +543,10 @@ class _Closed:
     def begin_at(self, number: int) -> None:
         """Nobody uses it."""
 
-    def stop(self) -> Stand:
-        return Stand(0)
+    def stop(self) -> GroupProgress:
+        return GroupProgress(0)
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, Stand]) -> None:
+    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
         """Nobody uses it."""
 
     def supplied(self, timeout: timedelta) -> bool:

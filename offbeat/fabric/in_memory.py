@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError
 from offbeat.fabric.fabric import Offers
-from offbeat.payload import Contribution, Payload, Reply, Sum, Total
+from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -39,21 +39,21 @@ class InMemory:
     def offers(self) -> Offers:
         return Offers()
 
-    def bind(self, meeting: Meeting | None = None, rank: int = 0) -> BoundInMemory:
-        """Make one worker's end of it; the workers of a world share one `Meeting`."""
-        return BoundInMemory(meeting or Meeting(1), rank)
+    def bind(self, meeting: InMemoryGroup | None = None, rank: int = 0) -> BoundInMemory:
+        """Make one worker's end of it; the workers of a world share one `InMemoryGroup`."""
+        return BoundInMemory(meeting or InMemoryGroup(1), rank)
 
 
-class Meeting:
+class InMemoryGroup:
     """Where `world` workers meet: one place per exchange, numbered by order of issue."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.lock = threading.Lock()
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, ExchangeSlot] = {}
 
 
-class Place:
+class ExchangeSlot:
     """One exchange: what each rank brought, and an event for when all have."""
 
     def __init__(self, world: int) -> None:
@@ -64,19 +64,19 @@ class Place:
 
 
 class BoundInMemory:
-    """One worker's end of a `Meeting`."""
+    """One worker's end of a `InMemoryGroup`."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: InMemoryGroup, rank: int) -> None:
         self._meeting = meeting
         self._issued = 0
         self.rank = rank
         self.world = meeting.world
         self.offers = Offers()
 
-    def start(self, payload: Payload) -> Arrival:
+    def start(self, payload: Payload) -> InMemoryPending:
         return self._bring(payload, source=-1)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Arrival:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> InMemoryPending:
         return self._bring(Sum(tensor), source)
 
     def close(self) -> None:
@@ -85,20 +85,20 @@ class BoundInMemory:
     def abandon(self) -> None:
         """Nothing to release."""
 
-    def _bring(self, payload: Payload, source: int) -> Arrival:
+    def _bring(self, payload: Payload, source: int) -> InMemoryPending:
         number, self._issued = self._issued, self._issued + 1
         with self._meeting.lock:
-            place = self._meeting.places.setdefault(number, Place(self.world))
+            place = self._meeting.places.setdefault(number, ExchangeSlot(self.world))
             place.brought[self.rank] = (source, payload)
             if len(place.brought) == self.world:
                 place.full.set()
-        return Arrival(self._meeting, number, self.rank, payload)
+        return InMemoryPending(self._meeting, number, self.rank, payload)
 
 
-class Arrival:
+class InMemoryPending:
     """An exchange that this rank has come to."""
 
-    def __init__(self, meeting: Meeting, number: int, rank: int, payload: Payload) -> None:
+    def __init__(self, meeting: InMemoryGroup, number: int, rank: int, payload: Payload) -> None:
         self._meeting, self._number, self._rank, self._payload = meeting, number, rank, payload
         self._place = meeting.places[number]
         self.sent_bytes = payload.size_bytes if meeting.world > 1 else 0
@@ -136,7 +136,7 @@ def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
     if len(sources) > 1 or len(sums) not in (0, len(ordered)):
         raise DisagreementError(f"The workers brought different operations to one exchange: {ordered}.")
     if not sums:
-        return [Contribution(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
+        return [GatheredPart(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
     (source,) = sources
     if source >= 0:
         return Total(sums[source].tensor.clone())

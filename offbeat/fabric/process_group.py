@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from offbeat.errors import NetworkError
 from offbeat.fabric.fabric import Offers
-from offbeat.payload import Contribution, Payload, Reply, Sum, Total
+from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -184,7 +184,7 @@ class GatherWorks:
     def done(self) -> bool:
         return self._contents is not None and all(work.is_completed() for work in self._works)
 
-    def result(self) -> list[Contribution]:
+    def result(self) -> list[GatheredPart]:
         assert self._contents is not None
         by_rank = []
         for worker in range(self._world):
@@ -193,7 +193,7 @@ class GatherWorks:
                 shape = self._shape(worker, i)
                 numel = int(torch.Size(shape).numel())
                 tensors.append(self._contents[i][worker][:numel].view(shape))
-            by_rank.append(Contribution(worker, tuple(tensors)))
+            by_rank.append(GatheredPart(worker, tuple(tensors)))
         return by_rank
 
     def _shape(self, worker: int, i: int) -> list[int]:

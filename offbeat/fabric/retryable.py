@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from offbeat.errors import PeerError
 from offbeat.fabric.process_group import GatherWorks, Works
-from offbeat.payload import Contribution, Gather, Reply, Sum, Total
+from offbeat.payload import Gather, GatheredPart, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,17 +27,17 @@ _HEAD = 8
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class GatherHeader(msgspec.Struct, frozen=True, array_like=True):
     """Who took part, and, of a gathering, the shapes of what each brought."""
 
     workers: tuple[int, ...]
     shapes: tuple[tuple[tuple[_Size, ...], ...], ...] = ()
 
 
-_headers = msgspec.json.Decoder(Header)
+_headers = msgspec.json.Decoder(GatherHeader)
 
 
-class Tried(ABC):
+class RetryableOp(ABC):
     """One exchange's payload. Call order: `issue`, as often as needed, or `take`; then `reply`, and `to_bytes`.
 
     Args:
@@ -91,13 +91,13 @@ class Tried(ABC):
     def _issue(self, group: dist.ProcessGroup, place: int) -> Pending: ...
 
     @abstractmethod
-    def _pack(self) -> tuple[Header, bytes]: ...
+    def _pack(self) -> tuple[GatherHeader, bytes]: ...
 
     @abstractmethod
-    def _unpack(self, header: Header, elements: memoryview) -> None: ...
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None: ...
 
 
-class Summed(Tried):
+class RetryableAllReduce(RetryableOp):
     """A `Sum`."""
 
     def __init__(self, world: int, payload: Sum) -> None:
@@ -122,27 +122,27 @@ class Summed(Tried):
         memory = self._memory = torch.cat([self._tensor, tail])
         return Works([group.allreduce([memory])], lambda: Total(memory), 0)
 
-    def _pack(self) -> tuple[Header, bytes]:
-        return Header(self._workers), _bytes_of(self._memory)
+    def _pack(self) -> tuple[GatherHeader, bytes]:
+        return GatherHeader(self._workers), _bytes_of(self._memory)
 
-    def _unpack(self, header: Header, elements: memoryview) -> None:
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         numel = self._tensor.numel() + (0 if self._tail is None else self._tail.numel())
         self._memory = _tensor_of(elements, self._tensor.dtype, (numel,))
 
 
-class Gathered(Tried):
+class RetryableAllGather(RetryableOp):
     """A `Gather`."""
 
     def __init__(self, world: int, payload: Gather) -> None:
         super().__init__(world)
         self._tensors = payload.tensors
         self._works: GatherWorks | None = None
-        self._contributions: list[Contribution] = []
+        self._contributions: list[GatheredPart] = []
 
     def sent_bytes(self, rank: int) -> int:
         return (self._world - 1) * sum(t.numel() * t.element_size() for t in self._tensors)
 
-    def reply(self) -> list[Contribution]:
+    def reply(self) -> list[GatheredPart]:
         return self._found()
 
     def _issue(self, group: dist.ProcessGroup, place: int) -> GatherWorks:
@@ -152,21 +152,21 @@ class Gathered(Tried):
         self._works = GatherWorks(all_gather, place, len(self._workers), self._tensors)
         return self._works
 
-    def _found(self) -> list[Contribution]:
+    def _found(self) -> list[GatheredPart]:
         if self._works is not None:
             by_place = self._works.result()
             self._contributions = [
-                Contribution(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
+                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
             ]
             self._works = None
         return self._contributions
 
-    def _pack(self) -> tuple[Header, bytes]:
+    def _pack(self) -> tuple[GatherHeader, bytes]:
         found = self._found()
         shapes = tuple(tuple(tuple(tensor.shape) for tensor in one.tensors) for one in found)
-        return Header(self._workers, shapes), b"".join(_bytes_of(t) for one in found for t in one.tensors)
+        return GatherHeader(self._workers, shapes), b"".join(_bytes_of(t) for one in found for t in one.tensors)
 
-    def _unpack(self, header: Header, elements: memoryview) -> None:
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._works, self._contributions = None, []
         for rank, shapes in zip(header.workers, header.shapes, strict=True):
             tensors = []
@@ -174,10 +174,10 @@ class Gathered(Tried):
                 size = math.prod(shape) * mine.element_size()
                 tensors.append(_tensor_of(elements[:size], mine.dtype, shape))
                 elements = elements[size:]
-            self._contributions.append(Contribution(rank, tuple(tensors)))
+            self._contributions.append(GatheredPart(rank, tuple(tensors)))
 
 
-class Told(Tried):
+class RetryableBroadcast(RetryableOp):
     """A broadcast.
 
     Args:
@@ -209,14 +209,14 @@ class Told(Tried):
         memory = self._memory = self._bytes.clone()
         return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
 
-    def _pack(self) -> tuple[Header, bytes]:
-        return Header(self._workers), _bytes_of(self._memory)
+    def _pack(self) -> tuple[GatherHeader, bytes]:
+        return GatherHeader(self._workers), _bytes_of(self._memory)
 
-    def _unpack(self, header: Header, elements: memoryview) -> None:
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, torch.uint8, self._bytes.shape)
 
 
-class Supply:
+class ReplayBroadcast:
     """One worker gives another's exchange to those that lack it, as bytes: first how many, then these.
 
     Args:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.errors import HistoryError
-from offbeat.history.records import FORMAT, READS, Ended, Header, Kind, Record
+from offbeat.history.records import FORMAT, READS, HistoryEnded, HistoryHeader, Kind, Record
 from offbeat.safe_read import UnreadableError, decode, open_file
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _MOST_FILES = 10_000  # of one name, in a folder
 _MOST_GIVEN = 8  # whole chunks that are given up, so that there is room to say that nothing more is written
 
 
-class Writer:
+class HistoryWriter:
     """Appends records to a new file. Never raises once it is made, and never waits for the disk but in `close`.
 
     Where the disk is full it keeps what is recorded in memory until there is room, or until that is too much.
@@ -84,7 +84,7 @@ class Writer:
         self._stop = threading.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._run, name="offbeat-history", daemon=True)
-        self.append(Header(FORMAT, kind, job, rank, time.time(), __version__))
+        self.append(HistoryHeader(FORMAT, kind, job, rank, time.time(), __version__))
         self._flush()  # so that of a process that is killed at once it is known that it was there
         self._thread.start()
 
@@ -104,7 +104,7 @@ class Writer:
         """
         if self._stop.is_set():
             return
-        self.append(Ended(why[: 1 << 10]))
+        self.append(HistoryEnded(why[: 1 << 10]))
         self._stop.set()
         self._thread.join()
         if self._full and not self._is_over:
@@ -162,15 +162,15 @@ class Writer:
         why, self._why = self._why, ""
         while why and self._whole:
             place, number = self._whole.pop()
-            last = _chunk(number, [Ended(why[: 1 << 10], gave_up=True)], self._encoder)
+            last = _chunk(number, [HistoryEnded(why[: 1 << 10], gave_up=True)], self._encoder)
             with contextlib.suppress(OSError):  # no room there: then in the place of the chunk before
                 if os.pwrite(self._fd, last, place) == len(last):
                     os.ftruncate(self._fd, place + len(last))
                     return
 
 
-class Log:
-    """A file that a `Writer` has written, to be iterated over.
+class HistoryLog:
+    """A file that a `HistoryWriter` has written, to be iterated over.
 
     Args:
         path: of it.
@@ -184,7 +184,7 @@ class Log:
         self.is_torn = False  # after iterating: it ends in the middle of a chunk
         self.gave_up = ""  # after iterating: why its writer could write no more, while its process went on
         first = next(iter(self), None)
-        if not isinstance(first, Header):
+        if not isinstance(first, HistoryHeader):
             raise HistoryError(f"Cannot read {path}: it says nothing of who wrote it. It was cut off at its beginning.")
         if first.format not in READS:
             raise HistoryError(
@@ -220,7 +220,7 @@ class Log:
             except UnreadableError as error:
                 raise self._damaged(number, str(error)) from error
             number += len(records)
-            if records and isinstance(last := records[-1], Ended) and last.gave_up:
+            if records and isinstance(last := records[-1], HistoryEnded) and last.gave_up:
                 self.gave_up = last.why
             yield from records
 
@@ -262,7 +262,7 @@ _DECODER = msgspec.msgpack.Decoder(list[Record])
 
 
 def write_log(path: Path, records: Iterable[Record]) -> None:
-    """Write a file of these records, the first of which is its `Header`; for tests and tools.
+    """Write a file of these records, the first of which is its `HistoryHeader`; for tests and tools.
 
     Raises:
         OSError: if it cannot be written.

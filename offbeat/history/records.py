@@ -18,18 +18,18 @@ from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
-    Ending,
     Event,
     Evict,
     Grant,
     Joined,
     Left,
-    Paced,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     Remember,
+    TakesEveryNth,
     Wake,
 )
 
@@ -40,12 +40,12 @@ Kind = Literal["coordinator", "shard", "worker"]
 # Numbers that stand in files: they stay what they are.
 _EVENTS: dict[int, type] = {
     1: Ready,
-    2: Ending,
+    2: PushEnding,
     3: Pushed,
     4: Pulled,
     5: Joined,
     6: Left,
-    7: Paced,
+    7: TakesEveryNth,
     8: Deadline,
     9: Adopted,
 }
@@ -79,7 +79,7 @@ _WrittenEvent: Any = typing.Union[tuple(_AS_WRITTEN[kind] for kind in _EVENTS.va
 _WrittenAction: Any = typing.Union[tuple(_AS_WRITTEN[kind] for kind in _ACTIONS.values())]  # noqa: UP007
 
 
-class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
+class HistoryHeader(msgspec.Struct, tag=0, array_like=True, frozen=True):
     """The first of every file: who wrote it.
 
     Args:
@@ -99,7 +99,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     offbeat: _Line
 
 
-class Began(msgspec.Struct, tag=1, array_like=True, frozen=True):
+class LifeBegan(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """By the coordinator: it decides about a model from now on.
 
     Args:
@@ -118,7 +118,7 @@ class Began(msgspec.Struct, tag=1, array_like=True, frozen=True):
     past: dict[_Rank, _Count] = {}
 
 
-class Returns(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class WorkerReturned(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """By the coordinator: the worker that joins next took part before.
 
     Args:
@@ -132,7 +132,7 @@ class Returns(msgspec.Struct, tag=2, array_like=True, frozen=True):
     weight: _Weight | None
 
 
-class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
+class PolicyStep(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """By the coordinator: what happened, and what the policy decided.
 
     Args:
@@ -151,7 +151,7 @@ class Told(msgspec.Struct, tag=3, array_like=True, frozen=True):
     apart: _Count = 0
 
 
-class Adopts(msgspec.Struct, tag=4, array_like=True, frozen=True):
+class PlanAdopted(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """By the coordinator, or by each worker where there is none: another plan holds, for all models.
 
     Args:
@@ -163,7 +163,7 @@ class Adopts(msgspec.Struct, tag=4, array_like=True, frozen=True):
     by: _Line = ""
 
 
-class Serves(msgspec.Struct, tag=5, array_like=True, frozen=True):
+class ShardServes(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """By a shard: it holds blocks of a model.
 
     Args:
@@ -178,7 +178,7 @@ class Serves(msgspec.Struct, tag=5, array_like=True, frozen=True):
     blocks: _Count
 
 
-class Used(msgspec.Struct, array_like=True, frozen=True):
+class UsedContribution(msgspec.Struct, array_like=True, frozen=True):
     """One contribution in an update.
 
     Args:
@@ -191,7 +191,7 @@ class Used(msgspec.Struct, array_like=True, frozen=True):
     blocks: _Count
 
 
-class Made(msgspec.Struct, tag=6, array_like=True, frozen=True):
+class UpdateMade(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """By a shard: it has made an update in all its blocks.
 
     Args:
@@ -203,10 +203,10 @@ class Made(msgspec.Struct, tag=6, array_like=True, frozen=True):
     version: _Count
     times: _Count
     rate: float
-    used: tuple[Used, ...]
+    used: tuple[UsedContribution, ...]
 
 
-class Trains(msgspec.Struct, tag=7, array_like=True, frozen=True):
+class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """By a worker: it has prepared a model.
 
     Args:
@@ -221,7 +221,7 @@ class Trains(msgspec.Struct, tag=7, array_like=True, frozen=True):
     numel: _Count
 
 
-class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
+class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """By a worker: the parameters it has after a step, or after all waited for the newest.
 
     Args:
@@ -255,11 +255,11 @@ class Has(msgspec.Struct, tag=8, array_like=True, frozen=True):
         return bool(self.numbers) or (self.life > 0 and self.samples > 0)
 
 
-class Loaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
+class CheckpointLoaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """By a worker: a checkpoint is taken over; what it has next is not what the version said before."""
 
 
-class Crosses(msgspec.Struct, tag=11, array_like=True, frozen=True):
+class FabricMigrated(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """By a worker, on either side: here one stretch of its run ends or begins, with a server or without one.
 
     Each stretch has a file and a name of its own.
@@ -275,13 +275,13 @@ class Crosses(msgspec.Struct, tag=11, array_like=True, frozen=True):
     digest: _Count
 
 
-class Admits(msgspec.Struct, tag=12, array_like=True, frozen=True):
+class WorkersAdmitted(msgspec.Struct, tag=12, array_like=True, frozen=True):
     """By each worker, where there is no server: these take part from the next step on."""
 
     ranks: tuple[_Rank, ...]
 
 
-class Replaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
+class ParametersReplaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
     """By a shard, or the coordinator: what the server had was replaced by what a worker had, such as a checkpoint.
 
     Args:
@@ -296,7 +296,7 @@ class Replaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
     is_data: bool = False
 
 
-class Noticed(msgspec.Struct, tag=14, array_like=True, frozen=True):
+class NoticeGiven(msgspec.Struct, tag=14, array_like=True, frozen=True):
     """By the coordinator: something breaks no law, but a person should know of it.
 
     Args:
@@ -311,7 +311,7 @@ class Noticed(msgspec.Struct, tag=14, array_like=True, frozen=True):
     what: _Line
 
 
-class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
+class HistoryEnded(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The last: nothing is missing before it.
 
     Args:
@@ -324,9 +324,22 @@ class Ended(msgspec.Struct, tag=10, array_like=True, frozen=True):
 
 
 Record = (
-    Header | Began | Returns | Told | Adopts | Serves | Made | Trains | Has | Loaded | Crosses | Admits | Replaced
-    | Noticed | Ended
-)  # fmt: skip
+    HistoryHeader
+    | LifeBegan
+    | WorkerReturned
+    | PolicyStep
+    | PlanAdopted
+    | ShardServes
+    | UpdateMade
+    | ModelPrepared
+    | ParametersAfter
+    | CheckpointLoaded
+    | FabricMigrated
+    | WorkersAdmitted
+    | ParametersReplaced
+    | NoticeGiven
+    | HistoryEnded
+)
 
 
 def told(
@@ -338,19 +351,19 @@ def told(
     change: bool = False,
     ends: bool = False,
     apart: int = 0,
-) -> Told:
+) -> PolicyStep:
     """What happened and what was decided, as it is written."""
     kept = tuple(_written(action) for action in actions if not isinstance(action, Remember))
-    return Told(model, _written(event), kept, asked, change, ends, apart)
+    return PolicyStep(model, _written(event), kept, asked, change, ends, apart)
 
 
-def event_of(record: Told) -> Event:
+def event_of(record: PolicyStep) -> Event:
     """What happened."""
     event: Event = _read(record.event)
     return event
 
 
-def actions_of(record: Told) -> tuple[Action, ...]:
+def actions_of(record: PolicyStep) -> tuple[Action, ...]:
     """What was decided."""
     return tuple(_read(action) for action in record.actions)
 

@@ -27,7 +27,7 @@ _SIOCETHTOOL = 0x8946
 _OFFLOADS = (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO
 
 
-class Emulated:
+class EmulatedLink:
     """One link.
 
     Args:

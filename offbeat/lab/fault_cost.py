@@ -1,6 +1,6 @@
 """What a fault cost those that it did not strike: the time until their next step, and the work that was lost.
 
-Each fault answers for the time until the next one strikes, or until the end. See `Recovery` for what is measured.
+Each fault answers for the time until the next one strikes, or until the end. See `FaultCost` for what is measured.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from offbeat.lab.recorder import Begun, Step
-from offbeat.lab.results import Recovery
+from offbeat.lab.recorder import Begun, MeasuredStep
+from offbeat.lab.results import FaultCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.fault_spec import Fault, Fired
-    from offbeat.lab.jobs import Job
+    from offbeat.lab.jobs import RowJob
     from offbeat.lab.recorder import Line
 
 Said = tuple[float, str]  # when, in seconds since 1970, and what
 
 
 def recoveries(
-    job: Job, repeat: int, fired: Sequence[Fired], lines: Sequence[Sequence[Line]], said: Sequence[Said]
-) -> list[Recovery]:
+    job: RowJob, repeat: int, fired: Sequence[Fired], lines: Sequence[Sequence[Line]], said: Sequence[Said]
+) -> list[FaultCost]:
     """One for each fault that struck, in order of time.
 
     Args:
@@ -46,7 +46,7 @@ def recoveries(
             others_s = _others_s(_others(one.fault, lines), struck_s, end_s - ahead_s)
         words = [text for time_s, text in said if one.time_s <= time_s < end_s]
         made.append(
-            Recovery(
+            FaultCost(
                 row=job.row.name,
                 repeat=repeat,
                 fault=one.fault.words,
@@ -59,17 +59,17 @@ def recoveries(
     return made
 
 
-def _others(fault: Fault, lines: Sequence[Sequence[Line]]) -> list[list[Step]]:
+def _others(fault: Fault, lines: Sequence[Sequence[Line]]) -> list[list[MeasuredStep]]:
     """The steps of each worker that is not struck itself."""
     is_one = fault.target == "worker" and fault.kind != "join"
     return [
-        [line for line in own if isinstance(line, Step)]
+        [line for line in own if isinstance(line, MeasuredStep)]
         for rank, own in enumerate(lines)
         if not (is_one and rank == fault.worker)
     ]
 
 
-def _others_s(workers: Sequence[Sequence[Step]], struck_s: float, end_s: float) -> float | None:
+def _others_s(workers: Sequence[Sequence[MeasuredStep]], struck_s: float, end_s: float) -> float | None:
     """By how much the longest step that ended in that time is longer than that worker's median; None without a step."""
     more_s = [
         max(took) - statistics.median(step.step_s for step in steps)
@@ -82,7 +82,7 @@ def _others_s(workers: Sequence[Sequence[Step]], struck_s: float, end_s: float) 
 def _back_s(step: int, struck_s: float, lines: Sequence[Sequence[Line]]) -> float | None:
     """Until every worker had done that step, after the restart; None if one never did."""
     done_s = [
-        next((line.end_s for line in _since_restart(own) if isinstance(line, Step) and line.step == step), None)
+        next((line.end_s for line in _since_restart(own) if isinstance(line, MeasuredStep) and line.step == step), None)
         for own in lines
     ]
     times_s = [time_s - struck_s for time_s in done_s if time_s is not None]
@@ -94,7 +94,7 @@ def _redone(fault: Fault, lines: Sequence[Line], warmup_steps: int) -> int:
     later = _since_restart(lines)
     if not later:
         return 0
-    before = [line.step + warmup_steps + 1 for line in lines[: -len(later)] if isinstance(line, Step)]
+    before = [line.step + warmup_steps + 1 for line in lines[: -len(later)] if isinstance(line, MeasuredStep)]
     again = later[0]
     assert isinstance(again, Begun)
     return max(0, max(before, default=fault.step) - again.done)

@@ -22,7 +22,7 @@ from offbeat.lab.emulator import Law
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.jobs import Job
+    from offbeat.lab.jobs import RowJob
     from offbeat.lab.network import Network
 
 _LOOK_S = 0.01
@@ -38,7 +38,7 @@ class _Joiner(msgspec.Struct):
     bytes_sent: int = 0
 
 
-class Strikes:
+class FaultRun:
     """Those of one run; use it as a context manager around the workers.
 
     Args:
@@ -47,7 +47,7 @@ class Strikes:
         network: whose links they strike; None on loopback, where workers do that to their own.
     """
 
-    def __init__(self, job: Job, folder: Path, network: Network | None) -> None:
+    def __init__(self, job: RowJob, folder: Path, network: Network | None) -> None:
         self.faults = job.faults
         self._log, self._asked = folder / "faults.log", folder / "faults.asked"
         self._job, self._scenario, self._network = job, job.scenario, network
@@ -117,7 +117,7 @@ class Strikes:
             f"it made {len(steps)} steps"
         )
 
-    def __enter__(self) -> Strikes:
+    def __enter__(self) -> FaultRun:
         if self._network is not None and any(fault.on_links for fault in self.faults):
             self._watcher = threading.Thread(target=self._watch, args=(self._network,), name="offbeat-strikes")
             self._watcher.start()

@@ -15,13 +15,13 @@ from offbeat.errors import PlanError, ScenarioError
 from offbeat.lab import command_lines
 from offbeat.lab.demand import Demand
 from offbeat.lab.recorder import SNAPSHOT, WORK, Work
-from offbeat.scenario import Replay, Row, Scenario, Script
+from offbeat.scenario import Replay, Row, Scenario, TrainingScript
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.fault_spec import Fault, Part
-    from offbeat.lab.launch import Place
+    from offbeat.lab.launch import WorkerPlacement
     from offbeat.sync import Policy
 
 _ROUNDING = 1e-5
@@ -43,7 +43,7 @@ _PEERS: dict[str, tuple[str, float | None, Demand]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class RowJob:
     """One row, ready to run. `plan` is for people, `toml` for offbeat; `folder` is the scenario's."""
 
     row: Row
@@ -123,14 +123,14 @@ class Job:
             own |= {SNAPSHOT: str(run_dir.with_name("snapshot.pt"))}
         return own
 
-    def each(self, places: Sequence[Place]) -> list[dict[str, str]]:
+    def each(self, places: Sequence[WorkerPlacement]) -> list[dict[str, str]]:
         """Variables for each worker: its work."""
         return [{WORK: msgspec.json.encode(self._work(place)).decode()} for place in places]
 
-    def _work(self, place: Place) -> Work:
+    def _work(self, place: WorkerPlacement) -> Work:
         workload = self.scenario.workload
         data = None
-        if isinstance(workload, Script) and workload.data is not None:
+        if isinstance(workload, TrainingScript) and workload.data is not None:
             # A script falls back to other data where the folder is missing, and notes it.
             data = str(find(workload.data, self.folder) or workload.data)
         return Work(
@@ -147,7 +147,7 @@ class Job:
         )
 
 
-def jobs(scenario: Scenario, folder: Path) -> list[Job]:
+def jobs(scenario: Scenario, folder: Path) -> list[RowJob]:
     """The rows of a scenario, ready to run; `folder` is where its file lies.
 
     Raises:
@@ -168,12 +168,12 @@ def find(name: str, folder: Path) -> Path | None:
     return None
 
 
-def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
+def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
     if row.system != "offbeat":
         plan, tolerance, demand = _PEERS[row.system]
         if row.system == "ddp+restarts":
             plan += f" of every {row.save_every or SAVE_EVERY} steps"
-        return Job(row, scenario, folder, plan, "", tolerance, demand=demand)
+        return RowJob(row, scenario, folder, plan, "", tolerance, demand=demand)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense
     from offbeat.fabric import Elastic
@@ -192,7 +192,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> Job:
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
     tolerance = tolerances.get(type(made.codec)) if _adds_up(made.sync) else None
     each = all(made.sync.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
-    return Job(
+    return RowJob(
         row,
         scenario,
         folder,

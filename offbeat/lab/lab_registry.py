@@ -1,7 +1,7 @@
 """Who built what: one file per lab, so that what a dead lab left behind can be removed and nothing else is touched.
 
-A lab writes its `Claim` before it builds anything and deletes it after it has removed everything. A claim whose owner
-no longer lives is a leftover. The owner is known by process id *and* start time, because ids are used again.
+A lab writes its `LabRecord` before it builds anything and deletes it after it has removed everything. A claim whose
+owner no longer lives is a leftover. The owner is known by process id *and* start time, because ids are used again.
 
 Three things end a lab, each enough alone: the lab itself (leaving its `with` block, also by Ctrl-C), its `reaper` (when
 the lab is killed), and `offbeat lab clean` (when both are). Processes are killed only if they run in one of the lab's
@@ -32,7 +32,7 @@ _ENDING_S = 2.0
 _LAB = re.compile(r"[0-9a-f]{8}")
 
 
-class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LabRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one lab owns: `lab` is 8 hex digits, `owner_started_ticks` is the start time in /proc/PID/stat."""
 
     lab: str
@@ -42,7 +42,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
 
     @classmethod
-    def mine(cls, lab: str, namespaces: list[str]) -> Claim:
+    def mine(cls, lab: str, namespaces: list[str]) -> LabRecord:
         """The claim of the calling process."""
         started_ticks = _started_ticks(os.getpid())
         assert started_ticks is not None
@@ -64,7 +64,7 @@ def scratch_of(lab: str, directory: Path = RUN_DIRECTORY) -> Path:
     return directory / f"lab-{lab}"
 
 
-def write(claim: Claim, directory: Path = RUN_DIRECTORY) -> Path:
+def write(claim: LabRecord, directory: Path = RUN_DIRECTORY) -> Path:
     """Put the claim on record, whole or not at all, and return its file.
 
     Raises:
@@ -83,14 +83,14 @@ def write(claim: Claim, directory: Path = RUN_DIRECTORY) -> Path:
     return path
 
 
-def read(path: Path) -> Claim | None:
+def read(path: Path) -> LabRecord | None:
     """The claim in a file, or None if the file is gone.
 
     Raises:
         NetworkError: if the file is not a claim of the lab it is named after.
     """
     try:
-        claim = msgspec.json.decode(path.read_bytes(), type=Claim)
+        claim = msgspec.json.decode(path.read_bytes(), type=LabRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -105,7 +105,7 @@ def read(path: Path) -> Claim | None:
     return claim
 
 
-def remove(claim: Claim, directory: Path = RUN_DIRECTORY) -> None:
+def remove(claim: LabRecord, directory: Path = RUN_DIRECTORY) -> None:
     """End the processes of a lab, remove its namespaces (and with them every link), its scratch, then its record.
 
     What is gone already is no error, so that a lab and its reaper may both do it.
@@ -123,16 +123,16 @@ def remove(claim: Claim, directory: Path = RUN_DIRECTORY) -> None:
     path_of(claim.lab, directory).unlink(missing_ok=True)
 
 
-def leftovers(directory: Path = RUN_DIRECTORY) -> list[Claim]:
+def leftovers(directory: Path = RUN_DIRECTORY) -> list[LabRecord]:
     """All claims on record, of labs alive and dead, oldest first."""
     found = [read(path) for path in sorted(directory.glob("lab-*.json"))]
     return sorted((claim for claim in found if claim is not None), key=lambda claim: claim.created)
 
 
-def clean(*, force: bool = False, directory: Path = RUN_DIRECTORY) -> tuple[list[Claim], list[Claim]]:
+def clean(*, force: bool = False, directory: Path = RUN_DIRECTORY) -> tuple[list[LabRecord], list[LabRecord]]:
     """Remove what dead labs left (with `force`: what living ones hold as well); return (removed, kept)."""
-    removed: list[Claim] = []
-    kept: list[Claim] = []
+    removed: list[LabRecord] = []
+    kept: list[LabRecord] = []
     for claim in leftovers(directory):
         if claim.owner_lives and not force:
             kept.append(claim)
@@ -151,7 +151,7 @@ def _remove_folder(folder: Path) -> None:
             time.sleep(0.05)
 
 
-def _processes_of(claim: Claim) -> list[int]:
+def _processes_of(claim: LabRecord) -> list[int]:
     inodes = set()
     for name in claim.namespaces:
         with suppress(FileNotFoundError):

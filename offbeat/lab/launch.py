@@ -35,7 +35,7 @@ LAST_LINES = 20
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlacement:
     """Where a worker runs. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
 
     `port` is the switch's end of its link: namespace and interface; None if it has no link.
@@ -49,10 +49,10 @@ class Place:
     port: tuple[str, str] | None = None
 
 
-def places(network: Network) -> list[Place]:
+def places(network: Network) -> list[WorkerPlacement]:
     """One place per host of a network."""
     return [
-        Place(
+        WorkerPlacement(
             host.name,
             network.namespace(host.name),
             network.address(host.name),
@@ -64,9 +64,9 @@ def places(network: Network) -> list[Place]:
     ]
 
 
-def loopback_places(names: Sequence[str]) -> list[Place]:
+def loopback_places(names: Sequence[str]) -> list[WorkerPlacement]:
     """Plain processes of this machine on its loopback interface."""
-    return [Place(name, None, "127.0.0.1", "lo") for name in names]
+    return [WorkerPlacement(name, None, "127.0.0.1", "lo") for name in names]
 
 
 class Shards:
@@ -82,14 +82,14 @@ class Shards:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[WorkerPlacement],
         *,
         folder: Path,
         timeout_s: float,
         lab: str | None = None,
         is_struck: bool = False,
     ) -> None:
-        from offbeat.server.launch import RESTARTS, Settings, start_shard
+        from offbeat.server.launch import RESTARTS, ShardSettings, start_shard
 
         job, token = secrets.token_hex(8), secrets.token_hex(32)
         addresses: list[str] = []
@@ -97,7 +97,7 @@ class Shards:
         mark = {lab_registry.MARK: lab} if lab is not None else {}
         try:
             for index, place in enumerate(places):
-                settings = Settings(
+                settings = ShardSettings(
                     job=job,
                     bind=place.address,
                     coordinator=addresses[0] if addresses else "",
@@ -154,7 +154,7 @@ class Workers:
         self,
         command: Sequence[str],
         *,
-        places: Sequence[Place],
+        places: Sequence[WorkerPlacement],
         folder: Path,
         environment: Mapping[str, str],
         each: Sequence[Mapping[str, str]],

@@ -31,8 +31,8 @@ from offbeat.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.lab.jobs import Job
-    from offbeat.lab.results import Raw, Report
+    from offbeat.lab.jobs import RowJob
+    from offbeat.lab.results import RawRun, ResultFile
     from offbeat.scenario import Scenario
 
 ALLREDUCE = "max(C, S/min B, 2 (N-1) S/sum B)"
@@ -40,7 +40,7 @@ TOGETHER = "C + N d"
 ONE_BY_ONE = "max(C + d, N d)"
 
 
-def limit(job: Job, raw: Sequence[Raw]) -> tuple[float, str]:
+def limit(job: RowJob, raw: Sequence[RawRun]) -> tuple[float, str]:
     """Least seconds per step of a row, and the formula.
 
     Args:
@@ -66,7 +66,7 @@ def limit(job: Job, raw: Sequence[Raw]) -> tuple[float, str]:
     )
 
 
-def again(report: Report, rows: Sequence[Job]) -> Report:
+def again(report: ResultFile, rows: Sequence[RowJob]) -> ResultFile:
     """A result with the limits that follow from its raw records.
 
     Args:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import command_lines, lab_registry
-from offbeat.lab.emulated_link import Emulated, whole_frames
+from offbeat.lab.emulated_link import EmulatedLink, whole_frames
 from offbeat.lab.namespace import inside
 from offbeat.topology import queue_bytes
 
@@ -68,12 +68,12 @@ class Network:
         self.lab = secrets.token_hex(4)
         self._directory = directory
         self._emulated = {host: f"bad{index}" for index, host in enumerate(emulated)}
-        self._emulators: dict[str, Emulated] = {}
+        self._emulators: dict[str, EmulatedLink] = {}
         self._rates_mbps = {host.name: topology.uplink(host.name).rate_mbps for host in topology.hosts}
         self._index = {host.name: index for index, host in enumerate(topology.hosts)}
         self._switch = f"offbeat-{self.lab}-switch"
         lab_registry.clean(directory=directory)
-        self._claim = lab_registry.Claim.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
+        self._claim = lab_registry.LabRecord.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
         self._record = lab_registry.write(self._claim, directory)
         self.scratch = lab_registry.scratch_of(self.lab, directory)
         self._reaper = subprocess.Popen(
@@ -151,7 +151,7 @@ class Network:
         inside(self._switch, self._build_switch)
         for host, tap in self._emulated.items():
             namespace, port = self.port(host)
-            self._emulators[host] = Emulated(namespace, port, tap, environment=self.mark())
+            self._emulators[host] = EmulatedLink(namespace, port, tap, environment=self.mark())
         inside(self._switch, self._plug_in_taps)
         for host in self._index:
             inside(self.namespace(host), functools.partial(self._build_host, host))

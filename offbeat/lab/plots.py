@@ -17,7 +17,7 @@ from offbeat.scenario import Scenario
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.results import LinkUse, Raw, Record, Report
+    from offbeat.lab.results import LinkUse, RawRun, ResultFile, RowResult
 
 # Okabe and Ito's palette: told apart by everyone.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -37,7 +37,7 @@ def check_can_draw() -> None:
         )
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: ResultFile, path: Path) -> None:
     """Draw a report as PNG.
 
     Raises:
@@ -78,7 +78,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path)
 
 
-def _happened(row: Record, what: str) -> list[tuple[float, str]]:
+def _happened(row: RowResult, what: str) -> list[tuple[float, str]]:
     """What happened in a row, a "fault" or a "swap", and at which second of the measured steps."""
     found = (
         re.fullmatch(rf"{what}: (.*), (-?[\d.]+) s after the first measured step began", text) for text in row.events
@@ -86,7 +86,7 @@ def _happened(row: Record, what: str) -> list[tuple[float, str]]:
     return [(float(one[2]), one[1]) for one in found if one is not None]
 
 
-def _draw_steps(axes: Any, report: Report) -> None:
+def _draw_steps(axes: Any, report: ResultFile) -> None:
     """One bar per row: the median, and a whisker from least to most of the repeats."""
     for place, (row, colour) in enumerate(zip(report.rows, COLOURS * 8, strict=False)):
         step = row.seconds_per_step
@@ -107,7 +107,7 @@ def _draw_steps(axes: Any, report: Report) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_limits(axes: Any, report: Report) -> None:
+def _draw_limits(axes: Any, report: ResultFile) -> None:
     """One line if the limit is the same for all rows, else one for each."""
     bounds_ms = [row.bound_s * 1e3 for row in report.rows]
     # Above the axes: the line ends where its label begins.
@@ -121,7 +121,7 @@ def _draw_limits(axes: Any, report: Report) -> None:
     axes.text(max(bounds_ms), 1.01, "dashed: each row's limit", **label)
 
 
-def _draw_links(axes: Any, report: Report) -> None:
+def _draw_links(axes: Any, report: ResultFile) -> None:
     """One strip per row: what the host received upwards, what it sent downwards, as shares of the link's rate."""
     colours = dict(zip((row.row for row in report.rows), COLOURS * 8, strict=False))
     for strip, link in zip(axes, report.links, strict=True):
@@ -146,7 +146,7 @@ def _link_words(link: LinkUse) -> str:
     )
 
 
-def _draw_curves(axes: Any, report: Report) -> None:
+def _draw_curves(axes: Any, report: ResultFile) -> None:
     """The metric over training time, every repeat of every row; and when the policy was swapped, in the first one."""
     warmup_steps = Scenario.from_toml(report.scenario).run.warmup_steps
     for place, (row, colour) in enumerate(zip(report.rows, COLOURS * 8, strict=False)):
@@ -165,7 +165,7 @@ def _draw_curves(axes: Any, report: Report) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_losses(axes: Any, report: Report) -> None:
+def _draw_losses(axes: Any, report: ResultFile) -> None:
     """The training loss of each step, and when the policy was swapped; every repeat of every row."""
     colours = dict(zip((row.row for row in report.rows), COLOURS * 8, strict=False))
     for course in report.courses:
@@ -184,7 +184,7 @@ def _draw_losses(axes: Any, report: Report) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _warmup_s(raw: Raw, warmup_steps: int) -> float:
+def _warmup_s(raw: RawRun, warmup_steps: int) -> float:
     """Seconds of training before the first measured step; 0 if it is not known at which steps there was a metric."""
     if not raw.metrics or not raw.metric_steps:
         return 0.0
@@ -192,7 +192,7 @@ def _warmup_s(raw: Raw, warmup_steps: int) -> float:
     return max(0.0, raw.metrics[-1][0] - sum(raw.step_s[:measured]))
 
 
-def _mark_swaps(axes: Any, row: Record, begin_s: float, colour: str) -> None:
+def _mark_swaps(axes: Any, row: RowResult, begin_s: float, colour: str) -> None:
     """A dotted line where another policy came to decide, with its name."""
     for at_s, policy in _happened(row, "swap"):
         axes.axvline(begin_s + at_s, color=colour, linestyle=":", linewidth=0.9)

@@ -12,7 +12,7 @@ from offbeat.scenario import Replay, Scenario
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.lab.results import Report
+    from offbeat.lab.results import ResultFile
     from offbeat.sim import Known, Prediction
 
 
@@ -44,7 +44,7 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
     ]
 
 
-def known_of(scenario: Scenario, measured: Report | None) -> Known:
+def known_of(scenario: Scenario, measured: ResultFile | None) -> Known:
     """What is known of the steps: from a replay's own text; of a script, from a result.
 
     Raises:
@@ -69,7 +69,7 @@ def known_of(scenario: Scenario, measured: Report | None) -> Known:
     return Known(computing_s, max(raw.gradient_bytes for raw in measured.raw), round(first.samples / len(first.step_s)))
 
 
-def errors(report: Report) -> dict[str, float]:
+def errors(report: ResultFile) -> dict[str, float]:
     """By which part of the measured seconds per step each row's prediction is off; above 0 if it is too slow.
 
     A row that failed is predicted all the same, and not compared.

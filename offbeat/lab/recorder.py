@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.scenario import Replay
-from offbeat.straggler_model import Straggle
+from offbeat.straggler_model import StragglerLaw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ class Work(msgspec.Struct, frozen=True):
     tolerance: float | None = None
     """Largest absolute error of a summed standard-normal gradient element; None: the system is lossy by design."""
     replay: Replay | None = None
-    straggle: Straggle | None = None
+    straggle: StragglerLaw | None = None
     save_every: int | None = None
     """Steps between two snapshots, for `offbeat.lab.peer_checkpoint`; None: it keeps none."""
 
@@ -65,7 +65,7 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     compute_s: float
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class MeasuredStep(msgspec.Struct, frozen=True, tag="step"):
     """One measured step: its time, what of it was not computation, its samples, when it ended, and its loss, if known.
 
     Moments here and in the other lines are of the clock that all processes of a machine share. After a restart the same
@@ -88,7 +88,7 @@ class Metric(msgspec.Struct, frozen=True, tag="metric"):
     value: float
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class RunTotals(msgspec.Struct, frozen=True, tag="end"):
     """The worker's totals over the measured steps; `digest` is that of the last gradient, or of the parameters:
     equal on all replicas.
 
@@ -110,7 +110,7 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     text: str
 
 
-Line = Begun | Step | Metric | End | Note
+Line = Begun | MeasuredStep | Metric | RunTotals | Note
 
 
 class Recorder:
@@ -150,7 +150,7 @@ class Recorder:
         if 0 <= index < self.work.steps:
             step_s = now_s - self._mark_s
             wait_s = max(0.0, step_s - self._compute_s)
-            self._write(Step(index, round(step_s, 6), round(wait_s, 6), samples, round(now_s, 6), loss))
+            self._write(MeasuredStep(index, round(step_s, 6), round(wait_s, 6), samples, round(now_s, 6), loss))
             self._samples += samples
         if index + 1 == 0:
             self._sent_bytes = -sent_bytes()
@@ -189,13 +189,15 @@ class Recorder:
         """All steps are done: write the totals."""
         begin_s, end_s = self._span_s
         totals = self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s
-        self._write(End(*totals, digest, gradient_error, (begin_s, end_s)))
+        self._write(RunTotals(*totals, digest, gradient_error, (begin_s, end_s)))
         if self._file is not None:
             self._file.close()
 
     def _go_on(self, earlier: list[Line]) -> None:
         """After a restart: what was measured before counts, but for steps that are done again."""
-        measured = {line.step: line for line in reversed(earlier) if isinstance(line, Step)}  # as it was done first
+        measured = {
+            line.step: line for line in reversed(earlier) if isinstance(line, MeasuredStep)
+        }  # as it was done first
         saved = self._done - self.work.warmup_steps
         self._start_s = next((line.time_s for line in earlier if isinstance(line, Begun)), self._start_s)
         self._samples = sum(line.samples for line in measured.values() if line.step < saved)

@@ -14,7 +14,7 @@ from offbeat.lab.network import check_topology, require_rights
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.lab.jobs import Job
+    from offbeat.lab.jobs import RowJob
     from offbeat.scenario import Scenario
 
 _TUN = Path("/dev/net/tun")
@@ -43,7 +43,7 @@ def refusals(scenario: Scenario) -> list[OffbeatError]:
     return found
 
 
-def needs(scenario: Scenario, rows: Sequence[Job]) -> str:
+def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
     """What measuring takes, in one sentence.
 
     Args:

@@ -34,7 +34,7 @@ _FACTORS = (1.0, 1.25, 0.75, 1.5)
 """A step's gradients are the rank's pattern times one of these, so that consecutive steps differ."""
 
 
-class Pace:
+class SleepPacer:
     """Computation slept away: keeps the sum of all layers' times exact although a sleep is not."""
 
     def __init__(self, compute_factor: float) -> None:
@@ -52,7 +52,7 @@ class Pace:
 class ReplayLayer(torch.nn.Module):
     """Parameters of the true shapes; the pattern of gradients for them; no function of the input."""
 
-    def __init__(self, layer: model_profiles.TimedLayer, pace: Pace, generator: torch.Generator) -> None:
+    def __init__(self, layer: model_profiles.TimedLayer, pace: SleepPacer, generator: torch.Generator) -> None:
         super().__init__()
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
@@ -90,7 +90,7 @@ class ReplayModel(torch.nn.Sequential):
     def __init__(
         self, layers: Sequence[model_profiles.TimedLayer], *, rank: int, compute_factor: float, sigma: float = 0.0
     ) -> None:
-        pace, generator = Pace(compute_factor), gradient_check.patterns(rank)
+        pace, generator = SleepPacer(compute_factor), gradient_check.patterns(rank)
         super().__init__()
         self._pace, self._sigma, self._rank = pace, sigma, rank
         for layer in layers:
@@ -142,7 +142,7 @@ def main() -> None:
     straggler = Straggler(work.straggle, rank)
     averages = averages_gradients(bound)
     error, digest = 0.0, ""
-    data = Data(work, bound)
+    data = ReplayBatches(work, bound)
     # One step more than is measured, for the second check.
     steps = work.warmup_steps + work.steps + 1
     for step in range(steps):
@@ -165,7 +165,7 @@ def main() -> None:
     bound.close()
 
 
-class Data:
+class ReplayBatches:
     """How many samples each step stands for: what the scenario says, or, where batches are tuned, what offbeat says.
 
     Args:

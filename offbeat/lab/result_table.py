@@ -10,12 +10,12 @@ from offbeat.lab.run_result import reached
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.lab.results import Record, Report
+    from offbeat.lab.results import ResultFile, RowResult
 
-    Column = tuple[str, Callable[[Record], str]]
+    Column = tuple[str, Callable[[RowResult], str]]
 
 
-def table(report: Report) -> tuple[list[str], list[list[str]]]:
+def table(report: ResultFile) -> tuple[list[str], list[list[str]]]:
     """Headings, and one list of cells per row.
 
     In a race to a target the spread of the times per step and their limit give way to what the target took.
@@ -52,7 +52,7 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
     return [heading for heading, _ in columns], [[cell(row) for _, cell in columns] for row in report.rows]
 
 
-def _race(report: Report) -> list[Column]:
+def _race(report: ResultFile) -> list[Column]:
     took = {row.row: reached(report, row.row) for row in report.rows}
     return [
         ("steps to target", lambda row: "never" if (one := took[row.row]) is None else str(one.steps)),

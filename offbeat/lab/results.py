@@ -1,11 +1,11 @@
 """The records of a result file: what a row measured, from which every claim of speed is made.
 
-`Record` is one row of the table, `Raw` one worker of one repeat, `Report` the file. A report is checked against these
-types when it is written, so what is on disk can be read back.
+`RowResult` is one row of the table, `RawRun` one worker of one repeat, `ResultFile` the file. A report is checked
+against these types when it is written, so what is on disk can be read back.
 
 * `seconds_per_step` - a repeat's value is the mean over its measured steps and workers (throughput, so that no pause
   hides); of the repeats: median, least and most.
-* `bound_s` - the physical limit for what the row sends; which one is said in `Report.bounds`, by row.
+* `bound_s` - the physical limit for what the row sends; which one is said in `ResultFile.bounds`, by row.
   `percent_of_bound` is 100 bound/median.
 * `ratio_to_baseline` - median over the repeats of the ratio to the baseline's repeat, which ran next to it: of times to
   target if the workload has one, else of seconds per sample.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import ScenarioError
-from offbeat.lab.recorder import Begun, End, Metric, Note, Step
+from offbeat.lab.recorder import Begun, MeasuredStep, Metric, Note, RunTotals
 from offbeat.report.formatting import brief
 from offbeat.sim import Prediction
 
@@ -60,7 +60,7 @@ class Staleness(_Strict, frozen=True, kw_only=True):
     max: Count
 
 
-class Record(_Strict, frozen=True, kw_only=True):
+class RowResult(_Strict, frozen=True, kw_only=True):
     """One row of a result file; see the module's text for each number."""
 
     scenario: str
@@ -82,7 +82,7 @@ class Record(_Strict, frozen=True, kw_only=True):
     events: list[str]
 
 
-class Raw(_Strict, frozen=True, kw_only=True):
+class RawRun(_Strict, frozen=True, kw_only=True):
     """What one worker measured in one repeat of one row.
 
     `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then. `staleness` is
@@ -107,7 +107,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
     staleness: list[Count] = []
 
     @classmethod
-    def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> Raw:
+    def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> RawRun:
         """Gather what a worker's recorder wrote.
 
         Raises:
@@ -115,7 +115,7 @@ class Raw(_Strict, frozen=True, kw_only=True):
         """
         steps = _once(lines)
         end = lines[-1] if lines else None
-        if not isinstance(end, End) or not steps:
+        if not isinstance(end, RunTotals) or not steps:
             raise ScenarioError(
                 f"Cannot measure row {row!r}: the worker program on {host} ended well but recorded no result. "
                 "A script must make a Recorder, call step() and finish(); see offbeat/lab/recorder.py (workload.path)."
@@ -139,18 +139,18 @@ class Raw(_Strict, frozen=True, kw_only=True):
         )
 
 
-def _once(lines: Sequence[Line]) -> list[Step]:
+def _once(lines: Sequence[Line]) -> list[MeasuredStep]:
     """Each measured step once, in order.
 
     After a restart, steps that are done again count for nothing, and the first new one began when the last one before
     had ended: so all the time that was lost is in it.
     """
-    kept: list[Step] = []
+    kept: list[MeasuredStep] = []
     is_restarted = False
     for line in lines:
         if isinstance(line, Begun):
             is_restarted = bool(kept)
-        elif isinstance(line, Step) and line.step == len(kept):
+        elif isinstance(line, MeasuredStep) and line.step == len(kept):
             if is_restarted:
                 lost_s = line.end_s - line.step_s - kept[-1].end_s
                 line = msgspec.structs.replace(line, step_s=line.step_s + lost_s, wait_s=line.wait_s + lost_s)
@@ -185,7 +185,7 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
         return self.interval_s * len(self.sent_bytes)
 
 
-class Recovery(_Strict, frozen=True, kw_only=True):
+class FaultCost(_Strict, frozen=True, kw_only=True):
     """What one fault cost, in one repeat of one row, until the next one struck or the row ended.
 
     * `others_s` - of the steps that the workers it did not strike ended in that time, the longest, less that worker's
@@ -217,7 +217,7 @@ class Recovery(_Strict, frozen=True, kw_only=True):
         return f"{self.fault}: {', '.join(told) or 'nothing was measured after it'}"
 
 
-class Handover(_Strict, frozen=True, kw_only=True):
+class SwapCost(_Strict, frozen=True, kw_only=True):
     """What one swap cost, in one repeat of one row.
 
     * `policy` - which one came to decide, and `time_s` when, after the first measured step began.
@@ -248,7 +248,7 @@ class Handover(_Strict, frozen=True, kw_only=True):
         return told
 
 
-class Course(_Strict, frozen=True, kw_only=True):
+class LossCurve(_Strict, frozen=True, kw_only=True):
     """The training loss of one repeat of one row: of each measured step, mean over the workers."""
 
     row: str
@@ -256,7 +256,7 @@ class Course(_Strict, frozen=True, kw_only=True):
     losses: list[float]
 
 
-class Report(_Strict, frozen=True, kw_only=True):
+class ResultFile(_Strict, frozen=True, kw_only=True):
     """A result file. `scenario` is its text and `digest` that of its meaning.
 
     `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
@@ -278,18 +278,18 @@ class Report(_Strict, frozen=True, kw_only=True):
     hardware: dict[str, str | int]
     goodput_mbps: dict[str, Amount]
     overhead_us_per_bucket: dict[str, float]
-    rows: list[Record]
-    raw: list[Raw]
+    rows: list[RowResult]
+    raw: list[RawRun]
     bounds: dict[str, str] = {}
     links: list[LinkUse] = []
     simulated: list[Prediction] = []
-    recoveries: list[Recovery] = []
-    handovers: list[Handover] = []
-    courses: list[Course] = []
+    recoveries: list[FaultCost] = []
+    handovers: list[SwapCost] = []
+    courses: list[LossCurve] = []
     failed: dict[str, str] = {}
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: ResultFile, path: Path) -> None:
     """Write a report, if it is one: one line per row and per worker, so that two files can be compared by eye.
 
     The file is written whole or not at all: whoever ends this process leaves the one before.
@@ -298,7 +298,7 @@ def write(report: Report, path: Path) -> None:
         msgspec.ValidationError: if a value does not have its type.
         OSError: if the file cannot be written.
     """
-    msgspec.json.decode(msgspec.json.encode(report), type=Report)
+    msgspec.json.decode(msgspec.json.encode(report), type=ResultFile)
     fields = []
     for name in report.__struct_fields__:
         value = getattr(report, name)
@@ -312,7 +312,7 @@ def write(report: Report, path: Path) -> None:
     draft.replace(path)
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> ResultFile:
     """Read a report back.
 
     Raises:
@@ -321,10 +321,10 @@ def read(path: Path) -> Report:
     return decode(path.read_bytes())
 
 
-def decode(text: bytes) -> Report:
+def decode(text: bytes) -> ResultFile:
     """The report that was written so.
 
     Raises:
         msgspec.ValidationError: if it is none.
     """
-    return msgspec.json.decode(text, type=Report)
+    return msgspec.json.decode(text, type=ResultFile)

@@ -10,13 +10,13 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.scenario import Scenario, Script
+from offbeat.scenario import Scenario, TrainingScript
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.lab.link_sampler import Traffic
-    from offbeat.lab.results import Handover, Raw, Recovery, Report
+    from offbeat.lab.results import FaultCost, RawRun, ResultFile, SwapCost
     from offbeat.scenario import Replay
 
 
@@ -30,16 +30,16 @@ class Reached:
 
 
 @dataclass
-class Repeat:
+class RunResult:
     """What each worker measured, and what offbeat told (events, buckets, staleness)."""
 
-    workers: list[Raw]
+    workers: list[RawRun]
     events: list[str] = field(default_factory=list)
     buckets: int = 0
     staleness: list[int] = field(default_factory=list)
     link: Traffic | None = None
-    recoveries: list[Recovery] = field(default_factory=list)
-    handovers: list[Handover] = field(default_factory=list)
+    recoveries: list[FaultCost] = field(default_factory=list)
+    handovers: list[SwapCost] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -81,34 +81,34 @@ class Repeat:
         ]
         return [statistics.fmean(steps) if steps else None for steps in taken]
 
-    def time_to(self, workload: Replay | Script) -> float | None:
+    def time_to(self, workload: Replay | TrainingScript) -> float | None:
         """Training seconds until rank 0 first measured the workload's target, or None."""
         reached = self.reached(workload)
         return None if reached is None else reached.time_s
 
-    def reached(self, workload: Replay | Script) -> Reached | None:
+    def reached(self, workload: Replay | TrainingScript) -> Reached | None:
         """How the workload's target was reached; None if it was not, or there is none.
 
         Files written before the steps of a metric were kept say 0 steps and bytes.
         """
         first = self.workers[0]
         for index, (time_s, value) in enumerate(first.metrics):
-            if isinstance(workload, Script) and workload.reached(value):
+            if isinstance(workload, TrainingScript) and workload.reached(value):
                 steps = first.metric_steps[index] if first.metric_steps else 0
                 return Reached(steps, time_s, self.sent_bytes / len(first.step_s) * steps)
         return None
 
 
-def repeats(report: Report, row: str) -> list[Repeat]:
+def repeats(report: ResultFile, row: str) -> list[RunResult]:
     """The runs of a row, in order."""
     own = [raw for raw in report.raw if raw.row == row]
     return [
-        Repeat(sorted((raw for raw in own if raw.repeat == index), key=lambda raw: raw.rank))
+        RunResult(sorted((raw for raw in own if raw.repeat == index), key=lambda raw: raw.rank))
         for index in sorted({raw.repeat for raw in own})
     ]
 
 
-def reached(report: Report, row: str) -> Reached | None:
+def reached(report: ResultFile, row: str) -> Reached | None:
     """How a row reached the target, medians over its repeats; None if it did not in every one."""
     workload = Scenario.from_toml(report.scenario).workload
     runs = [one.reached(workload) for one in repeats(report, row)]
@@ -122,7 +122,7 @@ def reached(report: Report, row: str) -> Reached | None:
     )
 
 
-def behind_faults(report: Report, row: str) -> dict[int, float]:
+def behind_faults(report: ResultFile, row: str) -> dict[int, float]:
     """Seconds per step from each step at which the scenario has a fault until the next such step; medians."""
     scenario = Scenario.from_toml(report.scenario)
     steps = sorted({fault.step for fault in scenario.fault})

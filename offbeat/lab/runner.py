@@ -22,21 +22,21 @@ from offbeat.errors import DisagreementError, OffbeatError, ScenarioError, Worke
 from offbeat.lab import goodput, hardware, launch, link_sampler, lower_bounds, recorder
 from offbeat.lab.emulated_link import law_of
 from offbeat.lab.fault_cost import recoveries
-from offbeat.lab.fault_injection import Strikes
+from offbeat.lab.fault_injection import FaultRun
 from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predictions import known_of, predictions
 from offbeat.lab.refusals import refuse
-from offbeat.lab.results import Course, LinkUse, Raw, Record, Report, Spread, Staleness
-from offbeat.lab.run_result import Repeat
+from offbeat.lab.results import LinkUse, LossCurve, RawRun, ResultFile, RowResult, Spread, Staleness
+from offbeat.lab.run_result import RunResult
 from offbeat.lab.swap_cost import course, handovers, swaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat.lab.jobs import Job
-    from offbeat.lab.swap_cost import Swapped
-    from offbeat.scenario import Replay, Scenario, Script
+    from offbeat.lab.jobs import RowJob
+    from offbeat.lab.swap_cost import TimedSwap
+    from offbeat.scenario import Replay, Scenario, TrainingScript
 
 _log = logging.getLogger("offbeat")
 _MAX_EVENTS = 20
@@ -46,7 +46,7 @@ _SERVER_TIMEOUT_S = 10.0  # many processes start at once on few cores
 _FAULTY_TIMEOUT_S = 5.0  # the default of a job: how soon somebody is missed is what faults are about
 
 
-class _Told(msgspec.Struct):
+class _MetricsRecord(msgspec.Struct):
     """The parts of offbeat's metrics records that a result speaks of."""
 
     kind: str
@@ -65,9 +65,9 @@ def run(
     *,
     command: str,
     tell: Callable[[str, int], None],
-    keep: Callable[[Report], None] | None = None,
+    keep: Callable[[ResultFile], None] | None = None,
     fail: Callable[[str, OffbeatError], None] | None = None,
-) -> Report:
+) -> ResultFile:
     """Measure every row of a scenario. A row that fails is not run again; the others go on.
 
     Args:
@@ -99,7 +99,7 @@ def run(
                 law = law_of(scenario.impair)
                 for host in scenario.impaired:
                     network.worsen(host, up=law, down=law)
-        repeats: dict[str, list[Repeat]] = {job.row.name: [] for job in rows}
+        repeats: dict[str, list[RunResult]] = {job.row.name: [] for job in rows}
         failed: dict[str, OffbeatError] = {}
         for index in range(scenario.run.repeats):
             for number, job in list(enumerate(rows))[:: -1 if index % 2 else 1]:
@@ -129,7 +129,9 @@ def run(
     return msgspec.structs.replace(report, simulated=predicted)
 
 
-def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int, network: Network | None) -> Repeat:
+def run_once(
+    job: RowJob, places: Sequence[launch.WorkerPlacement], folder: Path, index: int, network: Network | None
+) -> RunResult:
     """Run one row once, in an empty folder.
 
     Raises:
@@ -137,7 +139,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
         ScenarioError: if a worker measured nothing, or a fault never fired.
         DisagreementError: if the replicas are not equal at the end.
     """
-    strikes = Strikes(job, folder, network)
+    strikes = FaultRun(job, folder, network)
     environment = job.environment(folder / "run") | strikes.environment
     lab = None if network is None else network.lab
     names = {host.name for host in job.scenario.workers.hosts}
@@ -169,7 +171,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
             raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
         lines = [recorder.read(workers.result(rank)) for rank in range(len(places))]
         measured = [
-            Raw.from_lines(lines[rank], row=job.row.name, repeat=index, rank=rank, host=place.host)
+            RawRun.from_lines(lines[rank], row=job.row.name, repeat=index, rank=rank, host=place.host)
             for rank, place in enumerate(places)
             if rank not in strikes.struck
         ]
@@ -192,7 +194,7 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     events += [f"rank {record.rank}: {record.what}: {text}" for record, text in said]
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
-    spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.End)]
+    spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.RunTotals)]
     if strikes.faults:
         measured = [_with_staleness(worker, told) for worker in measured]
     begin_s = max(begin for begin, _ in spans)
@@ -206,23 +208,23 @@ def run_once(job: Job, places: Sequence[launch.Place], folder: Path, index: int,
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
     handed_over = [] if strikes.faults else handovers(job.row.name, index, swapped, lines)
-    return Repeat(measured, events, buckets, staleness, link, costs, handed_over, course(lines))
+    return RunResult(measured, events, buckets, staleness, link, costs, handed_over, course(lines))
 
 
-def _named(swapped: Swapped, begin_s: float) -> str:
+def _named(swapped: TimedSwap, begin_s: float) -> str:
     """Which policy came to decide, and when."""
     offset_s = time.time() - time.perf_counter() + begin_s
     return f"swap: {swapped.policy}, {swapped.begin_s - offset_s:.2f} s after the first measured step began"
 
 
-def _with_staleness(worker: Raw, told: Sequence[_Told]) -> Raw:
+def _with_staleness(worker: RawRun, told: Sequence[_MetricsRecord]) -> RawRun:
     """With the staleness of each measured step; those to warm up come first in what was told."""
     stale = [record.staleness for record in told if record.kind == "step" and record.rank == worker.rank]
     return msgspec.structs.replace(worker, staleness=stale[-len(worker.step_s) :])
 
 
-def _told(path: Path) -> list[_Told]:
-    decoder, told = msgspec.json.Decoder(_Told), []
+def _told(path: Path) -> list[_MetricsRecord]:
+    decoder, told = msgspec.json.Decoder(_MetricsRecord), []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             told.append(decoder.decode(line))
@@ -236,11 +238,11 @@ def _report(
     scenario: Scenario,
     text: str,
     command: str,
-    rows: Sequence[Job],
-    repeats: dict[str, list[Repeat]],
+    rows: Sequence[RowJob],
+    repeats: dict[str, list[RunResult]],
     measured: dict[str, float],
     failed: dict[str, OffbeatError],
-) -> Report:
+) -> ResultFile:
     """What was measured so far: of the rows that have been run at least once."""
     rows = [job for job in rows if repeats[job.row.name]]
     everything = [worker for job in rows for one in repeats[job.row.name] for worker in one.workers]
@@ -255,7 +257,7 @@ def _report(
             more_s = statistics.median(one.seconds_per_step - other.seconds_per_step for one, other in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / pairs[0][0].buckets, 1)
     handed_over = [cost for job in rows for one in repeats[job.row.name] for cost in one.handovers]
-    return Report(
+    return ResultFile(
         name=scenario.scenario.name,
         description=scenario.scenario.description,
         scenario=text,
@@ -272,7 +274,7 @@ def _report(
         recoveries=[cost for job in rows for one in repeats[job.row.name] for cost in one.recoveries],
         handovers=handed_over,
         courses=[
-            Course(row=job.row.name, repeat=index, losses=one.losses)
+            LossCurve(row=job.row.name, repeat=index, losses=one.losses)
             for job in rows
             for index, one in enumerate(repeats[job.row.name])
             if one.losses and handed_over
@@ -283,8 +285,8 @@ def _report(
 
 
 def _record(
-    job: Job, runs: Sequence[Repeat], base: str, baseline: Mapping[int, Repeat], everything: Sequence[Raw]
-) -> Record:
+    job: RowJob, runs: Sequence[RunResult], base: str, baseline: Mapping[int, RunResult], everything: Sequence[RawRun]
+) -> RowResult:
     scenario = job.scenario
     step = Spread.of([one.seconds_per_step for one in runs])
     bound_s, _ = lower_bounds.limit(job, everything)
@@ -293,7 +295,7 @@ def _record(
     metrics = [metric for one in runs if (metric := one.final_metric) is not None]
     ranks = range(len(runs[0].workers))  # places in the list: whom a fault ended is not in it
     stale = [value for one in runs for value in one.staleness] or [0]
-    return Record(
+    return RowResult(
         scenario=scenario.scenario.name,
         row=job.row.name,
         system=job.row.system,
@@ -314,7 +316,7 @@ def _record(
     )
 
 
-def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
+def _link_use(job: RowJob, runs: Sequence[RunResult]) -> LinkUse | None:
     """How evenly a row used its link; None if nobody looked, or it was over before anything could be seen."""
     traffic = [(one.link, one.seconds_per_step) for one in runs if one.link is not None and one.link.received_bytes]
     if not traffic:
@@ -337,7 +339,7 @@ def _link_use(job: Job, runs: Sequence[Repeat]) -> LinkUse | None:
     )
 
 
-def _ratio(runs: Sequence[Repeat], baseline: Mapping[int, Repeat], workload: Replay | Script) -> float:
+def _ratio(runs: Sequence[RunResult], baseline: Mapping[int, RunResult], workload: Replay | TrainingScript) -> float:
     pairs = [(one, baseline[one.index]) for one in runs if one.index in baseline]
     times = [(one.time_to(workload), base.time_to(workload)) for one, base in pairs]
     ratios = [mine / base for mine, base in times if mine is not None and base]

@@ -1,6 +1,6 @@
 """What it cost that another policy came to decide: how long some worker had to wait, and whether the loss leapt.
 
-A swap lasts from when it was proposed until the last worker has taken it up. See `Handover` for what is measured.
+A swap lasts from when it was proposed until the last worker has taken it up. See `SwapCost` for what is measured.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.lab.recorder import Step
-from offbeat.lab.results import Handover
+from offbeat.lab.recorder import MeasuredStep
+from offbeat.lab.results import SwapCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _TOOK = re.compile(r"(?:agreed upon within|it took) (?P<ms>[\d.]+) ms")
 
 
 @dataclass(frozen=True)
-class Swapped:
+class TimedSwap:
     """Another policy came to decide: the first worker took it up at `begin_s`, the last at `end_s`.
 
     Seconds since 1970. `agreed_s` is how long it took from the proposal until all had agreed, as the job said.
@@ -38,7 +38,7 @@ class Swapped:
     agreed_s: float
 
 
-def swaps(said: Sequence[Sequence[tuple[float, str]]]) -> list[Swapped]:
+def swaps(said: Sequence[Sequence[tuple[float, str]]]) -> list[TimedSwap]:
     """The swaps of a job, in order.
 
     Args:
@@ -51,10 +51,10 @@ def swaps(said: Sequence[Sequence[tuple[float, str]]]) -> list[Swapped]:
     ]
 
 
-def _swapped(time_s: float, text: str, times_s: Sequence[float]) -> Swapped:
+def _swapped(time_s: float, text: str, times_s: Sequence[float]) -> TimedSwap:
     named, took = _NAMED.match(text), _TOOK.search(text)
     assert named is not None
-    return Swapped(
+    return TimedSwap(
         policy=named["policy"],
         begin_s=min(time_s, *times_s),
         end_s=max(time_s, *times_s),
@@ -62,14 +62,14 @@ def _swapped(time_s: float, text: str, times_s: Sequence[float]) -> Swapped:
     )
 
 
-def handovers(row: str, repeat: int, swapped: Sequence[Swapped], lines: Sequence[Sequence[Line]]) -> list[Handover]:
+def handovers(row: str, repeat: int, swapped: Sequence[TimedSwap], lines: Sequence[Sequence[Line]]) -> list[SwapCost]:
     """One for each swap within the measured steps, in order.
 
     Args:
         lines: what the recorders of rank 0, 1, ... wrote.
     """
     ahead_s = time.time() - time.perf_counter()  # of the clock of the recorders
-    workers = [steps for own in lines if (steps := [line for line in own if isinstance(line, Step)])]
+    workers = [steps for own in lines if (steps := [line for line in own if isinstance(line, MeasuredStep)])]
     if not workers:
         return []
     begin_s = max(steps[0].end_s - steps[0].step_s for steps in workers)
@@ -81,7 +81,7 @@ def handovers(row: str, repeat: int, swapped: Sequence[Swapped], lines: Sequence
             continue
         longer_s = (max(_took(during)) - max(map(_usual_s, (before, after))) for before, during, after in around)
         made.append(
-            Handover(
+            SwapCost(
                 row=row,
                 repeat=repeat,
                 policy=one.policy,
@@ -95,7 +95,9 @@ def handovers(row: str, repeat: int, swapped: Sequence[Swapped], lines: Sequence
     return made
 
 
-def _stretches(steps: Sequence[Step], swapped: Sequence[Swapped], ahead_s: float) -> Iterator[list[Step]]:
+def _stretches(
+    steps: Sequence[MeasuredStep], swapped: Sequence[TimedSwap], ahead_s: float
+) -> Iterator[list[MeasuredStep]]:
     """A worker's steps by turns: between two swaps, and within one, to which the step behind it belongs as well."""
     rest = list(steps)
     for one in swapped:
@@ -108,15 +110,15 @@ def _stretches(steps: Sequence[Step], swapped: Sequence[Swapped], ahead_s: float
     yield rest
 
 
-def _took(steps: Sequence[Step]) -> list[float]:
+def _took(steps: Sequence[MeasuredStep]) -> list[float]:
     return [step.step_s for step in steps]
 
 
-def _usual_s(steps: Sequence[Step]) -> float:
+def _usual_s(steps: Sequence[MeasuredStep]) -> float:
     return statistics.median(_took(steps))
 
 
-def _loss(steps: Sequence[Step]) -> float | None:
+def _loss(steps: Sequence[MeasuredStep]) -> float | None:
     losses = [step.loss for step in steps if step.loss is not None]
     return round(statistics.fmean(losses), 4) if losses else None
 
@@ -126,6 +128,6 @@ def course(lines: Sequence[Sequence[Line]]) -> list[float]:
     by_step: dict[int, list[float]] = {}
     for own in lines:
         for line in own:
-            if isinstance(line, Step) and line.loss is not None:
+            if isinstance(line, MeasuredStep) and line.loss is not None:
                 by_step.setdefault(line.step, []).append(line.loss)
     return [round(statistics.fmean(by_step[step]), 4) for step in sorted(by_step)]

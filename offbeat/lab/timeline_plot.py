@@ -10,7 +10,7 @@ from offbeat.report.formatting import brief
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat.lab.results import Raw, Report
+    from offbeat.lab.results import RawRun, ResultFile
 
 _BIN_S = 0.5
 _STEPS, _WAITING, _STALE, _SWAPS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -18,7 +18,7 @@ _STEPS, _WAITING, _STALE, _SWAPS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 def draw_courses(
     figure: Any,
-    report: Report,
+    report: ResultFile,
     struck: Mapping[str, Sequence[tuple[float, str]]],
     swapped: Mapping[str, Sequence[tuple[float, str]]],
 ) -> None:
@@ -60,7 +60,7 @@ def draw_courses(
     figure.supxlabel("seconds; dotted: something goes wrong; violet: another policy decides", fontsize=7)
 
 
-def steps_per_s(workers: Sequence[Raw], edges_s: Sequence[float]) -> list[float]:
+def steps_per_s(workers: Sequence[RawRun], edges_s: Sequence[float]) -> list[float]:
     """Steps that ended between two edges, of all workers together, per second."""
     counts = [0] * (len(edges_s) - 1)
     for raw in workers:

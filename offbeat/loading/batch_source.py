@@ -28,7 +28,7 @@ class Batch:
     mark: Any = None
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Decides about one loader.
 
     1) `next` for each batch, as far ahead as the loader loads; 2) `drawn` when it is given out to the loop, in the same

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 
 @dataclass(frozen=True)
-class Course:
+class EpochSize:
     """What can be known of an epoch before it begins.
 
     Args:
@@ -21,7 +21,7 @@ class Course:
         samples: in all of them; 0 if that is not known.
         batch: in each but the last; 0 if that is not known.
 
-    >>> [Course(3, 10, 4).size(index) for index in range(4)]
+    >>> [EpochSize(3, 10, 4).size(index) for index in range(4)]
     [4, 4, 2, 0]
     """
 
@@ -37,29 +37,29 @@ class Course:
         return f"{self.length} {self.samples} {self.batch}"
 
     @classmethod
-    def from_text(cls, text: str) -> Course:
+    def from_text(cls, text: str) -> EpochSize:
         length, samples, batch = map(int, text.split())
         return cls(length, samples, batch)
 
 
-def course_of(loader: Iterable[Any]) -> Course:
+def course_of(loader: Iterable[Any]) -> EpochSize:
     """What `loader` says about its next epoch."""
     if not isinstance(loader, Sized):
-        return Course(-1)
+        return EpochSize(-1)
     try:
         length = len(loader)
     except TypeError:  # a DataLoader over an IterableDataset without a length
-        return Course(-1)
+        return EpochSize(-1)
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
-        return Course(length)
-    return Course(length, len(batches.sampler), batches.batch_size)
+        return EpochSize(length)
+    return EpochSize(length, len(batches.sampler), batches.batch_size)
 
 
-def relative_size(courses: list[Course], index: int, rank: int) -> float | None:
+def relative_size(courses: list[EpochSize], index: int, rank: int) -> float | None:
     """Samples in batch `index` of `rank`, relative to the mean over the workers that have one; None if not known.
 
-    >>> relative_size([Course(3, 10, 4), Course(3, 12, 4)], 2, 0)
+    >>> relative_size([EpochSize(3, 10, 4), Course(3, 12, 4)], 2, 0)
     0.6666666666666666
     """
     if not courses or not all(course.batch for course in courses):

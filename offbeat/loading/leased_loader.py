@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
-from offbeat.loading.replicated_source import AgreedSource
+from offbeat.loading.replicated_source import ReplicatedSource
 from offbeat.loading.sharded_loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 from offbeat.rng import LoopRng
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.engine import Draw
-    from offbeat.loading.batch_source import Batch, Source
-    from offbeat.loading.sharded_loader import Drawn, PutBack
+    from offbeat.engine import DrawnBatch
+    from offbeat.loading.batch_source import Batch, BatchSource
+    from offbeat.loading.sharded_loader import OnBatch, PutBack
 
 SEEDS = 1 << 62  # that are told apart
 _NORMALIZED = 2  # samples of a batch at least, for BatchNorm; and of one that only keeps up with the others
@@ -44,7 +44,7 @@ class Batches(Sampler[list[int]]):
         length: batches of an epoch, on average over the workers.
     """
 
-    def __init__(self, source: Source, length: int) -> None:
+    def __init__(self, source: BatchSource, length: int) -> None:
         self.source, self._length = source, length
         self.asked: deque[Batch] = deque()  # for, and not yet loaded
         self._last = list(range(min(_NORMALIZED, source.leases.samples)))
@@ -77,8 +77,8 @@ class LeasedLoader:
         self,
         loader: DataLoader[Any],
         *,
-        source: Source,
-        drawn: Drawn,
+        source: BatchSource,
+        drawn: OnBatch,
         put_back: PutBack,
         world: int,
         begins: Callable[[], None] = lambda: None,
@@ -88,8 +88,8 @@ class LeasedLoader:
         self._begins, self._draws = begins, draws
         self._loop = 0  # the present one
         self.is_open = False  # it is under way
-        self._given: deque[tuple[Batch, Draw]] = deque(maxlen=MOST_LEFT)  # in it
-        self._left: tuple[tuple[Batch, Draw], ...] = ()  # the last batches of a loop that was left early
+        self._given: deque[tuple[Batch, DrawnBatch]] = deque(maxlen=MOST_LEFT)  # in it
+        self._left: tuple[tuple[Batch, DrawnBatch], ...] = ()  # the last batches of a loop that was left early
         together = world * batch_of(loader)
         samples, rest = divmod(source.leases.samples, together)
         self._batches = Batches(source, max(1, samples + bool(rest and not drops_last(loader))))
@@ -135,11 +135,11 @@ class LeasedLoader:
                 self._leave()
 
     @property
-    def source(self) -> Source:
+    def source(self) -> BatchSource:
         """Where its batches come from."""
         return self._source
 
-    def change_source(self, source: Source) -> None:
+    def change_source(self, source: BatchSource) -> None:
         """Have another one decide from the next loop on; the place in the data is for it to know."""
         self._source = self._batches.source = source
 
@@ -166,21 +166,21 @@ class LeasedLoader:
     @property
     def is_through(self) -> bool:
         """Whether a loop that draws now is told the end of its epoch, where all work out alike who computes what."""
-        return not self._batches.asked and isinstance(self._source, AgreedSource) and self._source.is_through
+        return not self._batches.asked and isinstance(self._source, ReplicatedSource) and self._source.is_through
 
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer has to know, where all work out alike who computes what."""
-        assert isinstance(self._source, AgreedSource)
+        assert isinstance(self._source, ReplicatedSource)
         return self._source.hand_over(tuple(self._batches.asked))
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Take over what `hand_over` returned on another worker."""
-        assert isinstance(self._source, AgreedSource)
+        assert isinstance(self._source, ReplicatedSource)
         self._source.take_over(state)
 
     def joined(self, ranks: Iterable[int]) -> None:
         """These workers take part from now on, where all work out alike who computes what."""
-        assert isinstance(self._source, AgreedSource)
+        assert isinstance(self._source, ReplicatedSource)
         self._source.joined(ranks)
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:

@@ -10,17 +10,17 @@ import msgspec
 from torch.utils.data import DataLoader, RandomSampler
 
 from offbeat.batching import Leases, what_changes
-from offbeat.diagnosis.wait import Awaited
-from offbeat.engine import Draw, Drawn, state_checks
+from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine import BatchCounts, DrawnBatch, state_checks
 from offbeat.errors import ModelError
 from offbeat.loading import position
 from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loading.loader_check import LoaderCheck
-from offbeat.loading.replicated_source import AgreedSource, Timing
-from offbeat.loading.server_source import DealtSource
-from offbeat.loading.sharded_loader import Loader, sampler_of
+from offbeat.loading.replicated_source import ReplicatedSource, Timing
+from offbeat.loading.server_source import ServerSource
+from offbeat.loading.sharded_loader import ShardedLoader, sampler_of
 from offbeat.protocol.checkpoints import DEALING
-from offbeat.protocol.data_leases import Enrol
+from offbeat.protocol.data_leases import RegisterLoader
 from offbeat.rng import RngState
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.batching import Keeps
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine import Control, Exchanger, Meter
-    from offbeat.engine.server_session import Server
-    from offbeat.loading.batch_source import Source
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine import ControlGroup, StepMetrics, Synchronizer
+    from offbeat.engine.server_session import ServerSession
+    from offbeat.loading.batch_source import BatchSource
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
 _MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
 
 
-class Data:
+class LoaderManager:
     """Of one worker.
 
     Args:
@@ -64,13 +64,13 @@ class Data:
         self,
         plan: Plan,
         *,
-        control: Control,
-        waiter: Waiter,
-        meter: Meter,
+        control: ControlGroup,
+        waiter: BlockingWait,
+        meter: StepMetrics,
         world: int,
         seed: int,
         outlives: bool,
-        reducers: Sequence[Exchanger],
+        reducers: Sequence[Synchronizer],
         models: Sequence[torch.nn.Module],
         begins: Callable[[], None],
         draws: Callable[[], None],
@@ -80,25 +80,25 @@ class Data:
         self._world, self._seed, self._outlives = world, seed, outlives
         self._reducers, self._models, self._begins, self._draws_next = reducers, models, begins, draws
         self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
-        self._abouts: dict[int, Enrol] = {}  # what was said of leased loaders, by number
-        self.server: Server | None = None
-        self.loaders: list[Loader | LeasedLoader] = []
+        self._abouts: dict[int, RegisterLoader] = {}  # what was said of leased loaders, by number
+        self.server: ServerSession | None = None
+        self.loaders: list[ShardedLoader | LeasedLoader] = []
         self.has_data = True
         self._draws = 0  # batches that they gave out
         self._check = LoaderCheck(tell)
 
-    def prepare(self, loader: Iterable[Any]) -> Loader | LeasedLoader:
+    def prepare(self, loader: Iterable[Any]) -> ShardedLoader | LeasedLoader:
         """Deal out a loader. Collective.
 
         Raises:
             ModelError: if it cannot be dealt out as the plan wants.
             DisagreementError: if the workers' data differ.
         """
-        if isinstance(loader, Loader | LeasedLoader):
+        if isinstance(loader, ShardedLoader | LeasedLoader):
             if loader not in self.loaders:
                 raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
             return loader
-        prepared: Loader | LeasedLoader
+        prepared: ShardedLoader | LeasedLoader
         if self._leases(loader):
             prepared = self._lease(loader)
         else:
@@ -107,7 +107,7 @@ class Data:
                     "Cannot join with this loader: each worker has a part of its data for the whole job. Prepare a "
                     "DataLoader over a dataset with a length, or none."
                 )
-            prepared = Loader(
+            prepared = ShardedLoader(
                 loader,
                 control=self._control,
                 drawn=self._on_batch,
@@ -253,7 +253,7 @@ class Data:
                 state,
             )
             for number, (loader, state) in enumerate(zip(self.loaders, states, strict=True))
-            if isinstance(loader, LeasedLoader) and isinstance(loader.source, DealtSource) and "leases" in state
+            if isinstance(loader, LeasedLoader) and isinstance(loader.source, ServerSource) and "leases" in state
         }
         if not places:
             return states
@@ -271,19 +271,19 @@ class Data:
         if isinstance(loader, LeasedLoader) and is_leased:
             if "place" not in state:
                 return state
-            if isinstance(loader.source, DealtSource):
+            if isinstance(loader.source, ServerSource):
                 self._tell_who_made_it(position.workers_of(state["place"], number))
                 return state
             leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
             return position.for_workers(state["place"], number, leases, is_held=False)
-        if isinstance(loader, Loader) and not is_leased:
+        if isinstance(loader, ShardedLoader) and not is_leased:
             return state
         epoch = position.epoch_of(state, number) if is_leased else state_checks.whole(state["epoch"], "epoch")
         if self._control.is_first:
             _log.warning(
                 "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
             )
-        if isinstance(loader, Loader):
+        if isinstance(loader, ShardedLoader):
             return {"epoch": epoch, "batch": 0}
         leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
         return position.beginning(leases, epoch, self._control.members)
@@ -314,7 +314,7 @@ class Data:
 
     def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
         """A loader whose samples are dealt out one by one. Collective."""
-        about = Enrol(
+        about = RegisterLoader(
             loader=len(self.loaders),
             plan=self._plan.to_toml(),
             world=self._world,
@@ -330,7 +330,7 @@ class Data:
         told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
         self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
         server = self.server
-        source: Source = self._agreed(about) if server is None else DealtSource(server, self._waiter, about)
+        source: BatchSource = self._agreed(about) if server is None else ServerSource(server, self._waiter, about)
         self._abouts[about.loader] = about
         return LeasedLoader(
             loader,
@@ -342,8 +342,8 @@ class Data:
             draws=self._before_draw,
         )
 
-    def _agreed(self, about: Enrol) -> AgreedSource:
-        return AgreedSource(
+    def _agreed(self, about: RegisterLoader) -> ReplicatedSource:
+        return ReplicatedSource(
             Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
             self._plan.tuning,
             batch=about.batch,
@@ -360,40 +360,40 @@ class Data:
     def stays(self) -> str:
         """Why the workers cannot do without a server; "" if they can."""
         for number, loader in enumerate(self.loaders):
-            if isinstance(loader, Loader) and not loader.can_go_together:
+            if isinstance(loader, ShardedLoader) and not loader.can_go_together:
                 return (
                     f"Cannot leave the server: every worker goes through loader {number} by itself, and without a "
                     "server all have to make the same steps. Prepare a DataLoader over a dataset with a length."
                 )
         return ""
 
-    def bring_to(self, server: Server) -> dict[int, DealtSource]:
+    def bring_to(self, server: ServerSession) -> dict[int, ServerSource]:
         """Have a server know where the leased data is, if there is any; from where batches come there. Collective.
 
         Raises:
             NetworkError: if the server is gone.
         """
-        sources: dict[int, DealtSource] = {}
-        places: dict[int, tuple[Enrol, Leases, Mapping[str, Any]]] = {}
+        sources: dict[int, ServerSource] = {}
+        places: dict[int, tuple[RegisterLoader, Leases, Mapping[str, Any]]] = {}
         for number, loader in enumerate(self.loaders):
-            if isinstance(loader, Loader):
+            if isinstance(loader, ShardedLoader):
                 continue
             about = msgspec.structs.replace(self._abouts[number], seed=loader.source.leases.seed)
             places[number] = (about, loader.source.leases, loader.source.state_dict())
-            sources[number] = DealtSource(server, self._waiter, about, loader.progress)
+            sources[number] = ServerSource(server, self._waiter, about, loader.progress)
         if not places:
             return sources
         server.sum(DEALING, (), self._waiter)
         if server.is_first:
             told = server.client.restock(position.for_coordinator(places))
-            self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+            self._waiter.wait(told, WaitContext("the server to go on in the data", outlives=True))
         return sources
 
-    def to_server(self, server: Server, sources: Mapping[int, DealtSource]) -> None:
+    def to_server(self, server: ServerSession, sources: Mapping[int, ServerSource]) -> None:
         """Have a server deal out from now on, at the beginning of a loop over leased data, as `bring_to` has it."""
         self.server = server
         for number, loader in enumerate(self.loaders):
-            if isinstance(loader, Loader):
+            if isinstance(loader, ShardedLoader):
                 loader.go_alone()
             else:
                 loader.change_source(sources[number])
@@ -401,10 +401,10 @@ class Data:
     def give_back(self) -> None:
         """Others may have what the server has dealt out beforehand: it is about to be left."""
         for loader in self.leased:
-            if isinstance(loader.source, DealtSource):
+            if isinstance(loader.source, ServerSource):
                 loader.source.give_back_undrawn()
 
-    def to_group(self, server: Server) -> None:
+    def to_group(self, server: ServerSession) -> None:
         """Have the workers work out by themselves who computes what; all have given back what they had. Collective.
 
         Raises:
@@ -413,10 +413,10 @@ class Data:
         self.server = None
         books = self._books(server) if self.leased else ""
         for number, loader in enumerate(self.loaders):
-            if isinstance(loader, Loader):
+            if isinstance(loader, ShardedLoader):
                 loader.go_together()
                 continue
-            assert isinstance(loader.source, DealtSource)
+            assert isinstance(loader.source, ServerSource)
             leases, reached = loader.source.leases, loader.progress
             begins = self._control.texts("the epoch that the next loop is in", str(loader.source.epoch))
             source = self._agreed(self._abouts[number])
@@ -425,14 +425,14 @@ class Data:
             source.progress = max(source.progress, reached)
             loader.change_source(source)
 
-    def _books(self, server: Server) -> str:
+    def _books(self, server: ServerSession) -> str:
         """The place in the data, as one of the workers has asked; another, if that is lost meanwhile. Collective."""
         books = ""
         while not books:
             said = ""
             if self._control.is_first:
                 asked = server.client.books()
-                self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+                self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
                 said = bytes(asked.place).decode()
             told = self._control.texts("the place in the data", said)
             books = next(filter(None, told.values()), "")
@@ -449,7 +449,7 @@ class Data:
         if loader is self._outermost:
             self._draws_next()
 
-    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> Draw:
+    def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> DrawnBatch:
         self.has_data = real
         self._meter.samples += samples
         self._draws += 1
@@ -457,9 +457,9 @@ class Data:
             self._check.drawn()
         for reducer in self._reducers:
             reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
-        return Draw(self._draws, Drawn(1, 1, weight, samples) if real else Drawn(1))
+        return DrawnBatch(self._draws, BatchCounts(1, 1, weight, samples) if real else BatchCounts(1))
 
-    def _put_back(self, draws: Sequence[Draw]) -> int:
+    def _put_back(self, draws: Sequence[DrawnBatch]) -> int:
         """Have those of these batches that no model has computed count no more; how many, the last ones."""
         uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
         back = [draw for draw in draws if draw.number > self._draws - uncomputed]

@@ -1,7 +1,7 @@
 """The place in leased data: as a server's coordinator keeps it, as workers without one do, and from one to the other.
 
     at the coordinator      of all loaders, as JSON: what `Client.books` gives and `Client.restock` takes
-    among the workers       of one loader: what `AgreedSource.state_dict` gives and `load_state_dict` takes
+    among the workers       of one loader: what `ReplicatedSource.state_dict` gives and `load_state_dict` takes
 
 Either way each sample of each epoch is used, leased, or still to be leased; going over changes nothing about that.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.batching import Lease, Pool
+from offbeat.batching import Lease, LeasePool
 from offbeat.errors import ModelError
 from offbeat.safe_read import UnreadableError, decode
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from offbeat.batching import Leases
-    from offbeat.protocol.data_leases import Enrol
+    from offbeat.protocol.data_leases import RegisterLoader
 
 
 def for_workers(
     books: str | bytes, loader: int, leases: Leases, *, is_held: bool = True, epoch: int | None = None
 ) -> dict[str, Any]:
-    """What one loader's `AgreedSource` goes on from.
+    """What one loader's `ReplicatedSource` goes on from.
 
     There all are in the same epoch: who was ahead of the others in the books would leave them without data for good.
 
@@ -52,7 +52,7 @@ def for_workers(
 
 
 def beginning(leases: Leases, epoch: int, ranks: Iterable[int]) -> dict[str, Any]:
-    """What one loader's `AgreedSource` goes on from where an epoch begins."""
+    """What one loader's `ReplicatedSource` goes on from where an epoch begins."""
     return _kept(leases, leases.beginning(epoch, ranks))
 
 
@@ -64,7 +64,7 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     """
     plain = state["leases"] if "leases" in state else _of_loader(state["place"], loader)
     try:
-        pool = msgspec.convert(plain["pool"], Pool, str_keys=True)
+        pool = msgspec.convert(plain["pool"], LeasePool, str_keys=True)
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
     return min(pool.at.values(), default=pool.epoch)
@@ -77,7 +77,7 @@ def workers_of(books: str | bytes, loader: int) -> tuple[int, ...]:
         ModelError: if they are damaged.
     """
     try:
-        return tuple(sorted(msgspec.convert(_of_loader(books, loader)["pool"], Pool, str_keys=True).at))
+        return tuple(sorted(msgspec.convert(_of_loader(books, loader)["pool"], LeasePool, str_keys=True).at))
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
 
@@ -91,11 +91,11 @@ def told(state: Mapping[str, Any]) -> str:
     return "a server's place"
 
 
-def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]]) -> bytes:
+def for_coordinator(places: Mapping[int, tuple[RegisterLoader, Leases, Mapping[str, Any]]]) -> bytes:
     """What the coordinator goes on from.
 
     Args:
-        places: of each loader what is said of it, how it is dealt out, and what its `AgreedSource` has kept at the
+        places: of each loader what is said of it, how it is dealt out, and what its `ReplicatedSource` has kept at the
             beginning of a loop.
     """
     return msgspec.json.encode(
@@ -113,7 +113,7 @@ def for_coordinator(places: Mapping[int, tuple[Enrol, Leases, Mapping[str, Any]]
 
 def progress_of(plain: Any, samples: int) -> float:
     """Epochs that were dealt, going by a pool in dicts, lists and numbers."""
-    return msgspec.convert(plain["pool"], Pool, str_keys=True).reached(samples)
+    return msgspec.convert(plain["pool"], LeasePool, str_keys=True).reached(samples)
 
 
 def _of_loader(books: str | bytes, loader: int) -> Any:
@@ -123,7 +123,7 @@ def _of_loader(books: str | bytes, loader: int) -> Any:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
 
 
-def _kept(leases: Leases, pool: Pool) -> dict[str, Any]:
+def _kept(leases: Leases, pool: LeasePool) -> dict[str, Any]:
     return {"leases": leases.to_plain(pool), "tuning": None, "round": 0, "over": []}
 
 

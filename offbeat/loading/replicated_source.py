@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from offbeat.batching import Lease, Pool, Tuning, even_batches, what_changes
+from offbeat.batching import Lease, LeasePool, TuningState, even_batches, what_changes
 from offbeat.engine import state_checks
 from offbeat.errors import ModelError
 from offbeat.loading.batch_source import Batch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from offbeat.batching import BatchTuning, Keeps, Leases
-    from offbeat.engine.control_group import Control
+    from offbeat.engine.control_group import ControlGroup
 
 _log = logging.getLogger("offbeat")
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
@@ -47,18 +47,18 @@ class Timing(NamedTuple):
     wait_s: _Seconds
 
 
-class Told(msgspec.Struct, frozen=True):
+class StepReport(msgspec.Struct, frozen=True):
     """What a worker tells: its last steps, and in which round each that it knows to be lost first lacked."""
 
     timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]
     lost: Annotated[dict[int, int], msgspec.Meta(max_length=4096)] = {}
 
 
-_told = msgspec.json.Decoder(Told).decode
+_told = msgspec.json.Decoder(StepReport).decode
 
 
 @dataclass(frozen=True)
-class Books:
+class LeaseBook:
     """What every worker knows; immutable.
 
     Args:
@@ -67,22 +67,22 @@ class Books:
         open: the leases of the last rounds that are not taken for used yet: round, rank and number.
     """
 
-    pool: Pool
-    tuning: Tuning | None
+    pool: LeasePool
+    tuning: TuningState | None
     members: tuple[int, ...]
     round: int = 0
     over: frozenset[int] = frozenset()
     open: tuple[tuple[int, int, int], ...] = ()
 
 
-class Mark(NamedTuple):
+class LeaseStep(NamedTuple):
     """What was known before a batch was taken, and after."""
 
-    before: Books
-    after: Books
+    before: LeaseBook
+    after: LeaseBook
 
 
-class AgreedSource:
+class ReplicatedSource:
     """One loader's.
 
     Args:
@@ -103,7 +103,7 @@ class AgreedSource:
         *,
         batch: int,
         least: int = 1,
-        control: Control,
+        control: ControlGroup,
         take_timings: Callable[[], Sequence[Timing]],
         kept: int = 0,
         keeps: Keeps = "local_batch",
@@ -113,7 +113,7 @@ class AgreedSource:
         self._batch, self._total, self._least = batch, batch * control.world, least
         self._kept, self._keeps, self._world = kept, keeps, control.world
         tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
-        self._books = self._join(Books(leases.init(), tuning, ()), control.members)
+        self._books = self._join(LeaseBook(leases.init(), tuning, ()), control.members)
         self._at = self._books  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
         self._lost: dict[int, int] = {}
@@ -135,9 +135,9 @@ class AgreedSource:
             return None
         over = frozenset(books.members) - parts.keys()
         dealt = tuple((books.round, rank, lease.number) for rank, lease in parts.items())
-        after = Books(pool, tuning, books.members, books.round + 1, over, books.open + dealt)
+        after = LeaseBook(pool, tuning, books.members, books.round + 1, over, books.open + dealt)
         self._books = self._use(after, before=after.round - self._kept)
-        mark = Mark(books, self._books)
+        mark = LeaseStep(books, self._books)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
         return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
@@ -197,7 +197,7 @@ class AgreedSource:
         """
         self._books, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
         for first, before, after in state["asked"]:
-            mark = Mark(self._from_plain(before), self._from_plain(after))
+            mark = LeaseStep(self._from_plain(before), self._from_plain(after))
             self._before.append(Batch(None, 0.0, int(first), mark))
         if state["over"]:
             self._before.append(None)
@@ -257,13 +257,13 @@ class AgreedSource:
                 ", ".join(map(str, present)),
                 what_changes("global_batch" if self._tune is not None else self._keeps),
             )
-        books = Books(pool, tuning, then, round_, over)
+        books = LeaseBook(pool, tuning, then, round_, over)
         for rank in set(then) - set(present):
             books = self._leave(books, rank)
         self._books = self._at = self._join(books, [rank for rank in present if rank not in then])
         self.progress = self._reached()
 
-    def _plain(self, books: Books) -> dict[str, Any]:
+    def _plain(self, books: LeaseBook) -> dict[str, Any]:
         tuning = books.tuning
         return {
             "leases": self.leases.to_plain(books.pool),
@@ -274,11 +274,11 @@ class AgreedSource:
             "open": books.open,
         }
 
-    def _from_plain(self, plain: Mapping[str, Any]) -> Books:
+    def _from_plain(self, plain: Mapping[str, Any]) -> LeaseBook:
         tuning = self._books.tuning
         if self._tune is not None and plain["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._least)
-        return Books(
+        return LeaseBook(
             self.leases.from_plain(plain["leases"]),
             tuning,
             tuple(plain["members"]),
@@ -287,7 +287,7 @@ class AgreedSource:
             tuple((int(round), int(rank), int(number)) for round, rank, number in plain["open"]),
         )
 
-    def _let_in(self, books: Books, ranks: Iterable[int]) -> Books:
+    def _let_in(self, books: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
         """These are dealt to, in the epoch in which the others are."""
         at = dict(books.pool.at)
         epoch = min(at.values(), default=books.pool.epoch)
@@ -300,7 +300,7 @@ class AgreedSource:
 
     def _tell(self) -> None:
         """Exchange the times of the last steps. Collective."""
-        mine = Told(tuple(self._take_timings())[-_MOST_TOLD:], self._lost)
+        mine = StepReport(tuple(self._take_timings())[-_MOST_TOLD:], self._lost)
         texts = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
         told = {rank: _told(text) for rank, text in texts.items()}
         books = self._learn(self._books, {rank: one.timings for rank, one in told.items()})
@@ -315,7 +315,7 @@ class AgreedSource:
                 books = self._leave(books, rank, since=max(lacked))
         self._books = books
 
-    def _learn(self, books: Books, told: Mapping[int, Sequence[Timing]]) -> Books:
+    def _learn(self, books: LeaseBook, told: Mapping[int, Sequence[Timing]]) -> LeaseBook:
         """How fast the machines are."""
         tuning = books.tuning
         if self._tune is None or tuning is None:
@@ -329,7 +329,7 @@ class AgreedSource:
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
         return dataclasses.replace(books, tuning=tuning)
 
-    def _deal(self, books: Books) -> tuple[Pool, Tuning | None, dict[int, Lease]]:
+    def _deal(self, books: LeaseBook) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
         """What each member gets in this round, and what is known then; nobody gets anything where the epoch ends."""
         pool, parts = books.pool, dict[int, Lease]()
         tuning, counts = self._counts(books)
@@ -341,27 +341,27 @@ class AgreedSource:
                     parts[rank] = deal
         return pool, tuning, parts
 
-    def _counts(self, books: Books) -> tuple[Tuning | None, dict[int, int]]:
+    def _counts(self, books: LeaseBook) -> tuple[TuningState | None, dict[int, int]]:
         """The batch of each member in this round."""
         if self._tune is not None and books.tuning is not None:
             return self._tune.plan(books.tuning, books.round)
         return None, even_batches(self._batch, self._world, books.members, self._keeps)
 
-    def _use(self, books: Books, *, before: int) -> Books:
+    def _use(self, books: LeaseBook, *, before: int) -> LeaseBook:
         """Take the leases of the rounds before this one for used; but for those of who is lost."""
         there = set(books.members)
         used = {one for one in books.open if one[0] < before and one[1] in there}
         pool, _ = self.leases.acknowledge(books.pool, [number for _, _, number in used])
         return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in used))
 
-    def _join(self, books: Books, ranks: Iterable[int]) -> Books:
+    def _join(self, books: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
         pool, tuning = books.pool, books.tuning
         for rank in ranks:
             pool = self.leases.join(pool, rank)
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
         return dataclasses.replace(books, pool=pool, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
 
-    def _leave(self, books: Books, rank: int, since: int = 0) -> Books:
+    def _leave(self, books: LeaseBook, rank: int, since: int = 0) -> LeaseBook:
         """What it was dealt from round `since` on goes to the others."""
         used = [number for round, whose, number in books.open if whose == rank and round < since]
         pool, _ = self.leases.acknowledge(books.pool, used)

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from offbeat.batching import Lease, Leases, Over
-from offbeat.diagnosis.wait import Awaited
+from offbeat.batching import EndOfEpoch, Lease, Leases
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.errors import ModelError, NetworkError
 from offbeat.loading.batch_source import Batch
@@ -16,22 +16,24 @@ from offbeat.protocol.data_leases import MOST_USED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine.server_session import Server
-    from offbeat.protocol.data_leases import Enrol
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.server_session import ServerSession
+    from offbeat.protocol.data_leases import RegisterLoader
 
 
-class DealtSource:
+class ServerSource:
     """One loader's.
 
     Args:
         server: this worker's connection to it.
         waiter: the one waiting primitive.
         about: the loader.
-        progress: as of `Source`, if it goes on from another one.
+        progress: as of `BatchSource`, if it goes on from another one.
     """
 
-    def __init__(self, server: Server, waiter: Waiter, about: Enrol, progress: float = 0.0) -> None:
+    def __init__(
+        self, server: ServerSession, waiter: BlockingWait, about: RegisterLoader, progress: float = 0.0
+    ) -> None:
         self.leases = Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last)
         self._server, self._waiter, self._loader = server, waiter, about.loader
         self._count = about.batch  # of the batch at hand
@@ -47,7 +49,7 @@ class DealtSource:
             NetworkError: if the server is gone.
         """
         deal = self._deal()
-        if isinstance(deal, Over):
+        if isinstance(deal, EndOfEpoch):
             self._over = deal.epoch + 1
             return None
         return Batch(deal)
@@ -113,7 +115,7 @@ class DealtSource:
             NetworkError: if the server is gone.
         """
         asked = self._server.client.books()
-        self._waiter.wait(asked, Awaited("the place in the data", outlives=True))
+        self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
         return {"place": asked.place, "progress": self.progress}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
@@ -129,11 +131,11 @@ class DealtSource:
         client.reseed(self._hand, self.leases.seed)
         if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
             told = client.restock(place)
-            self._waiter.wait(told, Awaited("the server to go on in the data", outlives=True))
+            self._waiter.wait(told, WaitContext("the server to go on in the data", outlives=True))
 
-    def _deal(self) -> Lease | Over:
+    def _deal(self) -> Lease | EndOfEpoch:
         while True:
             with contextlib.suppress(IndexError):  # what is void is taken away on the event loop, at any time
                 return self._hand.deals.popleft()
             drawn = self._server.client.draw(self._hand)
-            self._waiter.wait(drawn, Awaited("the next samples from the server", outlives=True))
+            self._waiter.wait(drawn, WaitContext("the next samples from the server", outlives=True))

@@ -22,13 +22,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from offbeat.engine import samples_in, state_checks
 from offbeat.errors import ModelError
-from offbeat.loading.epoch_size import Course, course_of, relative_size
+from offbeat.loading.epoch_size import EpochSize, course_of, relative_size
 from offbeat.rng import LoopRng
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from offbeat.engine import Control, Draw
+    from offbeat.engine import ControlGroup, DrawnBatch
 
 _log = logging.getLogger("offbeat")
 _END = object()
@@ -37,10 +37,10 @@ _MOST_WORKERS = 1 << 16
 _MOST_BITS = 52  # of an exact integer in float64
 
 
-class Drawn(Protocol):
+class OnBatch(Protocol):
     """Called with each batch that is given out; the answer is by what it can be put back."""
 
-    def __call__(self, *, real: bool, source: int, samples: int, weight: float) -> Draw: ...
+    def __call__(self, *, real: bool, source: int, samples: int, weight: float) -> DrawnBatch: ...
 
 
 class PutBack(Protocol):
@@ -49,10 +49,10 @@ class PutBack(Protocol):
     Those from which nothing was computed count no more. Returns how many: always the last ones.
     """
 
-    def __call__(self, draws: Sequence[Draw]) -> int: ...
+    def __call__(self, draws: Sequence[DrawnBatch]) -> int: ...
 
 
-class Shard(Sampler[int]):
+class ShardSampler(Sampler[int]):
     """Every N-th index of a seeded permutation, no padding, nothing left out.
 
     Args:
@@ -61,7 +61,7 @@ class Shard(Sampler[int]):
         shuffle: permute anew each epoch; in order if False.
         seed: of the permutation; equal on all workers.
 
-    >>> [list(Shard(5, rank, 2, shuffle=False)) for rank in range(2)]
+    >>> [list(ShardSampler(5, rank, 2, shuffle=False)) for rank in range(2)]
     [[0, 2, 4], [1, 3]]
     """
 
@@ -81,11 +81,11 @@ class Shard(Sampler[int]):
         return len(range(self.rank, self.size, self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; called by `Loader` at the start of each epoch."""
+        """Choose the permutation; called by `ShardedLoader` at the start of each epoch."""
         self.epoch = epoch
 
 
-class Loader:
+class ShardedLoader:
     """What `run.prepare` returns for a loader; iterate over it as before. Other attributes are the loader's own.
 
     Args:
@@ -104,14 +104,14 @@ class Loader:
         self,
         loader: Iterable[Any],
         *,
-        control: Control,
-        drawn: Drawn,
+        control: ControlGroup,
+        drawn: OnBatch,
         put_back: PutBack,
         seed: int = 0,
         together: bool = True,
     ) -> None:
         self._control, self._drawn, self._put_back = control, drawn, put_back
-        self._left: tuple[Draw, ...] = ()  # the last batches of a loop that was left early
+        self._left: tuple[DrawnBatch, ...] = ()  # the last batches of a loop that was left early
         self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
         self._at = (0, 0)  # epoch and batches given out in it, for a checkpoint
@@ -123,7 +123,9 @@ class Loader:
         if control.world > 1:
             control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
-        self._agreed: list[Course] = []  # each rank's epoch, as it was agreed on last; empty if lengths are not known
+        self._agreed: list[
+            EpochSize
+        ] = []  # each rank's epoch, as it was agreed on last; empty if lengths are not known
         lengths = [course.length for course in self._courses()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
         if 0 in lengths:
@@ -142,7 +144,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         sampler, epoch, skip = getattr(self.loader, "sampler", None), self._epoch, self._skip
-        if isinstance(sampler, Shard):
+        if isinstance(sampler, ShardSampler):
             sampler.set_epoch(epoch)
         self._epoch, self._skip = epoch + 1, 0
         courses = self._courses()
@@ -170,7 +172,7 @@ class Loader:
         epoch, batch = self._at
         usual = -1.0 if self._usual is None else self._usual
         state: dict[str, Any] = {"epoch": epoch, "batch": batch, "usual": usual, "world": self._control.world}
-        if isinstance(shard := getattr(self.loader, "sampler", None), Shard):
+        if isinstance(shard := getattr(self.loader, "sampler", None), ShardSampler):
             state |= {"samples": shard.size, "sizes": self._sizes()}
         return state
 
@@ -187,7 +189,7 @@ class Loader:
         usual = state_checks.number(state.get("usual", -1.0), "samples of a usual batch", least=-1.0)
         self._usual = None if usual < 0 else usual
         sampler = getattr(self.loader, "sampler", None)
-        if isinstance(sampler, Shard):
+        if isinstance(sampler, ShardSampler):
             sampler.seed = seed
 
     def _carried_over(self, state: Mapping[str, Any]) -> int:
@@ -195,7 +197,7 @@ class Loader:
         batch, now = state_checks.whole(state["batch"], "batches of the epoch"), self._control.world
         then = state_checks.whole(state.get("world", now), "number of workers", least=1, most=_MOST_WORKERS)
         shard, here = getattr(self.loader, "sampler", None), self._sizes()
-        is_dealt = isinstance(shard, Shard)
+        is_dealt = isinstance(shard, ShardSampler)
         was_dealt = "sizes" in state or (is_dealt and then > 1)
         if was_dealt is not is_dealt:  # who is alone draws in the loader's own order
             if batch and self._control.rank == 0:
@@ -205,7 +207,7 @@ class Loader:
                     then, now, state["epoch"],
                 )  # fmt: skip
             return 0
-        if not isinstance(shard, Shard):
+        if not isinstance(shard, ShardSampler):
             return batch
         if state.get("samples", shard.size) != shard.size:
             raise ModelError(
@@ -243,11 +245,11 @@ class Loader:
         """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
         return self._progress
 
-    def _iterate(self, courses: list[Course], epoch: int, skip: int) -> Iterator[Any]:
+    def _iterate(self, courses: list[EpochSize], epoch: int, skip: int) -> Iterator[Any]:
         # Only now, and not when it was left: what was drawn may have been computed since.
         self._put_back(self._left)
         self._left = ()
-        given: deque[Draw] = deque(maxlen=MOST_LEFT)
+        given: deque[DrawnBatch] = deque(maxlen=MOST_LEFT)
         try:
             for index, (batch, draw) in enumerate(self._all_batches(courses, skip), skip + 1):
                 self._at = (epoch, index)
@@ -265,7 +267,7 @@ class Loader:
         epoch, batch = self._at
         return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
 
-    def _all_batches(self, courses: list[Course], skip: int) -> Iterator[tuple[Any, Draw]]:
+    def _all_batches(self, courses: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
         """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
         self.loop_rng.begin()
         batches, last, index = iter(self.loader), _END, skip
@@ -329,7 +331,7 @@ class Loader:
                 self._control.world,
             )
 
-    def _courses(self) -> list[Course]:
+    def _courses(self) -> list[EpochSize]:
         """Each rank's epoch; empty if a rank does not know its length."""
         if self._goes_alone:
             return self._agreed
@@ -337,7 +339,7 @@ class Loader:
         courses = [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
-            courses = [Course.from_text(text) for text in texts.values()]
+            courses = [EpochSize.from_text(text) for text in texts.values()]
         self._agreed = courses if all(course.length >= 0 for course in courses) else []
         return self._agreed
 
@@ -365,7 +367,7 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
         raise ModelError(
             f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
         )
-    shard = Shard(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
+    shard = ShardSampler(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
     batch_size, drop_last = batching_of(loader)
     return rebuilt(loader, batch_size=batch_size, drop_last=drop_last, sampler=shard)
 
@@ -431,7 +433,7 @@ def rebuilt(loader: DataLoader[Any], **draws: Any) -> DataLoader[Any]:
 def _describe(loader: Iterable[Any]) -> str:
     """What must be equal on all workers for the shares to be shares of one whole."""
     sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, Shard):
+    if not isinstance(sampler, ShardSampler):
         return "a loader of its own"
     return f"{sampler.size} samples\nshuffle {sampler.shuffle}\nseed {sampler.seed}"
 

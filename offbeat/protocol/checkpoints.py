@@ -2,8 +2,8 @@
 
 Out of it at any time. Back into it, and with it other parameters, only when the first worker of the job wants to, and
 all others wait for that in a question (`REPLACED_IN`): then all load one checkpoint together, or come to the server
-together. What it may put ends with its `PutAll`, or when it takes part again, so that nobody can put something there
-behind the backs of others that train.
+together. What it may put ends with its `PutStateDone`, or when it takes part again, so that nobody can put something
+there behind the backs of others that train.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ DEALING = "the data to be dealt out by the server"
 REPLACED_IN = frozenset({LOADING, DEALING})  # questions; who asks them waits for what the first worker brings
 
 
-class Fetch(msgspec.Struct, tag=True, frozen=True):
+class FetchState(msgspec.Struct, tag=True, frozen=True):
     """Send the optimizer's state in all blocks of a model that are here."""
 
     model: Model
     number: Count
 
 
-class Piece(msgspec.Struct, tag=True, frozen=True):
+class StatePart(msgspec.Struct, tag=True, frozen=True):
     """A part of the optimizer's state; the body is its elements.
 
     Args:
-        number: of the `Fetch`.
-        name: of the parameter, as an index into `Details.names`.
+        number: of the `FetchState`.
+        name: of the parameter, as an index into `ModelInfo.names`.
         single: whether it is one number for all elements, such as a count of steps.
     """
 
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, tag=True, frozen=True):
     single: bool
 
 
-class Replace(msgspec.Struct, tag=True, frozen=True):
+class RequestReplacement(msgspec.Struct, tag=True, frozen=True):
     """From the first worker to the coordinator: it has other parameters, and another state, for a model."""
 
     model: Model
@@ -52,7 +52,8 @@ class Replace(msgspec.Struct, tag=True, frozen=True):
 
 
 class MayPut(msgspec.Struct, tag=True, frozen=True):
-    """In answer to `Replace`: from each shard, once all others wait for it; or from the coordinator, if they never do.
+    """In answer to `RequestReplacement`: from each shard, once all others wait for it; or from the coordinator, if they
+    never do.
 
     Args:
         refused: why it may not; "" if it may.
@@ -62,7 +63,7 @@ class MayPut(msgspec.Struct, tag=True, frozen=True):
     refused: Text = ""
 
 
-class Put(msgspec.Struct, tag=True, frozen=True):
+class PutState(msgspec.Struct, tag=True, frozen=True):
     """Take over a part of the optimizer's state; or, without a key, the values of the whole block."""
 
     model: Model
@@ -73,14 +74,14 @@ class Put(msgspec.Struct, tag=True, frozen=True):
     single: bool = False
 
 
-class PutAll(msgspec.Struct, tag=True, frozen=True):
+class PutStateDone(msgspec.Struct, tag=True, frozen=True):
     """Everything was put."""
 
     model: Model
     number: Count
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """A `Fetch` or a `PutAll` is done."""
+class TransferDone(msgspec.Struct, tag=True, frozen=True):
+    """A `FetchState` or a `PutStateDone` is done."""
 
     number: Count

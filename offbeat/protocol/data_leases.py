@@ -11,7 +11,7 @@ worker                                       coordinator
   | <----- Stock(number) + place -------------- |
   | -- Restock(number) + place ---------------> |   the same back; everybody is dealt to afresh. Then Stock without it
 
-Which leases a contribution was computed from stands in its `About`.
+Which leases a contribution was computed from stands in its `ContributionInfo`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.batching import Lease, Over, Piece
+from offbeat.batching import EndOfEpoch, Lease, PositionRange
 from offbeat.errors import PeerError
 
 _Loader = Annotated[int, msgspec.Meta(ge=0, lt=256)]
@@ -33,7 +33,7 @@ Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=MO
 """Leases, by loader and number."""
 
 
-class Enrol(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class RegisterLoader(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A worker takes part in a loader's data.
 
     Args:
@@ -61,39 +61,39 @@ class Enrol(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     holds: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=1 << 12)] = ()
 
 
-class Take(msgspec.Struct, tag=True, frozen=True):
+class RequestLease(msgspec.Struct, tag=True, frozen=True):
     loader: _Loader
 
 
-class Return(msgspec.Struct, tag=True, frozen=True):
+class ReturnLease(msgspec.Struct, tag=True, frozen=True):
     loader: _Loader
     numbers: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=1 << 12)]
 
 
-class Crowded(msgspec.Struct, tag=True, frozen=True):
+class MemoryExhausted(msgspec.Struct, tag=True, frozen=True):
     """The worker had no memory for a batch of `count` samples."""
 
     loader: _Loader
     count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
-class Books(msgspec.Struct, tag=True, frozen=True):
+class GetDataState(msgspec.Struct, tag=True, frozen=True):
     number: _Number
 
 
-class Stock(msgspec.Struct, tag=True, frozen=True):
-    """The body is the place in the data of all loaders, as JSON; in answer to `Restock` nothing.
+class DataState(msgspec.Struct, tag=True, frozen=True):
+    """The body is the place in the data of all loaders, as JSON; in answer to `SetDataState` nothing.
 
     Args:
-        refused: why a `Restock` cannot be.
+        refused: why a `SetDataState` cannot be.
     """
 
     number: _Number
     refused: _Text = ""
 
 
-class Restock(msgspec.Struct, tag=True, frozen=True):
-    """The body is what `Stock` had."""
+class SetDataState(msgspec.Struct, tag=True, frozen=True):
+    """The body is what `DataState` had."""
 
     number: _Number
 
@@ -106,7 +106,7 @@ class Deal(msgspec.Struct, frozen=True, array_like=True):
     pieces: tuple[tuple[_Place, _Place, _Place], ...] = ()
 
 
-class Dealt(msgspec.Struct, tag=True, frozen=True):
+class LeaseGrants(msgspec.Struct, tag=True, frozen=True):
     """What a worker is to compute next, in this order.
 
     Args:
@@ -120,17 +120,17 @@ class Dealt(msgspec.Struct, tag=True, frozen=True):
     void: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=1 << 12)] = ()
 
 
-FromData = Enrol | Take | Return | Crowded | Books | Restock
-ToData = Dealt | Stock
+FromData = RegisterLoader | RequestLease | ReturnLease | MemoryExhausted | GetDataState | SetDataState
+ToData = LeaseGrants | DataState
 
 
-def dealt(loader: int, deal: Lease | Over) -> Dealt:
+def dealt(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
     """Tell a worker of one deal: a lease may have many pieces, and a frame's metadata has a bound."""
     number, pieces = (deal.number, deal.pieces) if isinstance(deal, Lease) else (0, ())
-    return Dealt(loader, (Deal(number, deal.epoch, pieces),))
+    return LeaseGrants(loader, (Deal(number, deal.epoch, pieces),))
 
 
-def leases_of(message: Dealt, samples: int) -> list[Lease | Over]:
+def leases_of(message: LeaseGrants, samples: int) -> list[Lease | EndOfEpoch]:
     """What is dealt out.
 
     Args:
@@ -142,8 +142,8 @@ def leases_of(message: Dealt, samples: int) -> list[Lease | Over]:
     if any(not start < stop <= samples for deal in message.deals for _, start, stop in deal.pieces):
         raise PeerError(f"The server deals out samples that are not among the {samples} of the dataset.")
     return [
-        Lease(deal.number, deal.epoch, tuple(Piece(*piece) for piece in deal.pieces))
+        Lease(deal.number, deal.epoch, tuple(PositionRange(*piece) for piece in deal.pieces))
         if deal.pieces
-        else Over(deal.epoch)
+        else EndOfEpoch(deal.epoch)
         for deal in message.deals
     ]

@@ -1,31 +1,32 @@
 """What workers and shards of a parameter server say to each other; bodies are raw elements of blocks.
 
-worker                                       shard (the coordinator is the first)
-  | -- Open(model) + details -----------------> |   once per model, to the coordinator when all others have opened it
-  | <----- Opened(wants_values) --------------- |
-  | -- Fill(block) + values ------------------> |   the first worker, where the shard has none
-  | -- Announce(clock, weight, hyper) --------> |   to the coordinator: it has computed a contribution
-  | <----- Granted(clock) --------------------- |   it may push; not if it was told not to wait for that
-  | -- Part(clock, block) + gradient ---------> |   to each block's shard
-  | <----- Go(step, version, staleness) ------- |   released for the next step
-  | <----- Values(step, block) + values ------- |   from each block's shard, as each is updated
-  | -- Pulled(step) --------------------------> |   all blocks are here
-  | -- Ask(number, question, ...) ------------> |   a collective question beside the data
-  | <----- Answer(number, ...) ---------------- |
-  | -- Fetch(model) --------------------------> |   to each shard: the optimizer's state, for a checkpoint
-  | <----- Piece(block, name, key) + elements - |   one per tensor, then Done
-  | -- Replace(model) ------------------------> |   the first worker, to the coordinator: it has other parameters
-  | <----- MayPut(refused) -------------------- |   from each shard, when all others wait for that
-  | -- Put(block, name, key) + elements ------> |   the state back; also the values. Then PutAll, and Done for that
-  | <----- Safe(clock) ------------------------ |   its contributions before that one are in two snapshots
-  | <----- Told(text) ------------------------- |   something for people
-  | <----- Refused(reason) -------------------- |   what the worker asked cannot be; the session ends
-  | -- TellStatus(status) --------------------> |   to the coordinator, for whoever looks
-  | -- Leaves(step) --------------------------> |   to the coordinator: it was told to leave, and says good-bye
+worker                                          shard (the coordinator is the first)
+  | -- OpenModel(model) + ModelInfo -----------> |   once per model, to the coordinator when all others have opened it
+  | <----- ModelOpened(wants_values) ----------- |
+  | -- InitBlock(block) + values --------------> |   the first worker, where the shard has none
+  | -- Announce(clock, weight, hyper) ---------> |   to the coordinator: it has computed a contribution
+  | <----- Granted(clock) ---------------------- |   it may push; not if it was told not to wait for that
+  | -- PushBlock(clock, block) + gradient -----> |   to each block's shard
+  | <----- ReleaseWorker(step, version, ...) --- |   released for the next step
+  | <----- PullBlock(step, block) + values ----- |   from each block's shard, as each is updated
+  | -- PullDone(step) -------------------------> |   all blocks are here
+  | -- AskAllWorkers(number, question, ...) ---> |   a collective question beside the data
+  | <----- AllWorkersAnswer(number, ...) ------- |
+  | -- FetchState(model) ----------------------> |   to each shard: the optimizer's state, for a checkpoint
+  | <----- StatePart(block, name, key) + elements|   one per tensor, then TransferDone
+  | -- RequestReplacement(model) --------------> |   the first worker, to the coordinator: it has other parameters
+  | <----- MayPut(refused) --------------------- |   from each shard, when all others wait for that
+  | -- PutState(block, name, key) + elements --> |   the state back; also the values. Then PutStateDone, and
+  | <----- TransferDone ------------------------ |   the answer to that
+  | <----- SnapshotAck(clock) ------------------ |   its contributions before that one are in two snapshots
+  | <----- Notice(text) ------------------------ |   something for people
+  | <----- Refused(reason) --------------------- |   what the worker asked cannot be; the session ends
+  | -- TellStatus(status) ---------------------> |   to the coordinator, for whoever looks
+  | -- LeaveAfter(step) -----------------------> |   to the coordinator: it was told to leave, and ends in order
 
-The other shards say Enlist, Filled, Nearly, Whole, Parted, Save and Saved to the coordinator, and it tells them what it
-decides: Begin, Admit, Applied, Dropped, Released, Gone, Committed, Withdrawn, Replacing, Mark, Adopt. How another plan
-comes to hold is said in `plan_swap`. Who comes back says so in its details (see `offbeat.coordinator.reconnect`).
+What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromChief`), is in `shards`. How
+another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see
+`offbeat.coordinator.reconnect`).
 """
 
 from __future__ import annotations
@@ -36,197 +37,163 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.protocol.checkpoints import (
-    DEALING,
-    LOADING,
-    REPLACED_IN,
-    Done,
-    Fetch,
+    FetchState,
     MayPut,
-    Piece,
-    Put,
-    PutAll,
-    Replace,
+    PutState,
+    PutStateDone,
+    RequestReplacement,
+    StatePart,
+    TransferDone,
 )
 from offbeat.protocol.data_leases import FromData, ToData
-from offbeat.protocol.plan_swap import LEAVING, Adopt, Agreed, Proposed, Swap, Swapped
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapPlan, SwapResult
 from offbeat.protocol.shards import (
-    Admit,
-    Applied,
-    Begin,
-    Committed,
-    Dropped,
-    Enlist,
-    Filled,
-    Gone,
-    Mark,
-    Nearly,
-    Parted,
-    Released,
-    Replacing,
-    Save,
-    Saved,
-    Whole,
-    Withdrawn,
+    AdmitWorker,
+    AllowReplacement,
+    ApplyContributions,
+    BeginLife,
+    CommitUpdates,
+    DropContribution,
+    ModelFilled,
+    PushDone,
+    PushNearlyDone,
+    RegisterShard,
+    ReleaseFromShard,
+    SaveLastSnapshot,
+    SnapshotMark,
+    SnapshotSaved,
+    WithdrawContribution,
+    WorkerDrained,
+    WorkerRemoved,
 )
-from offbeat.protocol.status import Look, Scene, Seen, Sight, TellStatus
+from offbeat.protocol.status import GetStatus, ModelStatus, StatusReply, TellStatus
 from offbeat.protocol.training import (
-    MOST_REFUSAL,
-    SECRET_BYTES,
-    About,
+    AllWorkersAnswer,
     Announce,
-    Answer,
-    Answered,
-    Ask,
-    Back,
-    BlockOf,
-    Details,
+    AskAllWorkers,
     Evicted,
-    Fill,
-    Go,
     Granted,
-    Leaves,
-    Open,
-    Opened,
-    Part,
-    PieceOf,
-    Pulled,
+    InitBlock,
+    LeaveAfter,
+    ModelInfo,
+    ModelOpened,
+    Notice,
+    OpenModel,
+    PullBlock,
+    PullDone,
+    PushBlock,
     Refused,
-    Safe,
-    Told,
-    Values,
+    ReleaseWorker,
+    SnapshotAck,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from typing_extensions import Buffer
+
 FromWorker = (
-    Open | Fill | Announce | Part | Pulled | Look | TellStatus | Ask | Fetch | Replace | Put | PutAll | FromData | Swap
-    | Agreed | Leaves
-)  # fmt: skip
-FromShard = Enlist | Filled | Nearly | Whole | Parted | Save | Saved
+    OpenModel
+    | InitBlock
+    | Announce
+    | PushBlock
+    | PullDone
+    | GetStatus
+    | TellStatus
+    | AskAllWorkers
+    | FetchState
+    | RequestReplacement
+    | PutState
+    | PutStateDone
+    | FromData
+    | SwapPlan
+    | PlanAgreement
+    | LeaveAfter
+)
+FromShard = RegisterShard | ModelFilled | PushNearlyDone | PushDone | WorkerDrained | SaveLastSnapshot | SnapshotSaved
 # Of the coordinator, to all shards.
-Decision = Admit | Applied | Dropped | Released | Gone | Committed | Withdrawn | Replacing
-FromChief = Decision | Begin | Mark | Refused | Adopt
+Decision = (
+    AdmitWorker
+    | ApplyContributions
+    | DropContribution
+    | ReleaseFromShard
+    | WorkerRemoved
+    | CommitUpdates
+    | WithdrawContribution
+    | AllowReplacement
+)
+FromChief = Decision | BeginLife | SnapshotMark | Refused | AdoptPlan
 ToWorker = (
-    Opened | Granted | Go | Values | Evicted | Answer | Sight | Refused | Safe | Told | Piece | Done | MayPut
-    | ToData | Proposed | Adopt | Swapped
-)  # fmt: skip
-# What each role may say to a shard; see `offbeat.wire.messages.Claim`.
+    ModelOpened
+    | Granted
+    | ReleaseWorker
+    | PullBlock
+    | Evicted
+    | AllWorkersAnswer
+    | StatusReply
+    | Refused
+    | SnapshotAck
+    | Notice
+    | StatePart
+    | TransferDone
+    | MayPut
+    | ToData
+    | PlanProposed
+    | AdoptPlan
+    | SwapResult
+)
+# What each role may say to a shard; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
     "worker": get_args(FromWorker),
     "shard": get_args(FromShard),
-    "onlooker": (Look,),
-    "operator": (Look, Swap),
+    "onlooker": (GetStatus,),
+    "operator": (GetStatus, SwapPlan),
 }
-__all__ = [
-    "DEALING",
-    "LEAVING",
-    "LOADING",
-    "MOST_REFUSAL",
-    "REPLACED_IN",
-    "SECRET_BYTES",
-    "About",
-    "Admit",
-    "Adopt",
-    "Agreed",
-    "Announce",
-    "Answer",
-    "Answered",
-    "Applied",
-    "Ask",
-    "Back",
-    "Begin",
-    "BlockOf",
-    "Committed",
-    "Decision",
-    "Details",
-    "Done",
-    "Dropped",
-    "Enlist",
-    "Evicted",
-    "Fetch",
-    "Fill",
-    "Filled",
-    "FromChief",
-    "FromShard",
-    "FromWorker",
-    "Go",
-    "Gone",
-    "Granted",
-    "Leaves",
-    "Look",
-    "Mark",
-    "MayPut",
-    "Nearly",
-    "Open",
-    "Opened",
-    "Part",
-    "Parted",
-    "Piece",
-    "PieceOf",
-    "Proposed",
-    "Pulled",
-    "Put",
-    "PutAll",
-    "Refused",
-    "Released",
-    "Replace",
-    "Replacing",
-    "Safe",
-    "Save",
-    "Saved",
-    "Scene",
-    "Seen",
-    "Sight",
-    "Swap",
-    "Swapped",
-    "TellStatus",
-    "ToWorker",
-    "Told",
-    "Values",
-    "Whole",
-    "Withdrawn",
-    "details_of",
-    "from_chief",
-    "from_guest",
-    "pack",
-    "scenes_of",
-    "to_worker",
-]
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard).decode
 _from_chief = msgspec.msgpack.Decoder(FromChief).decode
 _to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-_details = msgspec.msgpack.Decoder(Details).decode
-_scenes = msgspec.msgpack.Decoder(Annotated[tuple[Scene, ...], msgspec.Meta(max_length=256)]).decode
+_details = msgspec.msgpack.Decoder(ModelInfo).decode
+_status_reply = msgspec.msgpack.Decoder(StatusReply).decode
+_statuses = msgspec.msgpack.Decoder(Annotated[tuple[ModelStatus, ...], msgspec.Meta(max_length=256)]).decode
 
 
-def pack(message: FromWorker | ToWorker | FromShard | FromChief | Details | tuple[Scene, ...]) -> bytes:
+def pack(message: FromWorker | ToWorker | FromShard | FromChief | ModelInfo | tuple[ModelStatus, ...]) -> bytes:
     """The message as a frame's metadata, or body."""
     return _encode(message)
 
 
-def details_of(body: bytes | bytearray) -> Details:
+def details_of(body: bytes | bytearray) -> ModelInfo:
     """What a worker says about its model.
 
     Raises:
         PeerError: if it is not that.
     """
-    details: Details = _read(_details, body, "this worker's model")
+    details: ModelInfo = _read(_details, body, "this worker's model")
     if any(piece.name >= len(details.names) for block in details.blocks for piece in block.pieces):
         raise PeerError("Cannot understand this worker's model: a piece belongs to no parameter.")
     return details
 
 
-def scenes_of(body: bytes | bytearray | memoryview) -> tuple[Scene, ...]:
-    """What the coordinator sees.
+def statuses_of(body: bytes | bytearray | memoryview) -> tuple[ModelStatus, ...]:
+    """The status of every model.
 
     Raises:
         PeerError: if it is not that.
     """
-    scenes: tuple[Scene, ...] = _read(_scenes, body, "what this server sees")
-    return scenes
+    statuses: tuple[ModelStatus, ...] = _read(_statuses, body, "what this server sees")
+    return statuses
+
+
+def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStatus, ...]]:
+    """What a server answers to `GetStatus`: its number, and the status of every model.
+
+    Raises:
+        PeerError: if it is no such answer.
+    """
+    reply: StatusReply = _read(_status_reply, metadata, "what this server sees")
+    return reply.number, statuses_of(memoryview(body))
 
 
 def from_guest(metadata: bytes) -> FromWorker | FromShard:

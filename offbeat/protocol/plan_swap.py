@@ -10,8 +10,8 @@ who wants it                 coordinator                          every worker, 
 A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
 
 If the plan has no server, all are to leave it at the same place of their script. Who agrees says how many places it has
-passed, and passes no other before it hears an `Adopt`: with the `border` where all meet, which nobody has passed, or of
-the plan that has been there before, if one refuses. If a worker is lost before all have met, the others stay.
+passed, and passes no other before it hears an `AdoptPlan`: with the `border` where all meet, which nobody has passed,
+or of the plan that has been there before, if one refuses. If a worker is lost before all have met, the others stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAVING = "whether all leave the server"  # asked by all at their border; how ma
 _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Swap(msgspec.Struct, tag=True, frozen=True):
+class SwapPlan(msgspec.Struct, tag=True, frozen=True):
     """From a worker or an operator: have the plan hold that differs from the present one by this.
 
     Args:
@@ -39,14 +39,14 @@ class Swap(msgspec.Struct, tag=True, frozen=True):
     whole: bool = False
 
 
-class Proposed(msgspec.Struct, tag=True, frozen=True):
+class PlanProposed(msgspec.Struct, tag=True, frozen=True):
     """To each worker: can you go by this plan?"""
 
     number: Count
     plan: Text
 
 
-class Agreed(msgspec.Struct, tag=True, frozen=True):
+class PlanAgreement(msgspec.Struct, tag=True, frozen=True):
     """From a worker: what it makes of the plan that was proposed.
 
     Args:
@@ -61,7 +61,7 @@ class Agreed(msgspec.Struct, tag=True, frozen=True):
     place: Count = 0
 
 
-class Adopt(msgspec.Struct, tag=True, frozen=True):
+class AdoptPlan(msgspec.Struct, tag=True, frozen=True):
     """To all workers and shards: this plan holds from now on.
 
     Args:
@@ -76,7 +76,7 @@ class Adopt(msgspec.Struct, tag=True, frozen=True):
     border: Count | None = None
 
 
-class Swapped(msgspec.Struct, tag=True, frozen=True):
+class SwapResult(msgspec.Struct, tag=True, frozen=True):
     """To who wanted it.
 
     Args:

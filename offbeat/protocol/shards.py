@@ -8,10 +8,10 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Model, Seconds
 from offbeat.protocol.optimizer_spec import Hyper
-from offbeat.protocol.training import About
+from offbeat.protocol.training import ContributionInfo
 
 
-class Enlist(msgspec.Struct, tag=True, frozen=True):
+class RegisterShard(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: it takes part from now on.
 
     Args:
@@ -23,7 +23,7 @@ class Enlist(msgspec.Struct, tag=True, frozen=True):
     least: Count = 0
 
 
-class Begin(msgspec.Struct, tag=True, frozen=True):
+class BeginLife(msgspec.Struct, tag=True, frozen=True):
     """From the coordinator to a shard: its life begins.
 
     Args:
@@ -35,11 +35,11 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     snapshot: tuple[Count, Count] | None = None
 
 
-class Save(msgspec.Struct, tag=True, frozen=True):
+class SaveLastSnapshot(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: it is about to end, and would like to leave a snapshot."""
 
 
-class Saved(msgspec.Struct, tag=True, frozen=True):
+class SnapshotSaved(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: a snapshot is written, or could not be.
 
     Args:
@@ -51,7 +51,7 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
     cost_s: Seconds
 
 
-class Mark(msgspec.Struct, tag=True, frozen=True):
+class SnapshotMark(msgspec.Struct, tag=True, frozen=True):
     """Keep all models as they are after what was decided so far.
 
     Args:
@@ -65,13 +65,13 @@ class Mark(msgspec.Struct, tag=True, frozen=True):
     is_last: bool = False
 
 
-class Filled(msgspec.Struct, tag=True, frozen=True):
+class ModelFilled(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: it has the first values of all its blocks."""
 
     model: Model
 
 
-class Nearly(msgspec.Struct, tag=True, frozen=True):
+class PushNearlyDone(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: of its blocks of a contribution no more than a tenth is to come."""
 
     model: Model
@@ -79,11 +79,11 @@ class Nearly(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
-class Whole(msgspec.Struct, tag=True, frozen=True):
+class PushDone(msgspec.Struct, tag=True, frozen=True):
     """From a shard to the coordinator: all its blocks of a contribution have arrived.
 
     Args:
-        entry: of the worker's `Open`; one that comes to the job again may push the same number anew.
+        entry: of the worker's `OpenModel`; one that comes to the job again may push the same number anew.
     """
 
     model: Model
@@ -92,18 +92,18 @@ class Whole(msgspec.Struct, tag=True, frozen=True):
     entry: Count = 0
 
 
-class Parted(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: after a `Gone` of this number it takes nothing more of that worker."""
+class WorkerDrained(msgspec.Struct, tag=True, frozen=True):
+    """From a shard to the coordinator: after a `WorkerRemoved` of this number it takes nothing more of that worker."""
 
     model: Model
     number: Count
 
 
-class Admit(msgspec.Struct, tag=True, frozen=True):
+class AdmitWorker(msgspec.Struct, tag=True, frozen=True):
     """The worker takes part; its next contribution has the number `clock`.
 
     Args:
-        entry: of its `Open`; what was meant for an earlier one is not sent.
+        entry: of its `OpenModel`; what was meant for an earlier one is not sent.
     """
 
     model: Model
@@ -112,7 +112,7 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
     entry: Count = 0
 
 
-class Applied(msgspec.Struct, tag=True, frozen=True):
+class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
     """`offbeat.sync.Apply`, with what is to be known about each contribution.
 
     Args:
@@ -122,13 +122,13 @@ class Applied(msgspec.Struct, tag=True, frozen=True):
 
     model: Model
     pushes: tuple[tuple[int, int], ...]
-    about: tuple[About, ...]
+    about: tuple[ContributionInfo, ...]
     hyper: tuple[Hyper, ...]
     rate: float
     in_order: bool
 
 
-class Dropped(msgspec.Struct, tag=True, frozen=True):
+class DropContribution(msgspec.Struct, tag=True, frozen=True):
     """`coming`: the worker may have begun to push it."""
 
     model: Model
@@ -137,17 +137,17 @@ class Dropped(msgspec.Struct, tag=True, frozen=True):
     coming: bool
 
 
-class Released(msgspec.Struct, tag=True, frozen=True):
+class ReleaseFromShard(msgspec.Struct, tag=True, frozen=True):
     model: Model
     worker: Count
     step: Count
 
 
-class Gone(msgspec.Struct, tag=True, frozen=True):
+class WorkerRemoved(msgspec.Struct, tag=True, frozen=True):
     """The worker does not take part any more.
 
     Args:
-        number: to be answered with in `Parted`; 0 if nothing is to be answered.
+        number: to be answered with in `WorkerDrained`; 0 if nothing is to be answered.
     """
 
     model: Model
@@ -155,7 +155,7 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     number: Count = 0
 
 
-class Committed(msgspec.Struct, tag=True, frozen=True):
+class CommitUpdates(msgspec.Struct, tag=True, frozen=True):
     """The contribution is whole at all shards."""
 
     model: Model
@@ -163,11 +163,11 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
-class Replacing(msgspec.Struct, tag=True, frozen=True):
+class AllowReplacement(msgspec.Struct, tag=True, frozen=True):
     """The worker may put other parameters, and another state.
 
     Args:
-        number: of its `Replace`.
+        number: of its `RequestReplacement`.
     """
 
     model: Model
@@ -175,7 +175,7 @@ class Replacing(msgspec.Struct, tag=True, frozen=True):
     number: Count
 
 
-class Withdrawn(msgspec.Struct, tag=True, frozen=True):
+class WithdrawContribution(msgspec.Struct, tag=True, frozen=True):
     """The contribution is in an update, and will never be whole: its worker is gone, and so is what came of it."""
 
     model: Model

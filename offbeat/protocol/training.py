@@ -17,7 +17,7 @@ Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
-    """`offbeat.server.blocks.Piece` on the wire; `name` is an index into `Details.names`."""
+    """`offbeat.server.blocks.ParameterSlice` on the wire; `name` is an index into `ModelInfo.names`."""
 
     name: Annotated[int, msgspec.Meta(ge=0)]
     start: Count
@@ -32,8 +32,8 @@ class BlockOf(msgspec.Struct, frozen=True, array_like=True):
     pieces: Annotated[tuple[PieceOf, ...], msgspec.Meta(min_length=1, max_length=1 << 20)]
 
 
-class Open(msgspec.Struct, tag=True, frozen=True):
-    """A worker wants to train a model; the body is its `Details`, which may be long.
+class OpenModel(msgspec.Struct, tag=True, frozen=True):
+    """A worker wants to train a model; the body is its `ModelInfo`, which may be long.
 
     Args:
         entry: how often this worker has come to the job, itself included.
@@ -51,7 +51,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
     workers: Count
 
 
-class Back(msgspec.Struct, frozen=True, kw_only=True):
+class Reconnect(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says that took part before.
 
     Args:
@@ -79,7 +79,7 @@ class Back(msgspec.Struct, frozen=True, kw_only=True):
     secret: Secret = b""
 
 
-class Details(msgspec.Struct, frozen=True):
+class ModelInfo(msgspec.Struct, frozen=True):
     """What a worker says about its model.
 
     Args:
@@ -105,7 +105,7 @@ class Details(msgspec.Struct, frozen=True):
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1 << 20)]
     blocks: Annotated[tuple[BlockOf, ...], msgspec.Meta(max_length=1 << 20)]
     optimizer: OptimizerSpec
-    back: Back | None = None
+    back: Reconnect | None = None
     hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
     swaps: Count = 0
@@ -117,11 +117,11 @@ class Details(msgspec.Struct, frozen=True):
         return frozenset(self.ranks or range(self.world))
 
 
-class Opened(msgspec.Struct, tag=True, frozen=True):
+class ModelOpened(msgspec.Struct, tag=True, frozen=True):
     """The worker is taken in.
 
     Args:
-        wants_values: send `Fill` for each block of this shard.
+        wants_values: send `InitBlock` for each block of this shard.
         life: of the server.
         survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
         later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
@@ -136,7 +136,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
     secret: Secret = b""
 
 
-class Leaves(msgspec.Struct, tag=True, frozen=True):
+class LeaveAfter(msgspec.Struct, tag=True, frozen=True):
     """The worker was told to leave (SIGTERM), and says good-bye next.
 
     Args:
@@ -146,18 +146,18 @@ class Leaves(msgspec.Struct, tag=True, frozen=True):
     step: Count
 
 
-class Fill(msgspec.Struct, tag=True, frozen=True):
+class InitBlock(msgspec.Struct, tag=True, frozen=True):
     model: Model
     block: Count
 
 
-class About(msgspec.Struct, frozen=True):
+class ContributionInfo(msgspec.Struct, frozen=True):
     """What is to be known about a contribution.
 
     Args:
         weight: samples it was computed from.
         hyper: the optimizer's hyper-parameters, by group.
-        unused: parameters without a gradient, as indices into `Details.names`.
+        unused: parameters without a gradient, as indices into `ModelInfo.names`.
         used: leases of data it was computed from, by loader and number.
         change: it is a change of the parameters and no gradient; then `hyper` has one group, that of the outer
             optimizer, which is empty for a plain average.
@@ -179,7 +179,7 @@ class Announce(msgspec.Struct, tag=True, frozen=True):
 
     model: Model
     clock: Count
-    about: About
+    about: ContributionInfo
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
@@ -187,7 +187,7 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
-class Part(msgspec.Struct, tag=True, frozen=True):
+class PushBlock(msgspec.Struct, tag=True, frozen=True):
     """One block of a contribution; the body has elements of `dtype`."""
 
     model: Model
@@ -196,7 +196,7 @@ class Part(msgspec.Struct, tag=True, frozen=True):
     dtype: Dtype
 
 
-class Go(msgspec.Struct, tag=True, frozen=True):
+class ReleaseWorker(msgspec.Struct, tag=True, frozen=True):
     """Released for `step`.
 
     Args:
@@ -221,7 +221,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
     fate: Text = ""
 
 
-class Values(msgspec.Struct, tag=True, frozen=True):
+class PullBlock(msgspec.Struct, tag=True, frozen=True):
     """One block of the parameters for `step`.
 
     Args:
@@ -236,7 +236,7 @@ class Values(msgspec.Struct, tag=True, frozen=True):
     number: Count = 0
 
 
-class Pulled(msgspec.Struct, tag=True, frozen=True):
+class PullDone(msgspec.Struct, tag=True, frozen=True):
     model: Model
     step: Count
 
@@ -248,7 +248,7 @@ class Evicted(msgspec.Struct, tag=True, frozen=True):
     reason: Text
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class AskAllWorkers(msgspec.Struct, tag=True, frozen=True):
     """A question all workers ask together: the sums of their `numbers`. Who asks holds nobody up until it is answered.
 
     Args:
@@ -263,7 +263,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     refusal: Annotated[str, msgspec.Meta(max_length=MOST_REFUSAL)] = ""
 
 
-class Answer(msgspec.Struct, tag=True, frozen=True):
+class AllWorkersAnswer(msgspec.Struct, tag=True, frozen=True):
     """What all have asked.
 
     Args:
@@ -286,14 +286,14 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     disagrees: bool = False
 
 
-class Safe(msgspec.Struct, tag=True, frozen=True):
+class SnapshotAck(msgspec.Struct, tag=True, frozen=True):
     """The worker's contributions before number `clock` are in the last two snapshots of every shard."""
 
     model: Model
     clock: Count
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
+class Notice(msgspec.Struct, tag=True, frozen=True):
     """Something that people should know."""
 
     text: Text

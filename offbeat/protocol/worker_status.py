@@ -23,14 +23,14 @@ _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 _Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 
 
-class Happening(msgspec.Struct, frozen=True):
+class StatusEvent(msgspec.Struct, frozen=True):
     """Something that was worth telling people about; `time_s` in seconds since 1970."""
 
     time_s: _Number
     text: Annotated[str, msgspec.Meta(max_length=MOST_EVENT)]
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's.
 
     Args:
@@ -70,7 +70,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     values: Annotated[dict[_Name, float], msgspec.Meta(max_length=MOST_VALUES)] = {}
     policy: _Text = ""
     fabric: _Text = ""
-    events: Annotated[tuple[Happening, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
+    events: Annotated[tuple[StatusEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
     left: bool = False
 
     @property
@@ -93,19 +93,19 @@ def _until(rest: float, per_s: float) -> float | None:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Status).decode
+_decode = msgspec.msgpack.Decoder(TrainingStatus).decode
 
 
-def pack_status(status: Status) -> bytes:
+def pack_status(status: TrainingStatus) -> bytes:
     """As bytes; without events if it is too long with them."""
     data = _encode(status)
     return data if len(data) <= MOST_BYTES else _encode(msgspec.structs.replace(status, events=()))
 
 
-def read_status(data: Buffer) -> Status | None:
+def read_status(data: Buffer) -> TrainingStatus | None:
     """What `pack_status` made; None if it is not that."""
     try:
-        status: Status = _decode(data)
+        status: TrainingStatus = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     return status

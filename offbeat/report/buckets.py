@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offbeat.report.plots import COLOURS, INK, svg
-from offbeat.report.records import Start, Step
+from offbeat.report.records import StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.report.records import Bucket, Record
+    from offbeat.report.records import BucketRecord, Record
 
 _MOST_BUCKETS = 64
 _BAR = 0.3  # inches
@@ -39,8 +39,10 @@ class BucketTimes:
 
 def bucket_times(records: Sequence[Record]) -> list[BucketTimes]:
     """The buckets of the steps after the first, in the order of the layout; none if none was exchanged."""
-    layout: Sequence[Bucket] = next((one.buckets for one in reversed(records) if isinstance(one, Start)), ())
-    steps = [record for record in records if isinstance(record, Step) and record.step > 0 and record.buckets]
+    layout: Sequence[BucketRecord] = next(
+        (one.buckets for one in reversed(records) if isinstance(one, StartRecord)), ()
+    )
+    steps = [record for record in records if isinstance(record, StepRecord) and record.step > 0 and record.buckets]
     if not steps:
         return []
     count = statistics.mode(len(step.buckets) for step in steps)
@@ -90,7 +92,7 @@ def draw_buckets(times: Sequence[BucketTimes]) -> str:
     return svg(draw, heights=(1.2 + _BAR * len(times),), width=14.0)
 
 
-def _held_up(step: Step) -> list[float]:
+def _held_up(step: StepRecord) -> list[float]:
     """For how long each bucket was what the step waited for."""
     latest = step.compute_s + step.early_wait_s
     held = [0.0] * len(step.buckets)
@@ -101,7 +103,7 @@ def _held_up(step: Step) -> list[float]:
     return held
 
 
-def _name(index: int, count: int, layout: Sequence[Bucket]) -> str:
+def _name(index: int, count: int, layout: Sequence[BucketRecord]) -> str:
     if count != len(layout):
         return "all buckets" if count == 1 else f"exchange {index + 1} of {count}"
     names = layout[index].parameters

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.report.html_report import HEAD, amount_of_bytes
 from offbeat.report.job_events import began_s, trained_s
 from offbeat.report.per_worker import tally
-from offbeat.report.records import Log, Step
+from offbeat.report.records import LogRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def figures(runs: Sequence[ComparedRun]) -> list[Figure]:
         ("staleness, mean", _staleness, "{:.2f}".format),
     ]
     names = dict.fromkeys(
-        name for run in runs for record in run.records if isinstance(record, Log) for name in record.values
+        name for run in runs for record in run.records if isinstance(record, LogRecord) for name in record.values
     )
     of += [(f"{name}, last", _last(name), "{:.4g}".format) for name in names]
     found = []
@@ -117,7 +117,7 @@ def _draw(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
     from offbeat.report.time_bins import band
 
     names = dict.fromkeys(
-        name for run in runs for record in run.records if isinstance(record, Log) for name in record.values
+        name for run in runs for record in run.records if isinstance(record, LogRecord) for name in record.values
     )
     clouds: list[tuple[str, str, list[list[tuple[float, float]]]]] = []
     for name in list(names)[:MOST_VALUES]:
@@ -148,7 +148,7 @@ def _logged(run: ComparedRun, name: str, *, over_time: bool) -> list[tuple[float
     return [
         (record.time_s - origin_s if over_time else float(record.step), value)
         for record in run.records
-        if isinstance(record, Log) and (value := record.values.get(name)) is not None
+        if isinstance(record, LogRecord) and (value := record.values.get(name)) is not None
     ]
 
 
@@ -157,8 +157,8 @@ def _step_times(run: ComparedRun) -> list[tuple[float, float]]:
     return [(step.time_s + step.step_s - origin_s, step.step_s * 1e3) for step in _steps(run) if step.step > 0]
 
 
-def _steps(run: ComparedRun) -> list[Step]:
-    return [record for record in run.records if isinstance(record, Step)]
+def _steps(run: ComparedRun) -> list[StepRecord]:
+    return [record for record in run.records if isinstance(record, StepRecord)]
 
 
 def _total(run: ComparedRun, name: str) -> float | None:

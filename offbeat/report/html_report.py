@@ -12,13 +12,13 @@ from offbeat.report.job_events import UNMARKED, began_s, job_events, trained_s
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.outcome import ending
 from offbeat.report.per_worker import pace, tally, told_pace
-from offbeat.report.records import Event, Start, Step
+from offbeat.report.records import EventRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.report.outcome import Ending, Stall
-    from offbeat.report.per_worker import Tally
+    from offbeat.report.outcome import RunOutcome, Stall
+    from offbeat.report.per_worker import WorkerTotals
     from offbeat.report.records import Record
 
 _STYLE = """
@@ -84,7 +84,7 @@ def page(
 
 
 def _head(records: Sequence[Record], title: str, notes: Sequence[str]) -> str:
-    start = next((record for record in records if isinstance(record, Start)), None)
+    start = next((record for record in records if isinstance(record, StartRecord)), None)
     about = ""
     if start is not None:
         when = datetime.fromtimestamp(start.time_s).strftime("%Y-%m-%d %H:%M")
@@ -96,7 +96,7 @@ def _head(records: Sequence[Record], title: str, notes: Sequence[str]) -> str:
     return f'<h1>{html.escape(title)}</h1><p class="about">{lines}</p>'
 
 
-def _ending(how: Ending) -> str:
+def _ending(how: RunOutcome) -> str:
     text = f'<h2>How it ended</h2><p class="ending{"" if how.well else " bad"}">{html.escape(how.text)}</p>'
     if not how.suspects:
         return text
@@ -104,7 +104,7 @@ def _ending(how: Ending) -> str:
     return f'{text}<div class="wide"><table class="events">{told}</table></div>'
 
 
-def _cards(records: Sequence[Record], workers: Sequence[Tally]) -> str:
+def _cards(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
     """Figures of the whole job; what differs between workers is given from the least to the greatest."""
     cards: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
@@ -139,7 +139,7 @@ def _timeline(records: Sequence[Record]) -> str:
     return f'<h2>The run over time</h2><figure role="img" aria-label="{label}">{drawn}</figure>'
 
 
-def _table(records: Sequence[Record], workers: Sequence[Tally]) -> str:
+def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
     headings = [
         *("worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "staleness", "sent"),
         *("processor, cores", "memory, most"),
@@ -170,12 +170,12 @@ def _staleness(records: Sequence[Record]) -> dict[int, tuple[float, int]]:
     """Mean and maximum by rank, in updates."""
     found: dict[int, list[int]] = {}
     for record in records:
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             found.setdefault(record.rank, []).append(record.staleness)
     return {rank: (statistics.fmean(values), max(values)) for rank, values in found.items()}
 
 
-def _plots(records: Sequence[Record], workers: Sequence[Tally]) -> str:
+def _plots(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
     try:
         from offbeat.report import plots
 
@@ -237,7 +237,7 @@ def _events(records: Sequence[Record], damaged: int) -> str:
 
 def _plan(records: Sequence[Record], first: str) -> str:
     """The plan that held at the end, and the one of the beginning if that was another."""
-    plans = [record.plan for record in records if isinstance(record, Event) and record.plan]
+    plans = [record.plan for record in records if isinstance(record, EventRecord) and record.plan]
     plans = [plan for plan, before in zip(plans, ["", *plans], strict=False) if plan != before]
     last = plans[-1] if plans else first
     if not last:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.report.job_status import Scene, Seen
+from offbeat.protocol.status import ModelStatus, WorkerStatus
 
 if TYPE_CHECKING:
-    from offbeat.protocol.worker_status import Status
-    from offbeat.wire.messages import Overview, Words
+    from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.wire.messages import Overview, WorkerReport
 
 _MOST_TEXT = 16  # of a phase
 
 
-def scene_of(overview: Overview) -> Scene:
+def scene_of(overview: Overview) -> ModelStatus:
     """What is to be seen of it.
 
     A step of all is an update; of several models the steps are those of the first.
@@ -21,7 +21,7 @@ def scene_of(overview: Overview) -> Scene:
     workers = tuple(_seen(words, overview.statuses.get(words.rank)) for words in overview.words)
     said = [seen for seen in workers if seen.status is not None]
     newest = max(said, key=lambda seen: (not seen.gone, seen.made), default=None)
-    return Scene(
+    return ModelStatus(
         model=0,
         policy=newest.status.policy if newest is not None and newest.status is not None else "",
         fabric=newest.status.fabric if newest is not None and newest.status is not None else "",
@@ -33,12 +33,12 @@ def scene_of(overview: Overview) -> Scene:
     )
 
 
-def _seen(words: Words, status: Status | None) -> Seen:
+def _seen(words: WorkerReport, status: TrainingStatus | None) -> WorkerStatus:
     phase, since_s = _phase(words, status)
     step = max(0, words.step)
     if status is not None:  # older than the words
         step = status.step + max(0, words.step - status.exchanges) // status.models
-    return Seen(
+    return WorkerStatus(
         worker=words.rank,
         phase=phase,
         step=step,
@@ -52,7 +52,7 @@ def _seen(words: Words, status: Status | None) -> Seen:
     )
 
 
-def _phase(words: Words, status: Status | None) -> tuple[str, float]:
+def _phase(words: WorkerReport, status: TrainingStatus | None) -> tuple[str, float]:
     """What a worker does, or how it ended, and for how long."""
     since_s, state_s = words.since_s + words.age_s, words.state_since_s + words.age_s
     if words.phase == "finished":

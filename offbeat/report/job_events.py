@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.report.records import OF_JOB, End, Event, Start, Step
+from offbeat.report.records import OF_JOB, EndRecord, EventRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,9 +48,9 @@ def job_events(records: Sequence[Record]) -> list[JobEvent]:
     """All events of the job, oldest first."""
     found: list[JobEvent] = []
     for record in sorted(records, key=lambda one: one.time_s):
-        if isinstance(record, Event):
+        if isinstance(record, EventRecord):
             _add(found, record)
-        elif isinstance(record, End) and (record.error or record.left):
+        elif isinstance(record, EndRecord) and (record.error or record.left):
             ended = _ended(record)
             if ended.what != "left" or not any(f"Rank {record.rank} was told to leave" in one.text for one in found):
                 found.append(ended)
@@ -59,21 +59,23 @@ def job_events(records: Sequence[Record]) -> list[JobEvent]:
 
 def began_s(records: Iterable[Record]) -> float:
     """When the first worker had prepared its model, or else the first record; 0 if there is none."""
-    times = [(not isinstance(record, Start), record.time_s) for record in records]
+    times = [(not isinstance(record, StartRecord), record.time_s) for record in records]
     return min(times, default=(False, 0.0))[1]
 
 
 def trained_s(records: Sequence[Record]) -> float:
     """Seconds from when the first worker had prepared its model to the end of the last step; 0 without steps."""
-    ends = [record.time_s + record.step_s for record in records if isinstance(record, Step)]
+    ends = [record.time_s + record.step_s for record in records if isinstance(record, StepRecord)]
     return max(0.0, max(ends) - began_s(records)) if ends else 0.0
 
 
 def _dropped(records: Iterable[Record]) -> list[JobEvent]:
     """Contributions that are not in the parameters: those of a worker that were brought one soon after the other."""
-    spells: list[list[Step]] = []
-    last: dict[int, list[Step]] = {}
-    for step in sorted((one for one in records if isinstance(one, Step) and one.dropped), key=lambda one: one.time_s):
+    spells: list[list[StepRecord]] = []
+    last: dict[int, list[StepRecord]] = {}
+    for step in sorted(
+        (one for one in records if isinstance(one, StepRecord) and one.dropped), key=lambda one: one.time_s
+    ):
         spell = last.get(step.rank)
         if spell is None or step.time_s - spell[-1].time_s > _TOGETHER_S:
             spells.append(spell := [])
@@ -82,7 +84,7 @@ def _dropped(records: Iterable[Record]) -> list[JobEvent]:
     return [_of_spell(spell) for spell in spells]
 
 
-def _of_spell(spell: Sequence[Step]) -> JobEvent:
+def _of_spell(spell: Sequence[StepRecord]) -> JobEvent:
     first = spell[0]
     text = f"What rank {first.rank} brought in step {first.step} was dropped: it is not in the parameters."
     if len(spell) > 1:
@@ -93,7 +95,7 @@ def _of_spell(spell: Sequence[Step]) -> JobEvent:
     return JobEvent(first.time_s, first.step, "dropped", text, [first.rank])
 
 
-def _add(found: list[JobEvent], record: Event) -> None:
+def _add(found: list[JobEvent], record: EventRecord) -> None:
     if record.what in ("server", "membership"):  # of a leaving that its worker has recorded
         found[:] = [one for one in found if one.what != "left" or one.text[:-1].partition(",")[0] not in record.text]
     bad = record.what in ("stall", "killed", "skipped") or " is gone" in record.text or " died " in record.text
@@ -108,7 +110,7 @@ def _add(found: list[JobEvent], record: Event) -> None:
     found.append(JobEvent(record.time_s, record.step, record.what, record.text, ranks, bad))
 
 
-def _ended(end: End) -> JobEvent:
+def _ended(end: EndRecord) -> JobEvent:
     if end.left:
         text = f"Rank {end.rank} was told to leave, and has left in order behind its step {end.steps}."
         return JobEvent(end.time_s, end.steps, "left", text, [end.rank])

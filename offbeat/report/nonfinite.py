@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.report.formatting import listed, ranks
-from offbeat.report.records import Log, Start
+from offbeat.report.records import LogRecord, StartRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class _Bad:
 
 def nonfinite(records: Sequence[Record]) -> str:
     """Which values were NaN or Inf, in a few sentences; nothing if none was."""
-    found = _search(record for record in records if isinstance(record, Log))
+    found = _search(record for record in records if isinstance(record, LogRecord))
     if not found:
         return ""
     alike: dict[str, list[str]] = {}
@@ -51,7 +51,7 @@ def nonfinite(records: Sequence[Record]) -> str:
     return " ".join([*sentences, _ADVICE] if _unchecked(records) else sentences)
 
 
-def _search(logs: Iterable[Log]) -> dict[str, _Bad]:
+def _search(logs: Iterable[LogRecord]) -> dict[str, _Bad]:
     found: dict[str, _Bad] = {}
     for log in logs:
         for name, value in log.values.items():
@@ -68,5 +68,5 @@ def _search(logs: Iterable[Log]) -> dict[str, _Bad]:
 def _unchecked(records: Sequence[Record]) -> bool:
     """Whether the plan lets NaN and Inf pass."""
     return not any(
-        isinstance(r, Start) and ("nonfinite='raise'" in r.plan or "nonfinite='skip'" in r.plan) for r in records
+        isinstance(r, StartRecord) and ("nonfinite='raise'" in r.plan or "nonfinite='skip'" in r.plan) for r in records
     )

@@ -15,13 +15,13 @@ import msgspec
 from offbeat.report.formatting import listed, ranks, span
 from offbeat.report.job_events import job_events
 from offbeat.report.per_worker import tally
-from offbeat.report.records import End, Event, Start
+from offbeat.report.records import EndRecord, EventRecord, StartRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from offbeat.report.per_worker import Tally
+    from offbeat.report.per_worker import WorkerTotals
     from offbeat.report.records import Record
 
 # Errors of a worker that only stopped because another was lost.
@@ -31,7 +31,7 @@ _STOPPED = "KeyboardInterrupt"
 _MOST_SUSPECTS = 3  # in one line
 
 
-class Culprit(msgspec.Struct, frozen=True):
+class ReportedCulprit(msgspec.Struct, frozen=True):
     """A worker that had not arrived."""
 
     rank: int
@@ -44,7 +44,7 @@ class Stall(msgspec.Struct, frozen=True):
     """The last stall that a worker reported."""
 
     rank: int
-    culprits: tuple[Culprit, ...] = ()
+    culprits: tuple[ReportedCulprit, ...] = ()
     step: int = 0
     fatal: bool = False
     note: str = ""
@@ -72,7 +72,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunOutcome:
     """How a run ended.
 
     Args:
@@ -106,26 +106,28 @@ def read_stalls(run_dir: Path, since_s: float) -> list[Stall]:
     return sorted(found, key=lambda stall: stall.rank)
 
 
-def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
+def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> RunOutcome:
     """How the run with these records ended."""
     workers = {worker.rank: worker for worker in tally(records)}
-    starts = [record for record in records if isinstance(record, Start)]
+    starts = [record for record in records if isinstance(record, StartRecord)]
     # Who joined a job has a rank beyond its own world; those of the beginning write elsewhere.
     world = max((start.world for start in starts if start.rank < start.world), default=0)
     everyone = sorted({*workers, *range(world)})
     ends = _last_words(records)
     errors = {rank: end.error for rank, end in ends.items() if end.error is not None}
     if not everyone:
-        return Ending(False, "Nothing was recorded.")
+        return RunOutcome(False, "Nothing was recorded.")
     if len(ends) == len(everyone) and all(end.left for end in ends.values()):  # such as by Ctrl-C, where others go on
         was = "was" if len(ends) == 1 else "were"
         text = f"{_all(len(ends))} {was} told to stop, and left in order after {_steps(ends.values())}."
-        return Ending(True, text + _on_the_way(records))
+        return RunOutcome(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
         text = f"{_all(len(ends))} ended well after {_steps(ends.values())}"
         text += ", though the job was told to stop." if _was_interrupted(records) else "."
-        return Ending(True, text + _on_the_way(records))
-    killed = {record.rank: record.text for record in records if isinstance(record, Event) and record.what == "killed"}
+        return RunOutcome(True, text + _on_the_way(records))
+    killed = {
+        record.rank: record.text for record in records if isinstance(record, EventRecord) and record.what == "killed"
+    }
     interrupted = _was_interrupted(records)
     victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]
     stopped = [ends[rank] for rank, error in errors.items() if error.startswith(_STOPPED)]
@@ -137,30 +139,30 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> Ending:
         *_others(victims, "gave up waiting"),
         *_others([end for end in ends.values() if end.error is None], "ended well"),
     ]
-    return Ending(False, " ".join(sentences), tuple(_suspects(stalls, workers, errors)))
+    return RunOutcome(False, " ".join(sentences), tuple(_suspects(stalls, workers, errors)))
 
 
 def _was_interrupted(records: Iterable[Record]) -> bool:
-    return any(isinstance(record, Event) and record.what == "interrupted" for record in records)
+    return any(isinstance(record, EventRecord) and record.what == "interrupted" for record in records)
 
 
-def _last_words(records: Iterable[Record]) -> dict[int, End]:
+def _last_words(records: Iterable[Record]) -> dict[int, EndRecord]:
     """Each worker's end; the first one that tells of an error, if there are several."""
-    ends: dict[int, End] = {}
+    ends: dict[int, EndRecord] = {}
     for record in records:
-        if isinstance(record, End) and (record.rank not in ends or ends[record.rank].error is None):
+        if isinstance(record, EndRecord) and (record.rank not in ends or ends[record.rank].error is None):
             ends[record.rank] = record
     return ends
 
 
-def _raised(ends: Sequence[End]) -> list[str]:
-    alike: dict[str, list[End]] = {}
+def _raised(ends: Sequence[EndRecord]) -> list[str]:
+    alike: dict[str, list[EndRecord]] = {}
     for end in ends:
         alike.setdefault(_headline(end.error or ""), []).append(end)
     return [f"{_who(group)} ended after {_steps(group)} with {error}." for error, group in alike.items()]
 
 
-def _killed(killed: Mapping[int, str], workers: Mapping[int, Tally]) -> list[str]:
+def _killed(killed: Mapping[int, str], workers: Mapping[int, WorkerTotals]) -> list[str]:
     """Of whom the launcher knows how they ended."""
     told = []
     for rank, text in sorted(killed.items()):
@@ -169,7 +171,7 @@ def _killed(killed: Mapping[int, str], workers: Mapping[int, Tally]) -> list[str
     return told
 
 
-def _stopped(ends: Sequence[End], *, interrupted: bool) -> list[str]:
+def _stopped(ends: Sequence[EndRecord], *, interrupted: bool) -> list[str]:
     if not ends:
         return []
     were = "were" if len(ends) > 1 else "was"
@@ -177,7 +179,7 @@ def _stopped(ends: Sequence[End], *, interrupted: bool) -> list[str]:
     return [f"{_who(ends)} {were} told to stop after {_steps(ends)}, {why}."]
 
 
-def _silent(silent: Sequence[int], workers: Mapping[int, Tally], *, nobody: bool) -> list[str]:
+def _silent(silent: Sequence[int], workers: Mapping[int, WorkerTotals], *, nobody: bool) -> list[str]:
     if not silent:
         return []
     why = "killed, or still running?" if nobody else "killed?"
@@ -190,14 +192,14 @@ def _recorded(counts: Sequence[int]) -> str:
     return f"{span(counts)} recorded step{'' if set(counts) == {1} else 's'}" if counts else "no recorded step"
 
 
-def _others(ends: Sequence[End], did: str) -> list[str]:
+def _others(ends: Sequence[EndRecord], did: str) -> list[str]:
     if not ends:
         return []
     names = sorted({end.error.partition(":")[0] for end in ends if end.error})
     return [f"{_who(ends)} {did} after {_steps(ends)}{f' ({listed(names)})' if names else ''}."]
 
 
-def _suspects(stalls: Iterable[Stall], workers: Mapping[int, Tally], errors: Mapping[int, str]) -> list[Suspect]:
+def _suspects(stalls: Iterable[Stall], workers: Mapping[int, WorkerTotals], errors: Mapping[int, str]) -> list[Suspect]:
     """What bears on the end, each but once."""
     reporters: dict[tuple[int | None, str], list[int]] = {}
     texts: dict[tuple[int | None, str], str] = {}
@@ -216,7 +218,7 @@ def _suspects(stalls: Iterable[Stall], workers: Mapping[int, Tally], errors: Map
     return [Suspect(*key, texts[key], tuple(by)) for key, by in reporters.items()]
 
 
-def _said(culprit: Culprit) -> str:
+def _said(culprit: ReportedCulprit) -> str:
     if culprit.reason != "raised":
         return culprit.text
     # A traceback ends with the error; what it says may go on in indented lines.
@@ -225,7 +227,7 @@ def _said(culprit: Culprit) -> str:
 
 
 def _on_the_way(records: Sequence[Record]) -> str:
-    events = [record for record in records if isinstance(record, Event)]
+    events = [record for record in records if isinstance(record, EventRecord)]
     # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
     told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace"))]
     if warned := [event.text for event in events if event.what == "warning"]:  # each worker's own says the same
@@ -240,11 +242,11 @@ def _all(count: int) -> str:
     return "The worker" if count == 1 else f"All {count} workers"
 
 
-def _who(ends: Iterable[End]) -> str:
+def _who(ends: Iterable[EndRecord]) -> str:
     return ranks(sorted(end.rank for end in ends), capital=True)
 
 
-def _steps(ends: Iterable[End]) -> str:
+def _steps(ends: Iterable[EndRecord]) -> str:
     counts = [end.steps for end in ends]
     return f"{span(counts)} step{'' if set(counts) == {1} else 's'}"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.report.formatting import span
-from offbeat.report.records import OF_JOB, End, Event, Log, Resources, Start, Step
+from offbeat.report.records import OF_JOB, EndRecord, EventRecord, LogRecord, ResourceRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ PACE = 1.15
 
 
 @dataclass
-class Tally:
+class WorkerTotals:
     """One worker's sums.
 
     Args:
@@ -45,7 +45,7 @@ class Tally:
     wait_s: float = 0.0
     step_s: float = 0.0
     compute_s: float = 0.0
-    first: Step | None = None
+    first: StepRecord | None = None
     values: dict[str, float | None] = field(default_factory=dict)
     last_event: str = ""
     ended: bool = False
@@ -53,11 +53,11 @@ class Tally:
     cpu_cores: float = 0.0
     memory_bytes: int = 0
     used: int = 0
-    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add(self, record: Record) -> None:
         """Take in one record of this worker's."""
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             self.first = self.first or record
             self.steps += 1
             self.step = record.step
@@ -67,17 +67,17 @@ class Tally:
             self.compute_s += record.compute_s
             self.wait_s += record.wait_s
             self.recent.append(record)
-        elif isinstance(record, Log):
+        elif isinstance(record, LogRecord):
             self.values.update(record.values)
-        elif isinstance(record, Start):
+        elif isinstance(record, StartRecord):
             self.host = record.host
-        elif isinstance(record, Event):
+        elif isinstance(record, EventRecord):
             self.last_event = record.text
-        elif isinstance(record, Resources):
+        elif isinstance(record, ResourceRecord):
             self.used += 1
             self.cpu_cores += record.cpu_cores
             self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
-        elif isinstance(record, End):
+        elif isinstance(record, EndRecord):
             self.ended, self.error = True, record.error
 
     @property
@@ -120,13 +120,13 @@ class Tally:
         return sum(step.wait_s for step in self.recent) / took_s if took_s else 0.0
 
 
-def tally(records: Iterable[Record]) -> list[Tally]:
+def tally(records: Iterable[Record]) -> list[WorkerTotals]:
     """The sums of all workers, in order of rank."""
-    found: dict[int, Tally] = {}
+    found: dict[int, WorkerTotals] = {}
     for record in records:
         if record.rank == OF_JOB:
             continue
-        found.setdefault(record.rank, Tally(record.rank)).add(record)
+        found.setdefault(record.rank, WorkerTotals(record.rank)).add(record)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -149,11 +149,11 @@ def pace(records: Sequence[Record]) -> str:
 
 def told_pace(records: Sequence[Record]) -> str:
     """What the run itself said about its pace when it ended: a server, or the tuning of batches, knows more."""
-    told = [record.text for record in records if isinstance(record, Event) and record.what == "pace"]
+    told = [record.text for record in records if isinstance(record, EventRecord) and record.what == "pace"]
     return told[-1] if told else ""
 
 
-def _habits(workers: Sequence[Tally]) -> str:
+def _habits(workers: Sequence[WorkerTotals]) -> str:
     computing = span([worker.compute_per_step_s * 1e3 for worker in workers], ".1f", " ms")
     return f"compute {computing} per step and wait {span([worker.waiting_share for worker in workers], '.0%')}"
 
@@ -163,14 +163,16 @@ def _shared(records: Sequence[Record]) -> tuple[list[Record], int]:
 
     A worker that is killed takes its last records along: what the others did meanwhile is no comparison.
     """
-    steps: dict[int, dict[tuple[int, int], Step]] = {record.rank: {} for record in records if record.rank != OF_JOB}
+    steps: dict[int, dict[tuple[int, int], StepRecord]] = {
+        record.rank: {} for record in records if record.rank != OF_JOB
+    }
     for record in records:
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             # A second model's steps have the same numbers, and so have those after a checkpoint was loaded.
             own, nth = steps[record.rank], 0
             while (record.step, nth) in own:
                 nth += 1
             own[record.step, nth] = record
     common = set.intersection(*map(set, steps.values())) if steps else set()
-    rest: list[Record] = [record for record in records if not isinstance(record, Step)]
+    rest: list[Record] = [record for record in records if not isinstance(record, StepRecord)]
     return rest + [record for own in steps.values() for key, record in own.items() if key in common], len(common)

@@ -8,13 +8,13 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from offbeat.report.records import Log, Step
+from offbeat.report.records import LogRecord, StepRecord
 from offbeat.report.time_bins import band
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.report.per_worker import Tally
+    from offbeat.report.per_worker import WorkerTotals
     from offbeat.report.records import Record
 
 # Okabe and Ito's palette: told apart by everyone; readable on white and on dark.
@@ -36,13 +36,13 @@ def colour(rank: int) -> str:
     return f"#{round(red * 255):02X}{round(green * 255):02X}{round(blue * 255):02X}"
 
 
-def draw(records: Sequence[Record], workers: Sequence[Tally]) -> list[tuple[str, str]]:
+def draw(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> list[tuple[str, str]]:
     """The plots that the records allow, but for the one of the whole run (`timeline`): (title, SVG).
 
     Raises:
         ImportError: if matplotlib is not installed.
     """
-    steps = [record for record in records if isinstance(record, Step)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
     plots = [
         (f"{name} over steps", svg(functools.partial(_draw_value, records=records, name=name)))
         for name in _value_names(records)
@@ -54,19 +54,19 @@ def draw(records: Sequence[Record], workers: Sequence[Tally]) -> list[tuple[str,
 
 
 def _value_names(records: Sequence[Record]) -> list[str]:
-    names = dict.fromkeys(name for record in records if isinstance(record, Log) for name in record.values)
+    names = dict.fromkeys(name for record in records if isinstance(record, LogRecord) for name in record.values)
     return list(names)[:MOST_VALUES]
 
 
 def _draw_value(panels: Sequence[Any], records: Sequence[Record], name: str) -> None:
     points: dict[int, list[tuple[float, float]]] = {}
     for record in records:
-        if isinstance(record, Log) and (value := record.values.get(name)) is not None:
+        if isinstance(record, LogRecord) and (value := record.values.get(name)) is not None:
             points.setdefault(record.rank, []).append((record.step, value))
     _bands(panels[0], points, "step")
 
 
-def _draw_step_times(axes: Any, steps: Sequence[Step]) -> None:
+def _draw_step_times(axes: Any, steps: Sequence[StepRecord]) -> None:
     points: dict[int, list[tuple[float, float]]] = {}
     for step in steps:
         points.setdefault(step.rank, []).append((step.step, step.step_s * 1e3))
@@ -76,7 +76,7 @@ def _draw_step_times(axes: Any, steps: Sequence[Step]) -> None:
     axes.set_ylim(0, 1.5 * usual[int(0.98 * (len(usual) - 1))] or None)
 
 
-def _draw_shares(axes: Any, workers: Sequence[Tally]) -> None:
+def _draw_shares(axes: Any, workers: Sequence[WorkerTotals]) -> None:
     busy = [worker for worker in workers if worker.step_s]
     for place, worker in enumerate(busy):
         compute = worker.compute_share

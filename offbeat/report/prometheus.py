@@ -12,15 +12,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.report.job_status import ENDS
+from offbeat.protocol.status import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client import Metric
 
-    from offbeat.protocol.worker_status import Status
-    from offbeat.report.job_status import Scene, Seen
+    from offbeat.protocol.status import ModelStatus, WorkerStatus
+    from offbeat.protocol.worker_status import TrainingStatus
 
 PHASES = (
     "computing", "held", "pushing", "pushed", "pulling", "waiting", "starting", "exchanging", "busy", "paused",
@@ -40,15 +40,17 @@ class _Figure:
 
     name: str
     help: str
-    of: Callable[[Scene, Seen], float | None]
+    of: Callable[[ModelStatus, WorkerStatus], float | None]
     grows: bool = False
     stays: bool = False
 
 
-def _said(what: Callable[[Status], float | None], *, least: float = -math.inf) -> Callable[[Scene, Seen], float | None]:
+def _said(
+    what: Callable[[TrainingStatus], float | None], *, least: float = -math.inf
+) -> Callable[[ModelStatus, WorkerStatus], float | None]:
     """What a worker says itself; None where it says nothing, or less than `least`."""
 
-    def of(_: Scene, seen: Seen) -> float | None:
+    def of(_: ModelStatus, seen: WorkerStatus) -> float | None:
         value = None if seen.status is None else what(seen.status)
         return None if value is None or value < least else value
 
@@ -116,7 +118,7 @@ class Figures:
         seen_at_s: when, in seconds since 1970.
     """
 
-    def __init__(self, scenes: Sequence[Scene], seen_at_s: float) -> None:
+    def __init__(self, scenes: Sequence[ModelStatus], seen_at_s: float) -> None:
         self.latest = (scenes, seen_at_s)  # exchanged whole, because scrapes come on threads of their own
 
     def collect(self) -> Iterator[Metric]:
@@ -124,7 +126,7 @@ class Figures:
         return families(*self.latest)
 
 
-def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
+def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric]:
     """The figures of all models and workers, as `prometheus_client` takes them.
 
     Args:
@@ -177,7 +179,7 @@ def families(scenes: Sequence[Scene], seen_at_s: float) -> Iterator[Metric]:
         yield family
 
 
-def _workers(scenes: Iterable[Scene]) -> Iterator[tuple[tuple[str, str], Scene, Seen]]:
+def _workers(scenes: Iterable[ModelStatus]) -> Iterator[tuple[tuple[str, str], ModelStatus, WorkerStatus]]:
     """Each worker of each model, with its labels."""
     for scene in scenes:
         for seen in scene.workers:

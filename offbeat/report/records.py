@@ -21,7 +21,7 @@ _MOST_BYTES = 64 << 20  # taken in at once
 _LATELY_BYTES = 1 << 16  # more than the last words of all workers
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class BucketRecord(msgspec.Struct, frozen=True):
     """One bucket of a model's layout."""
 
     index: int
@@ -29,7 +29,7 @@ class Bucket(msgspec.Struct, frozen=True):
     parameters: list[str]
 
 
-class Start(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw_only=True):
+class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw_only=True):
     """A worker has prepared a model."""
 
     rank: int
@@ -41,10 +41,10 @@ class Start(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw_only=
     offbeat: str
     plan: str
     model: str
-    buckets: list[Bucket]
+    buckets: list[BucketRecord]
 
 
-class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=True):
     """One exchange of one worker.
 
     Args:
@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=Tr
     dropped: bool = False
 
 
-class Log(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True):
+class LogRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True):
     """Values that the script logged."""
 
     rank: int
@@ -82,7 +82,7 @@ OF_JOB = -1
 """The rank of events that no worker recorded: what the launcher saw or did."""
 
 
-class Event(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=True):
+class EventRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=True):
     """Something worth telling people about.
 
     Args:
@@ -98,7 +98,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=
     plan: str = ""
 
 
-class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", kw_only=True):
+class ResourceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", kw_only=True):
     """What a worker's process used over about a second, which ended at `time_s`.
 
     Args:
@@ -114,7 +114,7 @@ class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", 
     sent_bytes_per_s: float
 
 
-class End(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True):
+class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True):
     """A worker is done; `error` is what it died of, if it could still say so, and `left` if it was told to leave."""
 
     rank: int
@@ -124,7 +124,7 @@ class End(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True
     left: bool = False
 
 
-Record = Start | Step | Log | Event | Resources | End
+Record = StartRecord | StepRecord | LogRecord | EventRecord | ResourceRecord | EndRecord
 
 
 class Records:
@@ -199,8 +199,8 @@ def has_ended(path: Path) -> bool:
     size_bytes = path.stat().st_size if path.exists() else 0
     lately = Records(path, max(0, size_bytes - _LATELY_BYTES)).new()
     # A sample may be written just behind its worker's end; what is of the whole job has rank -1.
-    last = {record.rank: record for record in lately if record.rank >= 0 and not isinstance(record, Resources)}
-    return bool(last) and all(isinstance(record, End) for record in last.values())
+    last = {record.rank: record for record in lately if record.rank >= 0 and not isinstance(record, ResourceRecord)}
+    return bool(last) and all(isinstance(record, EndRecord) for record in last.values())
 
 
 def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:
@@ -214,14 +214,14 @@ def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:
     pids: dict[int, int] = {}
     ended: set[int] = set()
     for index, record in enumerate(records):
-        if isinstance(record, Start):
+        if isinstance(record, StartRecord):
             if record.rank in ended or pids.get(record.rank, record.pid) != record.pid:
                 if not begun or record.rank in begun:
                     begun, earlier = {}, earlier + 1
                 begun[record.rank] = index
                 ended.discard(record.rank)
             pids[record.rank] = record.pid
-        elif isinstance(record, End):
+        elif isinstance(record, EndRecord):
             ended.add(record.rank)
     if not begun:
         return list(records), 0

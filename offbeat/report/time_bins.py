@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from offbeat.report.records import Step
+    from offbeat.report.records import StepRecord
 
 MOST_BINS = 240
 Band = tuple["NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.float64]"]
@@ -25,7 +25,7 @@ def edges_of(begin: float, end: float, most: int = MOST_BINS) -> NDArray[np.floa
 
 
 def spread(
-    steps: Iterable[Step], edges: NDArray[np.float64], amounts: Iterable[float]
+    steps: Iterable[StepRecord], edges: NDArray[np.float64], amounts: Iterable[float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Amounts of steps, each spread evenly over the time that its step took.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from offbeat.report.job_events import UNMARKED, began_s, job_events
 from offbeat.report.plots import COLOURS, INK, colour, svg
-from offbeat.report.records import Log, Resources, Step
+from offbeat.report.records import LogRecord, ResourceRecord, StepRecord
 from offbeat.report.time_bins import band, edges_of, spread, with_gaps
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def draw_timeline(records: Sequence[Record]) -> str:
     Raises:
         ImportError: if matplotlib is not installed.
     """
-    steps: dict[int, list[Step]] = defaultdict(list)
+    steps: dict[int, list[StepRecord]] = defaultdict(list)
     for record in records:
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             steps[record.rank].append(record)
     if not steps:
         return ""
@@ -69,7 +69,7 @@ def draw_timeline(records: Sequence[Record]) -> str:
     return svg(draw, heights=[height for _, height, _ in panels], width=_WIDTH)
 
 
-def _lanes(steps: Mapping[int, Sequence[Step]], edges: Any, origin_s: float) -> list[Panel]:
+def _lanes(steps: Mapping[int, Sequence[StepRecord]], edges: Any, origin_s: float) -> list[Panel]:
     shown = sorted(steps)[:_MOST_LANES]
     shares = np.full((len(shown), len(edges) - 1), np.nan)
     for lane, rank in enumerate(shown):
@@ -91,7 +91,7 @@ def _lanes(steps: Mapping[int, Sequence[Step]], edges: Any, origin_s: float) -> 
     return [("computing (green)\nor waiting (orange)", max(_PANEL * 0.6, _LANE * len(shown)), draw)]
 
 
-def _rates(steps: Mapping[int, Sequence[Step]], edges: Any, origin_s: float) -> list[Panel]:
+def _rates(steps: Mapping[int, Sequence[StepRecord]], edges: Any, origin_s: float) -> list[Panel]:
     middles, width_s = (edges[1:] + edges[:-1]) / 2 - origin_s, edges[1] - edges[0]
     rates = {rank: spread(own, edges, [step.samples for step in own])[0] / width_s for rank, own in steps.items()}
 
@@ -110,7 +110,7 @@ def _rates(steps: Mapping[int, Sequence[Step]], edges: Any, origin_s: float) -> 
 def _values(records: Sequence[Record], origin_s: float) -> list[Panel]:
     points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        if isinstance(record, Log):
+        if isinstance(record, LogRecord):
             for name, value in record.values.items():
                 if value is not None:
                     points[name][record.rank].append((record.time_s - origin_s, value))
@@ -119,7 +119,7 @@ def _values(records: Sequence[Record], origin_s: float) -> list[Panel]:
 
 
 def _resources(records: Sequence[Record], origin_s: float) -> list[Panel]:
-    of: tuple[tuple[str, Callable[[Resources], float]], ...] = (
+    of: tuple[tuple[str, Callable[[ResourceRecord], float]], ...] = (
         ("processor,\ncores", lambda used: used.cpu_cores),
         ("memory, MB", lambda used: used.memory_bytes / 1e6),
         ("sent, MB/s", lambda used: used.sent_bytes_per_s / 1e6),
@@ -128,7 +128,7 @@ def _resources(records: Sequence[Record], origin_s: float) -> list[Panel]:
     for title, figure in of:
         points: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for record in records:
-            if isinstance(record, Resources):
+            if isinstance(record, ResourceRecord):
                 points[record.rank].append((record.time_s - origin_s, figure(record)))
         if points:
             panels.append((title, _PANEL * 0.8, _per_worker(points, from_zero=True)))

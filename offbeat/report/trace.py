@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.report.job_events import job_events
-from offbeat.report.records import OF_JOB, Event, Log, Start, Step
+from offbeat.report.records import OF_JOB, EventRecord, LogRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.report.records import Bucket, Record
+    from offbeat.report.records import BucketRecord, Record
 
 # Viewers take some hundred thousand slices: a longer run is shown from its end.
 _MOST_SLICES = 300_000
@@ -29,22 +29,22 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
     """The records as a trace; times in microseconds since the first record."""
     records, first_step = _shown(records)
     origin_s = min((record.time_s for record in records), default=0.0)
-    buckets = {record.rank: record.buckets for record in reversed(records) if isinstance(record, Start)}
+    buckets = {record.rank: record.buckets for record in reversed(records) if isinstance(record, StartRecord)}
     served = _served_times(records)
     events: list[dict[str, Any]] = _told_by_server(records, origin_s)
     for record in records:
         start_us = (record.time_s - origin_s) * 1e6
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             events += _step(record, start_us, buckets.get(record.rank, []))
             if any(begin <= record.time_s + record.step_s <= end for begin, end in served):
                 events += _contribution(record, start_us)
-        elif isinstance(record, Log):
+        elif isinstance(record, LogRecord):
             events += [
                 {"ph": "C", "name": name, "pid": record.rank, "tid": 0, "ts": start_us, "args": {name: value}}
                 for name, value in record.values.items()
                 if value is not None
             ]
-        elif isinstance(record, Event) and record.what != "server":
+        elif isinstance(record, EventRecord) and record.what != "server":
             of_job = record.rank == OF_JOB
             instant = {"ph": "i", "s": "g" if of_job else "p", "name": record.what, "pid": 0 if of_job else record.rank}
             events.append(instant | {"tid": _COMPUTE, "ts": start_us, "args": {"text": record.text}})
@@ -57,15 +57,15 @@ def _shown(records: Sequence[Record]) -> tuple[Sequence[Record], int]:
     """The records of the steps that are shown, and the first of these steps."""
     left = _MOST_SLICES
     for record in reversed(records):
-        if isinstance(record, Step):
+        if isinstance(record, StepRecord):
             left -= 2 + len(record.buckets)
             if left < 0:
                 first = record.step + 1
-                return [r for r in records if not isinstance(r, Step | Log) or r.step >= first], first
+                return [r for r in records if not isinstance(r, StepRecord | LogRecord) or r.step >= first], first
     return records, 0
 
 
-def _step(record: Step, start_us: float, buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
+def _step(record: StepRecord, start_us: float, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
     before_s = record.compute_s + record.early_wait_s
     fence_us = start_us + before_s * 1e6
     totals = {"step": record.step, "samples": record.samples, "bytes_sent": record.bytes_sent, "weight": record.weight}
@@ -84,17 +84,17 @@ def _step(record: Step, start_us: float, buckets: Sequence[Bucket]) -> list[dict
 
 def _served_times(records: Sequence[Record]) -> list[tuple[float, float]]:
     """From when to when (unix time) the plan had a parameter server."""
-    plans = [(record.time_s, _SERVED in record.plan) for record in records if isinstance(record, Start)][:1]
+    plans = [(record.time_s, _SERVED in record.plan) for record in records if isinstance(record, StartRecord)][:1]
     plans = [(0.0, plans[0][1])] if plans else []
     for record in records:
-        if isinstance(record, Event) and record.plan:
+        if isinstance(record, EventRecord) and record.plan:
             plans.append((record.time_s, 'kind = "ParameterServer"' in record.plan))
     plans.sort()
     ends = [time_s for time_s, _ in plans[1:]] + [float("inf")]
     return [(begin, end) for (begin, served), end in zip(plans, ends, strict=False) if served]
 
 
-def _contribution(record: Step, start_us: float) -> list[dict[str, Any]]:
+def _contribution(record: StepRecord, start_us: float) -> list[dict[str, Any]]:
     if not record.buckets:
         return []
     issued_s, done_s = min(one[0] for one in record.buckets), max(one[1] for one in record.buckets)
@@ -120,7 +120,7 @@ def _slice(rank: int, track: int, name: str, start_us: float, took_s: float, abo
 
 
 def _names(records: Sequence[Record], events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    hosts = {record.rank: record.host for record in records if isinstance(record, Start)}
+    hosts = {record.rank: record.host for record in records if isinstance(record, StartRecord)}
     names = []
     if any(event["pid"] == _SERVER for event in events):
         names.append(_name("process_name", _SERVER, 0, "parameter server"))

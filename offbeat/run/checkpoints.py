@@ -36,7 +36,7 @@ _CHUNK_BYTES = 1 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """What has a state: a model, an optimizer, a schedule."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -87,7 +87,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, run: Run, folder: str | os.PathLike[str], *, keep: int = 2, generators: bool = True, **parts: Part
+        self, run: Run, folder: str | os.PathLike[str], *, keep: int = 2, generators: bool = True, **parts: Stateful
     ) -> None:
         if keep < 2:
             raise ValueError(f"Cannot keep {keep} checkpoints: the newest may be damaged. Keep at least 2.")

@@ -7,9 +7,9 @@ their parameters, and go on. Nobody starts again, and nothing is computed twice.
 A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
 an evaluation, a learning rate's schedule) is over by then. That is
 
-    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`Data`); of the
-                        next epoch, where this one has no more
-    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
+    with leased data    before the next batch is drawn, in the outermost of the loops over such data (`LoaderManager`);
+                        of the next epoch, where this one has no more without             before the next forward pass
+                        that trains, behind a step of the model that steps last in the loop
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import xxhash
 
 from offbeat.diagnosis.explain import END_OF_RUN
-from offbeat.diagnosis.wait import Awaited
-from offbeat.engine import Claim, Job, Newcomer, Parting, Reception, distinct, hand_over, ignored_names
+from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier, distinct, hand_over, ignored_names
 from offbeat.errors import PeerError
 from offbeat.plan import Plan
 from offbeat.tensors import bytes_of
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.diagnosis.sentinel_client import Watch
-    from offbeat.diagnosis.stall_witness import Watched
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine import Control, SwapsTogether
-    from offbeat.fabric import Circle
-    from offbeat.loading.manager import Data
+    from offbeat.diagnosis.sentinel_client import SentinelClient
+    from offbeat.diagnosis.stall_witness import SentinelWitness
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine import AllReduceSwitch, ControlGroup
+    from offbeat.fabric import ElasticGroup
+    from offbeat.loading.manager import LoaderManager
 
 
-class Came(NamedTuple):
+class JoinResult(NamedTuple):
     """Who has come in, what becomes of the batches in words, and the plan that holds."""
 
     ranks: tuple[int, ...]
@@ -47,7 +47,7 @@ class Came(NamedTuple):
     plan: Plan
 
 
-class Membership:
+class ElasticJoin:
     """One worker's view of who comes to its job.
 
     Args:
@@ -68,15 +68,15 @@ class Membership:
         store: Store,
         *,
         version: str,
-        newcomer: Newcomer | None,
-        control: Control,
-        circle: Circle,
-        waiter: Waiter,
-        watch: Watch | None,
-        watched: Watched | None,
-        data: Data,
+        newcomer: JoinClient | None,
+        control: ControlGroup,
+        circle: ElasticGroup,
+        waiter: BlockingWait,
+        watch: SentinelClient | None,
+        watched: SentinelWitness | None,
+        data: LoaderManager,
         models: Sequence[torch.nn.Module],
-        exchangers: Callable[[], Sequence[SwapsTogether]],
+        exchangers: Callable[[], Sequence[AllReduceSwitch]],
         history: str,
     ) -> None:
         self._newcomer, self._control, self._circle = newcomer, control, circle
@@ -86,7 +86,7 @@ class Membership:
         self._plan, self._has_come = Plan(), False
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
         self._is_last = False  # the last of them has stepped, so the loop begins again
-        self._reception = Reception(store, control, circle, waiter, job=self._describe, version=version)
+        self._reception = JoinServer(store, control, circle, waiter, job=self._describe, version=version)
 
     # -- among those that train ----------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Membership:
         """Learn who comes in where the loop begins again. Collective, behind a step of all."""
         self._reception.agree()
 
-    def take_in(self, plan: Plan, *, drawing: bool) -> Came | None:
+    def take_in(self, plan: Plan, *, drawing: bool) -> JoinResult | None:
         """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
 
         Args:
@@ -133,7 +133,7 @@ class Membership:
         if not ranks:
             return None
         self._hand_over(self._state(plan, ranks))
-        return Came(ranks, self._data.join(ranks), plan)
+        return JoinResult(ranks, self._data.join(ranks), plan)
 
     def _begins_again(self, *, drawing: bool) -> bool:
         """Whether the script's loop does, here."""
@@ -141,12 +141,12 @@ class Membership:
             return drawing and not self._data.is_through
         return not drawing and self._is_last
 
-    def _describe(self) -> Job | None:
+    def _describe(self) -> JobInfo | None:
         # Data that is not leased is dealt out for the whole job.
         if self._watch is None or len(self._data.leased) < len(self._data.loaders):
             return None
-        claims = tuple(Claim(*one) for one in self._control.compared)
-        return Job(self._plan.to_toml(), self._watch.hub, self._watch.token, self._history, claims)
+        claims = tuple(JoinCheck(*one) for one in self._control.compared)
+        return JobInfo(self._plan.to_toml(), self._watch.hub, self._watch.token, self._history, claims)
 
     def _state(self, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
         return {
@@ -168,9 +168,9 @@ class Membership:
             told_at: behind which of its steps, if it was told to leave.
 
         Raises:
-            WorkerLostError, NetworkError: as `Waiter.wait`.
+            WorkerLostError, NetworkError: as `BlockingWait.wait`.
         """
-        self._waiter.wait(Parting(self._circle, told_at), Awaited(END_OF_RUN))
+        self._waiter.wait(LeaveBarrier(self._circle, told_at), WaitContext(END_OF_RUN))
 
     # -- as a newcomer -------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Membership:
         """Whether this worker was a newcomer."""
         return self._has_come
 
-    def come_in(self) -> Came:
+    def come_in(self) -> JoinResult:
         """Take part from now on, with what the others have.
 
         Raises:
@@ -207,7 +207,7 @@ class Membership:
         if self._watched is not None:
             self._watched.exchanges = int(state["exchanges"])
         self._turns = [int(model) for model in state["turns"]]
-        return Came(ranks, self._data.join(ranks, state["loaders"]), plan)
+        return JoinResult(ranks, self._data.join(ranks, state["loaders"]), plan)
 
     def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:
         state = hand_over(self._control, lambda: self._circle.members[0], mine)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.engine import SwapsAlone, SwapsTogether
+from offbeat.engine import AllReduceSwitch, ServerSwitch
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.server.optimizers import check_states
 from offbeat.short_name import short_name
@@ -28,17 +28,17 @@ from offbeat.sync import BSP
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine import Control, Diary, Either
-    from offbeat.engine.factory import Exchanging, Prepared
-    from offbeat.engine.server_launch import Starting
-    from offbeat.engine.server_session import Server
-    from offbeat.loading.manager import Data
-    from offbeat.loading.server_source import DealtSource
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine import ControlGroup, HistoryRecorder, SynchronizerProxy
+    from offbeat.engine.factory import PreparedModel, SynchronizerFactory
+    from offbeat.engine.server_launch import ServerLaunch
+    from offbeat.engine.server_session import ServerSession
+    from offbeat.loading.manager import LoaderManager
+    from offbeat.loading.server_source import ServerSource
     from offbeat.plan import Plan
 
 
-class Crossing:
+class FabricMigration:
     """One worker's models and data, and how they go over.
 
     Args:
@@ -58,18 +58,18 @@ class Crossing:
     def __init__(
         self,
         *,
-        control: Control,
-        waiter: Waiter,
-        data: Data,
-        diary: Diary,
-        exchanging: Exchanging,
-        prepared: Sequence[Prepared],
-        reducers: Sequence[Either],
+        control: ControlGroup,
+        waiter: BlockingWait,
+        data: LoaderManager,
+        diary: HistoryRecorder,
+        exchanging: SynchronizerFactory,
+        prepared: Sequence[PreparedModel],
+        reducers: Sequence[SynchronizerProxy],
     ) -> None:
         self._control, self._waiter, self._data, self._diary = control, waiter, data, diary
         self._exchanging, self._prepared, self._reducers = exchanging, prepared, reducers
         self.due: Plan | None = None
-        self.starting: Starting | None = None
+        self.starting: ServerLaunch | None = None
 
     def check(self, plan: Plan) -> None:
         """See that this worker, which has no server, can go by another plan.
@@ -110,7 +110,7 @@ class Crossing:
         told = self._control.texts("whether the server has been started", "" if is_there else "not yet")
         return not any(told.values())
 
-    def to_server(self, plan: Plan, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+    def to_server(self, plan: Plan, connect: Callable[[], ServerSession]) -> tuple[ServerSession | None, str]:
         """Go over to a server, or say why that cannot be. Collective, behind a step of all.
 
         Args:
@@ -160,12 +160,12 @@ class Crossing:
         for reducer in self._reducers:
             reducer.plan = dataclasses.replace(reducer.plan, sync=BSP(), controller=None)
 
-    def _bring_to(self, plan: Plan, server: Server) -> tuple[list[SwapsAlone], dict[int, DealtSource], str]:
+    def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[ServerSwitch], dict[int, ServerSource], str]:
         """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
-        crossed: list[SwapsAlone] = []
+        crossed: list[ServerSwitch] = []
         try:
             for one, reducer in zip(self._prepared, self._reducers, strict=True):
-                assert isinstance(reducer.now, SwapsTogether)
+                assert isinstance(reducer.now, AllReduceSwitch)
                 crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
             sources = self._data.bring_to(server)
             server.take_over(self._waiter)
@@ -175,7 +175,7 @@ class Crossing:
             return crossed, {}, str(error)
         return crossed, sources, ""
 
-    def _let_go(self, server: Server | None, starting: Starting | None) -> None:
+    def _let_go(self, server: ServerSession | None, starting: ServerLaunch | None) -> None:
         """The workers stay as they are, and the server ends."""
         if server is not None:
             with contextlib.suppress(NetworkError):  # it was let go of before
@@ -184,7 +184,7 @@ class Crossing:
             starting.abandon()
         self._waiter.ask_server = str
 
-    def to_group(self, plan: Plan, server: Server) -> None:
+    def to_group(self, plan: Plan, server: ServerSession) -> None:
         """Leave the server, where all have come together. Collective.
 
         Raises:
@@ -199,7 +199,7 @@ class Crossing:
         border = self._leave_stretch(plan, step)
         for one, reducer in zip(self._prepared, self._reducers, strict=True):
             before = reducer.now
-            assert isinstance(before, SwapsAlone)
+            assert isinstance(before, ServerSwitch)
             before.share.stamp = max(map(int, stamps.values()))
             after = self._exchanging.to_group(one, plan, before, step)
             before.close()
@@ -210,7 +210,7 @@ class Crossing:
         self._waiter.ask_server = str
         server.close()
 
-    def _connect(self, connect: Callable[[], Server]) -> tuple[Server | None, str]:
+    def _connect(self, connect: Callable[[], ServerSession]) -> tuple[ServerSession | None, str]:
         try:
             return connect(), ""
         except OffbeatError as error:

@@ -12,10 +12,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.engine import Conference, Controlling, SwapsTogether, addresses_of, connect, start_beside
+from offbeat.engine import AllReduceSwitch, PlanVote, RoundController, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.parameter_server import ParameterServer
-from offbeat.run.fabric_migration import Crossing
+from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
 from offbeat.sync import ASP
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from offbeat.clock import Clock
-    from offbeat.diagnosis.wait import Waiter
-    from offbeat.engine import Control, Diary, Either, Meter
-    from offbeat.engine.factory import Exchanging, Prepared
-    from offbeat.engine.server_session import Server
-    from offbeat.fabric import Circle
-    from offbeat.loading.manager import Data
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine import ControlGroup, HistoryRecorder, StepMetrics, SynchronizerProxy
+    from offbeat.engine.factory import PreparedModel, SynchronizerFactory
+    from offbeat.engine.server_session import ServerSession
+    from offbeat.fabric import ElasticGroup
+    from offbeat.loading.manager import LoaderManager
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
 
 
-class Swapping:
+class PlanManager:
     """One worker's part.
 
     Args:
@@ -64,32 +64,32 @@ class Swapping:
         self,
         plan: Plan,
         *,
-        control: Control,
-        waiter: Waiter,
+        control: ControlGroup,
+        waiter: BlockingWait,
         clock: Clock,
         timeout: timedelta,
-        meter: Meter,
-        diary: Diary,
-        data: Data,
-        exchanging: Exchanging,
-        prepared: Sequence[Prepared],
-        reducers: Sequence[Either],
+        meter: StepMetrics,
+        diary: HistoryRecorder,
+        data: LoaderManager,
+        exchanging: SynchronizerFactory,
+        prepared: Sequence[PreparedModel],
+        reducers: Sequence[SynchronizerProxy],
         rank: int,
         run_dir: Path | None,
         joins: tuple[int, int] | None,
-        circle: Circle | None,
+        circle: ElasticGroup | None,
         tell: Callable[[str], None],
         tell_of_server: Callable[[str], None],
     ) -> None:
         self.plan = plan
-        self.server: Server | None = None
+        self.server: ServerSession | None = None
         self._had_server = False
         self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
         self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
         self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
         self._circle, self._tell_of_server = circle, tell_of_server
-        self._crossing = Crossing(
+        self._crossing = FabricMigration(
             control=control,
             waiter=waiter,
             data=data,
@@ -98,8 +98,8 @@ class Swapping:
             prepared=prepared,
             reducers=reducers,
         )
-        self._conference = Conference(control, clock.now_s, run_dir, self._crossing.check)
-        self._controlling = Controlling(clock.now_s)
+        self._conference = PlanVote(control, clock.now_s, run_dir, self._crossing.check)
+        self._controlling = RoundController(clock.now_s)
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Swapping:
         elif self._control.world > 1 or fabric.addresses or named:
             self.server = self._data.server = self._reach(self.plan)
 
-    def _reach(self, plan: Plan, **how: Any) -> Server:
+    def _reach(self, plan: Plan, **how: Any) -> ServerSession:
         assert isinstance(plan.fabric, ParameterServer)
         return connect(
             plan,
@@ -214,7 +214,7 @@ class Swapping:
         if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
             return
         first, samples = self._reducers[0].now, self._meter.last_samples
-        assert isinstance(first, SwapsTogether)
+        assert isinstance(first, AllReduceSwitch)
         if not self._controlling.stepped(controller, first.step, samples, first.take_times):
             return
         if looks and self._crossing.due is None and not self._conference.is_due:
@@ -259,9 +259,9 @@ class Swapping:
             self._leave_server(self.server)
 
     @property
-    def together(self) -> list[SwapsTogether]:
+    def together(self) -> list[AllReduceSwitch]:
         """What exchanges gradients without a server, of all models."""
-        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, SwapsTogether)]
+        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, AllReduceSwitch)]
 
     def close(self) -> None:
         """The run is over."""
@@ -344,7 +344,7 @@ class Swapping:
             why = "had gone while there was a server."
             self._circle.go_on_without({rank: why for rank in self._circle.members if rank not in there})
 
-    def _leave_server(self, server: Server) -> None:
+    def _leave_server(self, server: ServerSession) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
         before, began_s = self.plan, self._clock.now_s()
         for reducer in self._reducers:

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from offbeat.diagnosis.startup_barrier import Roll
-from offbeat.diagnosis.wait import Awaited
+from offbeat.diagnosis.startup_barrier import StartupBarrier
+from offbeat.diagnosis.wait import WaitContext
 from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric import Elastic
 from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
-    from offbeat.diagnosis.wait import Waiter
+    from offbeat.diagnosis.wait import BlockingWait
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
@@ -38,7 +38,7 @@ _held: dict[Path, int] = {}  # locks
 _met = 0  # how often the workers met: one process may join several times, one after the other
 
 
-def join(waiter: Waiter) -> Store | None:
+def join(waiter: BlockingWait) -> Store | None:
     """Make sure that torch's default process group exists if there is more than one worker.
 
     Returns:
@@ -62,17 +62,17 @@ def join(waiter: Waiter) -> Store | None:
     if cuda:
         torch.cuda.set_device(local_rank)
     where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    store = waiter.call(lambda: _open_store(rank, world), Awaited(f"the meeting of all workers at {where}"))
-    roll = Roll(store, rank, world)
+    store = waiter.call(lambda: _open_store(rank, world), WaitContext(f"the meeting of all workers at {where}"))
+    roll = StartupBarrier(store, rank, world)
     waiter.witness = roll  # until there is a watch
-    waiter.wait(roll, Awaited("the others to call offbeat.init()"))
+    waiter.wait(roll, WaitContext("the others to call offbeat.init()"))
     _choose_interface(world)
     try:
         waiter.call(
             lambda: dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=_NEVER
             ),
-            Awaited("the connection to the others"),
+            WaitContext("the connection to the others"),
         )
     except RuntimeError as error:
         if "Gloo connect" not in str(error):

@@ -13,7 +13,7 @@ import torch
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
-    from offbeat.engine import Exchanger
+    from offbeat.engine import Synchronizer
 
 _log = logging.getLogger("offbeat")
 _shared: set[int] = set()  # open runs of several workers, by id
@@ -50,13 +50,13 @@ class Replica(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        reducer: Exchanger,
+        reducer: Synchronizer,
         begins: Callable[[Replica], None],
         join: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.module = module
-        self._reducer: Exchanger | None = reducer
+        self._reducer: Synchronizer | None = reducer
         self._begins, self._join = begins, join
         self._trains_in = True  # the mode of the last forward pass that led to an exchange
         self.train(module.training)

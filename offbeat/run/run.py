@@ -33,17 +33,17 @@ import torch.distributed as dist
 
 from offbeat.clock import WallClock, to_timedelta
 from offbeat.diagnosis.explain import END_OF_RUN, without_quoted
-from offbeat.diagnosis.stall_witness import Watched
-from offbeat.diagnosis.wait import Awaited, Nobody, Waiter
+from offbeat.diagnosis.stall_witness import SentinelWitness
+from offbeat.diagnosis.wait import BlockingWait, NullWitness, WaitContext
 from offbeat.engine import (
-    Control,
-    Diary,
-    Either,
-    Meter,
+    AllReduceSwitch,
+    ControlGroup,
+    HistoryRecorder,
+    JoinClient,
     MetricsFile,
-    Newcomer,
     StatusReporter,
-    SwapsTogether,
+    StepMetrics,
+    SynchronizerProxy,
     happenings,
     ignored_names,
     leave_file,
@@ -51,19 +51,19 @@ from offbeat.engine import (
     shortened,
     state_checks,
 )
-from offbeat.engine.factory import Exchanging, Prepared
+from offbeat.engine.factory import PreparedModel, SynchronizerFactory
 from offbeat.engine.sentinels import join_watch, start_watch
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.exit_codes import LEFT
-from offbeat.fabric import Binds, Circle, Elastic, InMemory, ProcessGroup, never_destroy
+from offbeat.fabric import Binds, Elastic, ElasticGroup, InMemory, ProcessGroup, never_destroy
 from offbeat.loading import position
-from offbeat.loading.manager import Data
+from offbeat.loading.manager import LoaderManager
 from offbeat.plan import Plan
-from offbeat.protocol.worker_status import Status
-from offbeat.run.elastic_join import Came, Membership
+from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.run.elastic_join import ElasticJoin, JoinResult
 from offbeat.run.model_checks import Kinds, check_given, check_modules, check_optimizer, inventory, trainable
-from offbeat.run.plan_manager import Swapping
+from offbeat.run.plan_manager import PlanManager
 from offbeat.run.rendezvous import ended, join, joins, leave_store, stay, store_of_job
 from offbeat.run.replica import Replica, closed, opened
 from offbeat.run.step_check import StepCheck
@@ -77,8 +77,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.diagnosis.sentinel_client import Watch
-    from offbeat.engine.server_session import Server
+    from offbeat.diagnosis.sentinel_client import SentinelClient
+    from offbeat.engine.server_session import ServerSession
     from offbeat.fabric import Fabric
 
 _log = logging.getLogger("offbeat")
@@ -154,8 +154,8 @@ class Run:
         self._seed = seed
         self._timeout = timeout
         self._pid = os.getpid()
-        self._reducers: list[Either] = []
-        self._prepared_models: list[Prepared] = []
+        self._reducers: list[SynchronizerProxy] = []
+        self._prepared_models: list[PreparedModel] = []
         self._models: list[torch.nn.Module] = []
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
         self._prepared: dict[int, str] = {}  # names of the parameters of all models, by id
@@ -169,7 +169,7 @@ class Run:
         self._reporter: StatusReporter | None = None
         if run_dir is not None:
             _make_folder(run_dir)
-        self._waiter = Waiter(
+        self._waiter = BlockingWait(
             clock=self._clock,
             timeout=timeout,
             tell=self._tell_stall,
@@ -184,20 +184,20 @@ class Run:
         newcomer, told = None, None
         if self._joins is not None and store is None and (store := store_of_job(plan)) is not None:
             self.world = began_with
-            newcomer = Newcomer(store, self.rank, self._waiter, version=_version())
+            newcomer = JoinClient(store, self.rank, self._waiter, version=_version())
             told = newcomer.ask(plan.to_toml(), ended)
             if self._speaks_for_newcomers:
                 _log.warning("Rank %d has reached those that train, and prepares what they have.", self.rank)
             plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
-        self._meter = Meter(self.rank, self._clock, self._metrics, self._waiter)
+        self._meter = StepMetrics(self.rank, self._clock, self._metrics, self._waiter)
         elastic = isinstance(plan.fabric, Elastic) and self.world > 1
-        self._circle = Circle(_shared(store), self.rank, self.world, timeout) if elastic else None
+        self._circle = ElasticGroup(_shared(store), self.rank, self.world, timeout) if elastic else None
         members = None if self._circle is None else lambda: self._circle.members  # type: ignore[union-attr]
-        self._control = Control(self._bind(plan, "gloo"), self._waiter, members)
+        self._control = ControlGroup(self._bind(plan, "gloo"), self._waiter, members)
         if newcomer is not None:
             self._control.compares = newcomer.compare
-        self._data = Data(
+        self._data = LoaderManager(
             plan,
             control=self._control,
             waiter=self._waiter,
@@ -211,7 +211,7 @@ class Run:
             draws=lambda: self._take_in(drawing=True),
             tell=self._warn,
         )
-        self._diary = Diary(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
+        self._diary = HistoryRecorder(_every(os.environ.get("OFFBEAT_HASH_EVERY", "1")))
         self._uneven = UnevenInputs(
             self._control,
             self._diary,
@@ -220,8 +220,8 @@ class Run:
             is_elastic=elastic,
             tell=lambda text: self._tell_all("join", text),
         )
-        self._exchanging = Exchanging(self._control, self._waiter, self._meter, self._diary)
-        self._swapping = Swapping(
+        self._exchanging = SynchronizerFactory(self._control, self._waiter, self._meter, self._diary)
+        self._swapping = PlanManager(
             plan,
             control=self._control,
             waiter=self._waiter,
@@ -250,10 +250,10 @@ class Run:
         if self._watch is not None:
             self._waiter.witness = watched = self._witness(self._watch, timeout)
         else:
-            self._waiter.witness = Nobody()
+            self._waiter.witness = NullWitness()
         _runs.add(self)
         atexit.register(self._close_at_exit)
-        self._membership: Membership | None = None
+        self._membership: ElasticJoin | None = None
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
             plan.check_world(self.world)
@@ -267,7 +267,7 @@ class Run:
                 stay()
                 if run_dir is not None and self.rank == 0:
                     leave_store(run_dir, plan, self.world)
-                self._membership = Membership(
+                self._membership = ElasticJoin(
                     _shared(store),
                     version=_version(),
                     newcomer=newcomer,
@@ -295,11 +295,11 @@ class Run:
         """Whether other workers take part, or may."""
         return self.world > 1 or self._joins is not None
 
-    def _witness(self, watch: Watch, timeout: timedelta) -> Watched:
+    def _witness(self, watch: SentinelClient, timeout: timedelta) -> SentinelWitness:
         circle = self._circle
         if circle is None:
-            return Watched(watch, self.rank, timeout)
-        watched = Watched(watch, self.rank, timeout, members=lambda: circle.members)
+            return SentinelWitness(watch, self.rank, timeout)
+        watched = SentinelWitness(watch, self.rank, timeout, members=lambda: circle.members)
         circle.gone, circle.changed = watched.gone, self._go_on_without
         if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
             Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
@@ -335,7 +335,7 @@ class Run:
         return self._swapping.plan
 
     @property
-    def _server(self) -> Server | None:
+    def _server(self) -> ServerSession | None:
         return self._swapping.server
 
     # -- preparing -----------------------------------------------------------------------------------------------
@@ -378,14 +378,14 @@ class Run:
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
         )
         self._claim(model, parameters)
-        one = Prepared(len(self._reducers), model, parameters, optimizer, self._bind(self.plan, backend))
+        one = PreparedModel(len(self._reducers), model, parameters, optimizer, self._bind(self.plan, backend))
         if self._membership is None or not self._membership.is_outside:
             self._exchanging.broadcast(one)
         self._exchanging.agree_on_optimizer(one, is_served=self._server is not None)
         if self._server is not None:
-            reducer = Either(self._exchanging.serve(one, self.plan, self._server))
+            reducer = SynchronizerProxy(self._exchanging.serve(one, self.plan, self._server))
         else:
-            reducer = Either(self._exchanging.replicate(one, self.plan))
+            reducer = SynchronizerProxy(self._exchanging.replicate(one, self.plan))
         self._prepared_models.append(one)
         self._resources.callback(reducer.close)
         self._reducers.append(reducer)
@@ -440,7 +440,7 @@ class Run:
         ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: Either) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, reducer: SynchronizerProxy) -> None:
         if self.plan.tuning is not None and self.world > 1 and not self._data.loaders and not self._told_untuned:
             self._told_untuned = True
             _log.warning("Batches are not tuned: %s needs a prepared DataLoader.", short_name(self.plan.tuning))
@@ -456,16 +456,16 @@ class Run:
                         "before prepare."
                     )
 
-    def _after_step(self, reducer: Either, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _after_step(self, reducer: SynchronizerProxy, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         reducer.after_step()
         self._came_with = []
         if self._server is None and reducer.step:
             model, samples = self._reducers.index(reducer), self._meter.last_samples
-            weights = reducer.now.take_weights() if isinstance(reducer.now, SwapsTogether) else ()
+            weights = reducer.now.take_weights() if isinstance(reducer.now, AllReduceSwitch) else ()
             self._diary.has(model, reducer.step - 1, parameters.values(), samples=samples, weights=weights)
         if self._uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
-        elif isinstance(reducer.now, SwapsTogether):
+        elif isinstance(reducer.now, AllReduceSwitch):
             called = reducer.now.take_call()
             looks = self.is_first
             wanted = self._swapping.calls(looks=looks)
@@ -522,7 +522,7 @@ class Run:
             self._diary.admits(came.ranks)
             self._swapping.joined(came.ranks)
 
-    def _tell_of(self, came: Came) -> None:
+    def _tell_of(self, came: JoinResult) -> None:
         one = len(came.ranks) == 1
         assert self._circle is not None
         self._tell_all(
@@ -605,7 +605,7 @@ class Run:
                     f"Cannot run over {spec!r}: it has no bind(backend=...), which returns this worker's end - at "
                     "`plan.fabric`."
                 )
-            fabric = self._waiter.call(lambda: spec.bind(backend=backend), Awaited("the connection to the others"))
+            fabric = self._waiter.call(lambda: spec.bind(backend=backend), WaitContext("the connection to the others"))
         else:
             raise PlanError(
                 f"Cannot run {self.world} worker processes over {plan.fabric!r}: it lives in one process. "
@@ -622,11 +622,11 @@ class Run:
                 f"Cannot run {spec!r} with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
                 "ProcessGroup(), or ParameterServer() - at `plan.fabric`."
             )
-        fabric = self._waiter.call(lambda: spec.bind(circle), Awaited("the connection to the others"))
+        fabric = self._waiter.call(lambda: spec.bind(circle), WaitContext("the connection to the others"))
         self._fabrics.append(fabric)
         return fabric
 
-    def _write_start(self, model: torch.nn.Module, reducer: Either) -> None:
+    def _write_start(self, model: torch.nn.Module, reducer: SynchronizerProxy) -> None:
         buckets = [
             {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
             for b in reducer.layout.buckets
@@ -917,11 +917,11 @@ class Run:
 
     # -- for those who look --------------------------------------------------------------------------------------
 
-    def _status(self) -> Status:
+    def _status(self) -> TrainingStatus:
         """How the training goes; asked for on another thread."""
         meter, loaders, plan = self._meter, self._data.loaders, self.plan
         used = meter.resources.sample()
-        return Status(
+        return TrainingStatus(
             host=os.uname().nodename[:64],
             step=self.step,
             exchanges=self._waiter.witness.exchanges,
@@ -943,7 +943,7 @@ class Run:
             left=self._has_left and self._told_at is not None,
         )
 
-    def _status_outlets(self) -> Iterator[Callable[[Status, bytes], None]]:
+    def _status_outlets(self) -> Iterator[Callable[[TrainingStatus, bytes], None]]:
         watch, server = self._watch, self._server
         if watch is not None:
             yield lambda _, data: watch.say_status(data)
@@ -1076,7 +1076,7 @@ class Run:
     def _record_given(self) -> None:
         """Write down what is in a mean with which the others step, and this worker does not."""
         for model, reducer in enumerate(self._reducers):
-            if isinstance(reducer.now, SwapsTogether) and (weights := reducer.now.take_weights()):
+            if isinstance(reducer.now, AllReduceSwitch) and (weights := reducer.now.take_weights()):
                 self._diary.gave(model, reducer.step - 1, samples=self._meter.last_samples, weights=weights)
 
     def _drain(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import SwapsTogether, hand_over
+from offbeat.engine import AllReduceSwitch, hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.run.elastic_join import tensors_of
@@ -28,8 +28,8 @@ from offbeat.sync import LocalSGD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from offbeat.engine import Control, Diary, Either
-    from offbeat.engine.factory import Prepared
+    from offbeat.engine import ControlGroup, HistoryRecorder, SynchronizerProxy
+    from offbeat.engine.factory import PreparedModel
 
 _log = logging.getLogger("offbeat")
 _QUESTION = "who has inputs, within join()"
@@ -52,11 +52,11 @@ class UnevenInputs:
 
     def __init__(
         self,
-        control: Control,
-        diary: Diary,
+        control: ControlGroup,
+        diary: HistoryRecorder,
         *,
-        prepared: Sequence[Prepared],
-        exchangers: Sequence[Either],
+        prepared: Sequence[PreparedModel],
+        exchangers: Sequence[SynchronizerProxy],
         is_elastic: bool,
         tell: Callable[[str], None],
     ) -> None:
@@ -110,7 +110,7 @@ class UnevenInputs:
                 one.share.asks = one.share.absent = None
                 one.share.source = 0
 
-    def _follow(self, together: Sequence[SwapsTogether]) -> None:
+    def _follow(self, together: Sequence[AllReduceSwitch]) -> None:
         """Take part with nothing until nobody has anything."""
         holds = any(one.holds_gradient for one in together)
         while (model := self._ask(None)) is not None:
@@ -185,7 +185,7 @@ class UnevenInputs:
             for one, theirs in zip(self._prepared, state["models"], strict=True):
                 self._take_over(one, theirs)
 
-    def _take_over(self, one: Prepared, theirs: Mapping[str, Any]) -> None:
+    def _take_over(self, one: PreparedModel, theirs: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, tensor in tensors_of(one.model):
                 tensor.copy_(theirs["tensors"][name])
@@ -205,12 +205,12 @@ class UnevenInputs:
                     return
 
     @staticmethod
-    def _together(one: Either) -> SwapsTogether:
-        assert isinstance(one.now, SwapsTogether)
+    def _together(one: SynchronizerProxy) -> AllReduceSwitch:
+        assert isinstance(one.now, AllReduceSwitch)
         return one.now
 
 
-def _state_of(one: Prepared) -> dict[str, Any]:
+def _state_of(one: PreparedModel) -> dict[str, Any]:
     """What a worker that was done has to have of a model, on the CPU."""
     optimizer = optimizer_state(one.optimizer, one.parameters)
     beside: dict[str, list[str]] = {}

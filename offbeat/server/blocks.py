@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """The part of one parameter that lies in a block.
 
     Args:
@@ -50,7 +50,7 @@ class Block:
     offset: int
     dtype: str
     itemsize: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterSlice, ...]
 
     @property
     def numel(self) -> int:
@@ -99,8 +99,8 @@ def deal(blocks: Sequence[Block], shards: int) -> tuple[int, ...]:
     return tuple(holder)
 
 
-def _pieces(bucket: Bucket, start: int, end: int) -> Iterator[Piece]:
+def _pieces(bucket: Bucket, start: int, end: int) -> Iterator[ParameterSlice]:
     for slot in bucket.slots:
         first, last = max(start, slot.offset), min(end, slot.offset + slot.numel)
         if first < last:
-            yield Piece(slot.name, first - slot.offset, last - first)
+            yield ParameterSlice(slot.name, first - slot.offset, last - first)

@@ -30,7 +30,7 @@ _START_S = 60.0
 RESTARTS = 5  # of a server that is looked after
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of one shard.
 
     Args:
@@ -82,10 +82,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Certificates(Path(self.certificate), Path(self.key), Path(self.authority), token)
 
 
-def from_environment(job: str, timeout: timedelta) -> Settings:
+def from_environment(job: str, timeout: timedelta) -> ShardSettings:
     """What a worker, or a shard started by hand, finds in the environment about how to connect."""
     name = os.environ.get
-    return Settings(
+    return ShardSettings(
         job=name("OFFBEAT_JOB", job),
         token=name("OFFBEAT_TOKEN", ""),
         certificate=name("OFFBEAT_CERTIFICATE", ""),
@@ -97,7 +97,7 @@ def from_environment(job: str, timeout: timedelta) -> Settings:
 
 
 def start_shard(
-    settings: Settings,
+    settings: ShardSettings,
     *,
     wrap: Callable[[list[str]], list[str]] = lambda command: command,
     environment: Mapping[str, str] | None = None,
@@ -162,7 +162,7 @@ class ShardProcess:
             os.close(theirs)
         self._pipe, self._said, self._told_s = mine, b"", 0.0
 
-    def tell(self, settings: Settings) -> None:
+    def tell(self, settings: ShardSettings) -> None:
         """Have it serve."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -194,7 +194,7 @@ class ShardProcess:
             raise NetworkError(f"Cannot start a parameter server: {why}")
         return said
 
-    def serve(self, settings: Settings) -> str:
+    def serve(self, settings: ShardSettings) -> str:
         """Have it serve; "host:port".
 
         Raises:
@@ -233,7 +233,7 @@ class RestartNote:
         gone = [path for path in folder.glob("*.json") if glance(int(path.stem)).state == "dead"]
         return [cls(path) for path in (*gone, *folder.glob(f"*{cls._LOST}")) if path.exists()]
 
-    def write(self, settings: Settings) -> None:
+    def write(self, settings: ShardSettings) -> None:
         """It is started again with these."""
         self._put(".json", msgspec.json.encode(settings))
 
@@ -242,11 +242,11 @@ class RestartNote:
         self._put(self._LOST, why.encode())
         self.remove()
 
-    def read(self) -> Settings | str:
+    def read(self) -> ShardSettings | str:
         """With what it is started again; or why it is not."""
         assert self._path is not None
         said = self._path.read_bytes()
-        return said.decode() if self._path.suffix == self._LOST else msgspec.json.decode(said, type=Settings)
+        return said.decode() if self._path.suffix == self._LOST else msgspec.json.decode(said, type=ShardSettings)
 
     def remove(self) -> None:
         """There is nothing to tell any more."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import ModelError, PeerError
-from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def to_bytes(states: States) -> bytes:
     tensors = [
         (about(0, 0, name, key, tensor), tensor) for name, keys in states.items() for key, tensor in keys.items()
     ]
-    write(file, Snapshot(Header(FORMAT, "", Identity(0, 0), 0, ()), tensors))
+    write(file, Snapshot(SnapshotHeader(FORMAT, "", SnapshotId(0, 0), 0, ()), tensors))
     return file.getvalue()
 
 

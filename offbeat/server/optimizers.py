@@ -90,7 +90,7 @@ def _number(key: str, value: Any) -> Number:
 
 
 @dataclass
-class Held:
+class BlockOptimizer:
     """The optimizer of one block.
 
     Args:
@@ -273,7 +273,7 @@ def _defaults(kind: str) -> frozenset[str]:
     return frozenset(make([torch.zeros(1)], lr=0.1).defaults) - _MEANS
 
 
-def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Held | None:
+def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> BlockOptimizer | None:
     """The optimizer of a block with these pieces; None if it moves none of them.
 
     Args:
@@ -288,4 +288,4 @@ def hold(spec: OptimizerSpec, pieces: Sequence[tuple[str, torch.Tensor]]) -> Hel
         return None
     kind = _CLASSES[spec.kind]
     made = [{"params": params, **_known(kind, spec.groups[index])} for index, params in groups.items()]
-    return Held(_make(kind, made), list(groups))
+    return BlockOptimizer(_make(kind, made), list(groups))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import msgspec
 import torch
 
-from offbeat.coordinator.progress import Progress
+from offbeat.coordinator.progress import TrainingProgress
 from offbeat.errors import PeerError
-from offbeat.protocol.training import Details
+from offbeat.protocol.training import ModelInfo
 from offbeat.safe_read import UnreadableError, decode
 from offbeat.wire.frame import Frame, Reader, head
 
@@ -33,7 +33,7 @@ STATE_DTYPES = {
 }
 
 
-class Identity(msgspec.Struct, frozen=True, order=True, array_like=True):
+class SnapshotId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Which snapshot: the same on all shards of a server.
 
     Args:
@@ -45,16 +45,16 @@ class Identity(msgspec.Struct, frozen=True, order=True, array_like=True):
     life: _Count
 
 
-class ModelOf(msgspec.Struct, frozen=True):
+class SnapshotModel(msgspec.Struct, frozen=True):
     """One model. `progress` is None on shards that do not coordinate."""
 
     model: Annotated[int, msgspec.Meta(ge=0, lt=256)]
     version: _Count
-    details: Details
-    progress: Progress | None = None
+    details: ModelInfo
+    progress: TrainingProgress | None = None
 
 
-class Header(msgspec.Struct, frozen=True):
+class SnapshotHeader(msgspec.Struct, frozen=True):
     """What stands before the tensors.
 
     Args:
@@ -63,12 +63,12 @@ class Header(msgspec.Struct, frozen=True):
 
     format: int
     job: str
-    identity: Identity
+    identity: SnapshotId
     shards: _Count
-    models: tuple[ModelOf, ...]
+    models: tuple[SnapshotModel, ...]
 
 
-class TensorOf(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
     """Of one block: its values if `name` is "", else a part of the optimizer's state of that parameter."""
 
     model: _Count
@@ -91,8 +91,8 @@ class Snapshot:
         tensors: which do not change any more.
     """
 
-    header: Header
-    tensors: list[tuple[TensorOf, torch.Tensor]]
+    header: SnapshotHeader
+    tensors: list[tuple[SnapshotTensor, torch.Tensor]]
 
     @property
     def size_bytes(self) -> int:
@@ -100,13 +100,13 @@ class Snapshot:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_header = msgspec.msgpack.Decoder(Header).decode
-_tensor_of = msgspec.msgpack.Decoder(TensorOf).decode
+_header = msgspec.msgpack.Decoder(SnapshotHeader).decode
+_tensor_of = msgspec.msgpack.Decoder(SnapshotTensor).decode
 
 
-def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> TensorOf:
+def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
     """What is written before a tensor."""
-    return TensorOf(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return SnapshotTensor(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def write(file: BinaryIO, snapshot: Snapshot) -> None:
@@ -133,7 +133,7 @@ def read(file: BinaryIO) -> Snapshot:
     """
     frames = _frames(file)
     header = _header_of(next(frames, None))
-    tensors: list[tuple[TensorOf, torch.Tensor]] = []
+    tensors: list[tuple[SnapshotTensor, torch.Tensor]] = []
     for frame in frames:
         try:
             if not frame.body and frame.metadata == _encode(Last(len(tensors))):
@@ -145,7 +145,7 @@ def read(file: BinaryIO) -> Snapshot:
     raise PeerError("its end is missing")
 
 
-def _header_of(frame: Frame | None) -> Header:
+def _header_of(frame: Frame | None) -> SnapshotHeader:
     if frame is None:
         raise PeerError("it is empty, or cut off")
     try:
@@ -165,7 +165,7 @@ def _frames(file: BinaryIO) -> Iterator[Frame]:
                 yield frame
 
 
-def _tensor(what: TensorOf, frame: Frame) -> torch.Tensor:
+def _tensor(what: SnapshotTensor, frame: Frame) -> torch.Tensor:
     dtype = STATE_DTYPES.get(what.dtype)
     numel = 1
     for size in what.shape:

@@ -18,20 +18,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.float_sum import add_up
-from offbeat.sim.controller_driver import Steered
+from offbeat.sim.controller_driver import SimulatedController
 from offbeat.sim.detection_times import MEND_S, retried_s
-from offbeat.sim.disturbances import Troubles
+from offbeat.sim.disturbances import Disturbances
 from offbeat.sim.faults import Faults
-from offbeat.sim.result import Played
+from offbeat.sim.result import SimResult
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from offbeat.batching import BatchTuning
     from offbeat.control import Controller
-    from offbeat.sim.compute_time import Course
+    from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.links import Links
-    from offbeat.sim.message_sizes import Bucket
+    from offbeat.sim.message_sizes import BucketSize
     from offbeat.sync import Policy
 
 # Of a step with an exchange, beyond what is computed and sent: the fence, the optimizer, Python.
@@ -53,17 +53,17 @@ def ring_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) ->
 
 
 def play(
-    courses: Sequence[Course],
+    courses: Sequence[ComputeTimes],
     links: Links,
     *,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[BucketSize],
     policy: Policy,
     steps: int,
     batch: int,
     tune: BatchTuning | None = None,
     faults: Faults | None = None,
     controller: Controller | None = None,
-) -> Played:
+) -> SimResult:
     """Play so many steps of all workers.
 
     Args:
@@ -73,8 +73,8 @@ def play(
         controller: has another policy than `policy` decide.
     """
     world = len(courses)
-    steered = Steered(policy, controller)
-    played, circle = Played.of(world), Circle(world, links, faults or Faults())
+    steered = SimulatedController(policy, controller)
+    played, circle = SimResult.of(world), SimulatedGroup(world, links, faults or Faults())
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
         tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
@@ -145,7 +145,7 @@ def play(
     return played
 
 
-class Circle:
+class SimulatedGroup:
     """Those that go on, and what goes wrong among them.
 
     Args:
@@ -156,7 +156,7 @@ class Circle:
 
     def __init__(self, world: int, links: Links, faults: Faults) -> None:
         self.here = list(range(world))
-        self._links, self._faults, self._troubles = links, faults, Troubles()
+        self._links, self._faults, self._troubles = links, faults, Disturbances()
         self._is_broken = False  # by somebody who is gone, until the next exchange
 
     def computed_s(self, rank: int, begun_s: float, takes_s: float) -> float:
@@ -180,7 +180,7 @@ class Circle:
         """When all have said what they want, and whether they can, who have been there since then."""
         return begun_s + _CONFERRED * ring_s(0.0, len(self.here), self._links.slowest, self._links.to_worker_s)
 
-    def strike(self, step: int, clock_s: list[float], *, computed: bool, played: Played) -> list[int]:
+    def strike(self, step: int, clock_s: list[float], *, computed: bool, played: SimResult) -> list[int]:
         """Have strike what is due at this step, at each worker's own time; who is gone by it."""
         gone = []
         for rank in self.here if self._faults.all else ():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from offbeat.scenario import Scenario
 
 
-class Course:
+class ComputeTimes:
     """One worker's steps.
 
     Args:
@@ -27,9 +27,9 @@ class Course:
         self._rank, self._compute_s = rank, compute_s
         self._step = 0
 
-    def of_another(self, rank: int) -> Course:
+    def of_another(self, rank: int) -> ComputeTimes:
         """That of a worker on a machine like this one's, from its first step on."""
-        return Course(self._scenario, rank, self._compute_s)
+        return ComputeTimes(self._scenario, rank, self._compute_s)
 
     def next_s(self, samples: int | None = None) -> tuple[float, float]:
         """Seconds of the next step: computing, and then lost.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.control import Roundbook, Swap
+from offbeat.control import RoundMetrics, Swap
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat.sync.policy import Contributes
 
 
-class Steered:
+class SimulatedController:
     """Of one row. Call order, for each step: `contributes`, `stepped`, perhaps `exchanged`, `ask`.
 
     Args:
@@ -31,7 +31,7 @@ class Steered:
 
     def __init__(self, policy: Policy, controller: Controller | None) -> None:
         self.policy = policy
-        self._controller, self._book = controller, Roundbook()
+        self._controller, self._book = controller, RoundMetrics()
         self._ahead = 0  # steps that the policy counts more
         self._times: dict[int, list[float]] = {}
         self._samples = 0.0

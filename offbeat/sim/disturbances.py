@@ -66,10 +66,10 @@ Trouble = Stopped | Cut | Slowed
 
 
 @dataclass
-class Troubles:
+class Disturbances:
     """All that goes wrong in a play.
 
-    >>> troubles = Troubles((Stopped(0, at_s=2.0, for_s=3.0), Slowed(1, at_s=0.0, for_s=1.0)))
+    >>> troubles = Disturbances((Stopped(0, at_s=2.0, for_s=3.0), Slowed(1, at_s=0.0, for_s=1.0)))
     >>> troubles.done_s(0, 1.0, 1.5), troubles.done_s(1, 1.0, 1.5)
     (5.5, 2.5)
     >>> troubles.back_s(0, 4.0), troubles.part(1, 0.5), troubles.part(1, 1.5)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat.fault_spec import Fault
-    from offbeat.sim.result import Played
+    from offbeat.sim.result import SimResult
 
 
-def others_s(played: Played, dropped: int) -> list[float | None]:
+def others_s(played: SimResult, dropped: int) -> list[float | None]:
     """For each fault that struck, in order of time: by how much the longest step of another worker that ended before
     the next one struck is longer than that worker's median; None if there is none.
 

@@ -30,7 +30,7 @@ from offbeat.sim.disturbances import SERVER, Cut, Slowed, Stopped
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.sim.disturbances import Trouble, Troubles
+    from offbeat.sim.disturbances import Disturbances, Trouble
 
 UNTIMED = frozenset({"disk", "clock", "nan", "inf", "huge", "stale", *PASSING, *get_args(Stranger)})
 """Kinds that are played as if nothing happened."""
@@ -85,7 +85,7 @@ class Faults:
         at = [fault for fault in self.all if (fault.worker, fault.step) == (rank, step)]
         return [fault for fault in at if (fault.kind in _EARLY) != computed and fault.kind not in UNTIMED]
 
-    def strike(self, fault: Fault, cluster: Cluster, troubles: Troubles, unheard_s: float) -> None:
+    def strike(self, fault: Fault, cluster: Cluster, troubles: Disturbances, unheard_s: float) -> None:
         """Do to a server's job what this fault does.
 
         Args:

@@ -19,7 +19,7 @@ from offbeat.sim.max_min_fair import shares
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat.sim.max_min_fair import Way
+    from offbeat.sim.max_min_fair import FlowPath
     from offbeat.sim.timeline import Timeline
 
 _EPSILON = 1e-6  # bytes
@@ -29,7 +29,7 @@ _EPSILON = 1e-6  # bytes
 class Flow:
     """A number of bytes on their way."""
 
-    way: Way
+    way: FlowPath
     done: Callable[[], None]
     stopped: bool = False
 
@@ -56,13 +56,13 @@ class Flows:
 
     def __init__(self, timeline: Timeline, rates: Mapping[str, float]) -> None:
         self._timeline, self._rates = timeline, dict(rates)
-        self._classes: dict[Way, _Class] = {}
+        self._classes: dict[FlowPath, _Class] = {}
         self._number = itertools.count()
         self._since_s = 0.0
         self._version = 0  # of what is due next
         self._is_settling = False
 
-    def start(self, way: Way, size_bytes: float, done: Callable[[], None]) -> Flow:
+    def start(self, way: FlowPath, size_bytes: float, done: Callable[[], None]) -> Flow:
         """Send so many bytes; `done` is called when they are there."""
         flow = Flow(way, done)
         self._move()

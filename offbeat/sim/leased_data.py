@@ -1,24 +1,24 @@
-"""The data of a job with a server, dealt out by the server's own `Dealer`; only where batches are tuned."""
+"""The data of a job with a server, dealt out by the server's own `LeaseManager`; only where batches are tuned."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from offbeat.batching import Lease
-from offbeat.coordinator.data_leases import Dealer
+from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.coordinator.policy_runner import times_s
-from offbeat.protocol.data_leases import Enrol
+from offbeat.protocol.data_leases import RegisterLoader
 from offbeat.sync.state import UNCOUNTED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from offbeat.batching import BatchTuning, Over
-    from offbeat.sim.worker import Contributor
+    from offbeat.batching import BatchTuning, EndOfEpoch
+    from offbeat.sim.worker import SimWorker
     from offbeat.sync import Member, Push
 
 
-class Data:
+class LeasedData:
     """One loader's data.
 
     Args:
@@ -33,7 +33,7 @@ class Data:
         self,
         tuning: BatchTuning | None,
         now_s: Callable[[], float],
-        workers: list[Contributor],
+        workers: list[SimWorker],
         *,
         batch: int,
         samples: int,
@@ -44,13 +44,13 @@ class Data:
 
     def begin(self) -> None:
         """Deal out everything anew, as a server does in its first moment."""
-        self._dealer = None if self._tuning is None else Dealer(lambda _: self._tuning, self._now_s)
+        self._dealer = None if self._tuning is None else LeaseManager(lambda _: self._tuning, self._now_s)
 
-    def enrol(self, workers: Iterable[Contributor], *, together: bool) -> None:
+    def enrol(self, workers: Iterable[SimWorker], *, together: bool) -> None:
         """These take part; the first leases are dealt when all of the beginning do, or are lost."""
         if self._dealer is None:
             return
-        about = Enrol(
+        about = RegisterLoader(
             loader=0,
             plan="",
             world=self._world,
@@ -64,7 +64,7 @@ class Data:
             worker.leases = []
             self._deal(self._dealer.enrol(worker.rank, about, together=together, world=self._world))
 
-    def next(self, worker: Contributor) -> int | None:
+    def next(self, worker: SimWorker) -> int | None:
         """Samples of a worker's next step; None for as many as always."""
         if self._dealer is None:
             return None
@@ -72,7 +72,7 @@ class Data:
             self._deal({worker.rank: self._dealer.refill(worker.rank).get(0, [])})
         return worker.leases[-1].count
 
-    def announce(self, worker: Contributor, member: Member) -> None:
+    def announce(self, worker: SimWorker, member: Member) -> None:
         """A worker has computed a contribution from all that it was dealt."""
         if self._dealer is not None:
             used = [(0, lease.number) for lease in worker.leases]
@@ -101,7 +101,7 @@ class Data:
         if self._dealer is not None:
             self._dealer.dropped(0, push)
 
-    def stepped(self, worker: Contributor, member: Member | None) -> None:
+    def stepped(self, worker: SimWorker, member: Member | None) -> None:
         """A worker has its next parameters."""
         if self._dealer is not None and member is not None:
             self._dealer.stepped(worker.rank, *times_s(member, worker.arrived_s, self._now_s()))
@@ -120,6 +120,6 @@ class Data:
         """In which rounds each worker takes part."""
         return {} if self._dealer is None else self._dealer.every()
 
-    def _deal(self, deals: Mapping[int, Iterable[Lease | Over]]) -> None:
+    def _deal(self, deals: Mapping[int, Iterable[Lease | EndOfEpoch]]) -> None:
         for rank, dealt in deals.items():
             self._workers[rank].leases += [deal for deal in dealt if isinstance(deal, Lease)]

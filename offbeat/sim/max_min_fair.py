@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Way(NamedTuple):
+class FlowPath(NamedTuple):
     """Of a flow.
 
     Args:
@@ -28,18 +28,18 @@ class Way(NamedTuple):
     weight: float = 1.0
 
 
-def shares(counts: Mapping[Way, int], rates: Mapping[str, float]) -> dict[Way, float]:
+def shares(counts: Mapping[FlowPath, int], rates: Mapping[str, float]) -> dict[FlowPath, float]:
     """Bytes per second of one flow of each class.
 
     Args:
         counts: flows of each class; at least 1.
         rates: of the links, in bytes per second.
 
-    >>> one, other = Way(("server",), most=10.0), Way(("server",))
+    >>> one, other = FlowPath(("server",), most=10.0), FlowPath(("server",))
     >>> shares({one: 2, other: 1}, {"server": 90.0}) == {one: 10.0, other: 70.0}
     True
     """
-    found: dict[Way, float] = {}
+    found: dict[FlowPath, float] = {}
     left, open_ = dict(rates), dict(counts)
     while open_:
         load: dict[str, float] = {}

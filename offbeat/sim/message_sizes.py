@@ -20,7 +20,7 @@ _DDP_BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketSize:
     """One bucket of gradients.
 
     Args:
@@ -37,7 +37,7 @@ def narrowing(plan: Plan | None) -> float:
     return 0.5 if plan is not None and isinstance(plan.codec, Cast) else 1.0
 
 
-def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0) -> list[Bucket]:
+def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0) -> list[BucketSize]:
     """The buckets of a step, in the order in which they are sent: by the layout that the workers make.
 
     Args:
@@ -47,7 +47,7 @@ def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow
     """
     narrow, workload = narrow * narrowing(plan), scenario.workload
     if not isinstance(workload, Replay):
-        return [Bucket(narrow * gradient_bytes, 1.0)]
+        return [BucketSize(narrow * gradient_bytes, 1.0)]
     layers = workload.layers()
     whole_s = add_up(layer.forward_s + layer.backward_s for layer in layers) or 1.0
     passed_s = add_up(layer.forward_s for layer in layers)
@@ -63,6 +63,6 @@ def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow
     largest = workload.bucket_bytes or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
     layout = arrange(like, bucket_bytes=largest)
     return [
-        Bucket(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)
+        BucketSize(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)
         for bucket in layout.buckets
     ]

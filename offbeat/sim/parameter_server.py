@@ -1,7 +1,7 @@
 """Workers and a parameter server.
 
-The policy, its state and the books of what was promised are the server's own (`Coordinator`), as are the leases and the
-tuning of batches (`Dealer`); workers, links and shards are played:
+The policy, its state and the books of what was promised are the server's own (`PolicyRunner`), as are the leases and
+the tuning of batches (`LeaseManager`); workers, links and shards are played:
 
 * A worker computes, announces its contribution, pushes it as soon as it may, and has its next parameters when the last
   of them has arrived.
@@ -25,28 +25,28 @@ from typing import TYPE_CHECKING
 
 from offbeat.control import Swap
 from offbeat.coordinator.plan_swap import CONSENT_S
-from offbeat.coordinator.policy_runner import Coordinator
-from offbeat.sim.disturbances import SERVER, Troubles
+from offbeat.coordinator.policy_runner import PolicyRunner
+from offbeat.sim.disturbances import SERVER, Disturbances
 from offbeat.sim.faults import Faults
-from offbeat.sim.leased_data import Data
-from offbeat.sim.result import Played
+from offbeat.sim.leased_data import LeasedData
+from offbeat.sim.result import SimResult
 from offbeat.sim.timeline import Timeline
-from offbeat.sim.transfers import Transfers
-from offbeat.sim.worker import Contributor
+from offbeat.sim.transfers import SimulatedTransfers
+from offbeat.sim.worker import SimWorker
 from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
-    Ending,
     Evict,
     Grant,
     LocalSGD,
-    Paced,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     State,
+    TakesEveryNth,
     Wake,
 )
 
@@ -54,17 +54,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from offbeat.plan import Plan
-    from offbeat.sim.compute_time import Course
+    from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.links import Links
-    from offbeat.sim.worker import Update
+    from offbeat.sim.worker import PendingUpdate
     from offbeat.sync import Action, Policy, Push
 
 _ASKED = 20  # times in the seconds that it looks back
 _STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
 
 
-class Served:
-    """A row whose plan has a server, in virtual time. A `Cluster`, and a `Job`.
+class SimulatedServer:
+    """A row whose plan has a server, in virtual time. A `Cluster`, and a `TransferOwner`.
 
     Args:
         plan: of the row.
@@ -79,26 +79,28 @@ class Served:
     def __init__(
         self,
         plan: Plan,
-        courses: Sequence[Course],
+        courses: Sequence[ComputeTimes],
         links: Links,
         *,
         size_bytes: float,
         pull_bytes: float,
         steps: int,
         batch: int,
-        troubles: Troubles | None = None,
+        troubles: Disturbances | None = None,
         faults: Faults | None = None,
     ) -> None:
         self._plan, self._links, self._batch = plan, links, batch
         self._sync, self._is_swapping = plan.sync, False
-        self._troubles, self._faults = troubles or Troubles(), faults or Faults()
+        self._troubles, self._faults = troubles or Disturbances(), faults or Faults()
         self._timeline = timeline = Timeline()
-        self._transfers = Transfers(self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes)
-        self._workers = [Contributor(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
+        self._transfers = SimulatedTransfers(
+            self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes
+        )
+        self._workers = [SimWorker(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
         self._steps, self._world = steps, len(courses)
         self._life = 0
-        self._coordinator = Coordinator(plan.sync, len(courses), lambda: timeline.now_s, State(hosts=links.shards))
-        self._data = Data(
+        self._coordinator = PolicyRunner(plan.sync, len(courses), lambda: timeline.now_s, State(hosts=links.shards))
+        self._data = LeasedData(
             plan.tuning,
             lambda: timeline.now_s,
             self._workers,
@@ -106,9 +108,9 @@ class Served:
             samples=2 * steps * batch * len(courses),
         )
         self._wake = 0
-        self.played = Played.of(len(courses))
+        self.played = SimResult.of(len(courses))
 
-    def play(self) -> Played:
+    def play(self) -> SimResult:
         """All steps of all workers.
 
         Raises:
@@ -129,7 +131,7 @@ class Served:
 
     # -- a worker's way through a step ---------------------------------------------------------------------------
 
-    def _compute(self, worker: Contributor) -> None:
+    def _compute(self, worker: SimWorker) -> None:
         if not worker.left:
             self._to_server(lambda: self._leave(worker))
             return
@@ -144,7 +146,7 @@ class Served:
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
         self._timeline.at(done_s, lambda: self._computed(worker))
 
-    def _computed(self, worker: Contributor) -> None:
+    def _computed(self, worker: SimWorker) -> None:
         self._strike(worker, computed=True)
         if not worker.left:
             return
@@ -165,14 +167,14 @@ class Served:
         worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
         self._later(worker, _STEP_S / 2, lambda: self._bring(worker))
 
-    def _goes_over(self, worker: Contributor, policy: Policy, brings: int = 0) -> None:
+    def _goes_over(self, worker: SimWorker, policy: Policy, brings: int = 0) -> None:
         """As `offbeat.engine.server_switch` does."""
         member = self._coordinator.state.members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy
         worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
 
-    def _bring(self, worker: Contributor) -> None:
+    def _bring(self, worker: SimWorker) -> None:
         back_s = max(self._troubles.back_s(rank, self.now_s) for rank in (worker.rank, SERVER))
         if back_s > self.now_s:
             self._later(worker, back_s - self.now_s, lambda: self._bring(worker))
@@ -190,7 +192,7 @@ class Served:
         else:
             self._to_server(lambda: self._ready(worker))
 
-    def _ready(self, worker: Contributor) -> None:
+    def _ready(self, worker: SimWorker) -> None:
         rank, clock = worker.push
         member = self._coordinator.state.members.get(worker.rank)
         if member is None:
@@ -203,28 +205,28 @@ class Served:
         ready = Ready(rank, clock, self._timeline.now_s, weight)
         self._carry_out(self._coordinator.bring(ready, change=worker.is_change, ends=worker.ends))
 
-    def arriving(self, event: Ending | Pushed) -> None:
+    def arriving(self, event: PushEnding | Pushed) -> None:
         """A contribution is nearly there, or whole."""
         if isinstance(event, Pushed):
             self._data.whole((event.worker, event.clock))
         self._tell(event)
 
-    def made(self, update: Update) -> None:
+    def made(self, update: PendingUpdate) -> None:
         """An update is made everywhere."""
         self.played.updates.append((self.now_s, update.pushes, update.rate))
 
-    def given(self, worker: Contributor) -> None:
+    def given(self, worker: SimWorker) -> None:
         """A worker has all of its next parameters."""
         self._later(worker, self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
 
-    def _pulled(self, worker: Contributor) -> None:
+    def _pulled(self, worker: SimWorker) -> None:
         self._data.stepped(worker, self._coordinator.state.members.get(worker.rank))
         self._tell(Pulled(worker.rank, self._timeline.now_s))
         self._pace()
         worker.may_push = not self._sync.gated
         self._stepped(worker)
 
-    def _stepped(self, worker: Contributor) -> None:
+    def _stepped(self, worker: SimWorker) -> None:
         took_s = self._timeline.now_s - worker.begun_s
         worker.holds = False
         if worker.rank < self._world:
@@ -234,11 +236,11 @@ class Served:
         worker.left -= 1
         self._compute(worker)
 
-    def _leave(self, worker: Contributor) -> None:
+    def _leave(self, worker: SimWorker) -> None:
         self._data.lose(worker.rank)
         self._carry_out(self._coordinator.leave(worker.rank))
 
-    def _come_back(self, worker: Contributor) -> None:
+    def _come_back(self, worker: SimWorker) -> None:
         """It was evicted: what it computed is outdated, and it begins again with the newest parameters."""
         worker.update = None
         self._carry_out(self._coordinator.join(worker.rank))
@@ -248,7 +250,7 @@ class Served:
 
     # -- what the policy decides ---------------------------------------------------------------------------------
 
-    def _tell(self, event: Ready | Ending | Pushed | Pulled | Paced | Deadline) -> None:
+    def _tell(self, event: Ready | PushEnding | Pushed | Pulled | TakesEveryNth | Deadline) -> None:
         self._carry_out(self._coordinator.tell(event))
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
@@ -279,7 +281,7 @@ class Served:
         if any(isinstance(action, Apply) for action in actions):
             self._ask()
 
-    def _granted(self, worker: Contributor) -> None:
+    def _granted(self, worker: SimWorker) -> None:
         if worker.is_announced and not worker.brought and worker.flow is None:
             self._transfers.send(worker)
 
@@ -289,7 +291,7 @@ class Served:
         if worker.push == push:
             self._transfers.stop(worker)
 
-    def _evict(self, worker: Contributor) -> None:
+    def _evict(self, worker: SimWorker) -> None:
         self._transfers.stop(worker)
         self._data.lose(worker.rank)
         if worker.holds and worker.is_announced and not worker.is_pulling:
@@ -331,7 +333,7 @@ class Served:
         for rank, every in self._data.every().items():
             member = self._coordinator.state.members.get(rank)
             if member is not None and member.every != every:
-                self._tell(Paced(rank, every, self._timeline.now_s))
+                self._tell(TakesEveryNth(rank, every, self._timeline.now_s))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -348,7 +350,7 @@ class Served:
             lambda: self._when_up(lambda: happen() if life == self._life else None),
         )
 
-    def _later(self, worker: Contributor, delay_s: float, happen: Callable[[], None]) -> None:
+    def _later(self, worker: SimWorker, delay_s: float, happen: Callable[[], None]) -> None:
         """Let it happen, unless the worker is torn out of what it does before."""
         entry = worker.entry
         self._timeline.after(delay_s, lambda: happen() if worker.entry == entry else None)
@@ -368,7 +370,7 @@ class Served:
         """Virtual seconds."""
         return self._timeline.now_s
 
-    def _strike(self, worker: Contributor, *, computed: bool) -> None:
+    def _strike(self, worker: SimWorker, *, computed: bool) -> None:
         if not self._faults.all or worker.rank >= self._world:
             return
         for fault in self._faults.due(worker.rank, len(self.played.step_s[worker.rank]), computed=computed):
@@ -391,12 +393,12 @@ class Served:
             self._timeline.after(after_s, lambda one=worker: self._give_up(one))  # type: ignore[misc]
             self._timeline.at(until_s, lambda one=worker: self._return(one))  # type: ignore[misc]
 
-    def _give_up(self, worker: Contributor) -> None:
+    def _give_up(self, worker: SimWorker) -> None:
         """The server goes on without it."""
         self._transfers.tear_out(worker)
         self._leave(worker)
 
-    def _return(self, worker: Contributor) -> None:
+    def _return(self, worker: SimWorker) -> None:
         """Who was given up comes back; whoever computes then comes with what it computes, which is outdated."""
         if worker.left and worker.holds:
             worker.entry += 1
@@ -408,7 +410,7 @@ class Served:
         def come() -> None:
             rank = len(self._workers)
             course = self._workers[host].course.of_another(rank)
-            worker = Contributor(rank, host, course, self._sync, self._steps, may_push=not self._sync.gated)
+            worker = SimWorker(rank, host, course, self._sync, self._steps, may_push=not self._sync.gated)
             self._workers.append(worker)
             self._carry_out(self._coordinator.join(rank))
             self._data.enrol([worker], together=self._sync.bound == 0)
@@ -435,7 +437,7 @@ class Served:
         """All that are left come back: whoever computes goes on, and whoever has a contribution brings it again."""
         before, here = self._coordinator.state, [worker for worker in self._workers if worker.left]
         state = State(hosts=before.hosts, version=before.version)
-        self._coordinator = Coordinator(self._sync, len(here), lambda: self._timeline.now_s, state)
+        self._coordinator = PolicyRunner(self._sync, len(here), lambda: self._timeline.now_s, state)
         self._data.begin()
         for worker in here:
             member = before.members.get(worker.rank)

@@ -15,12 +15,12 @@ from offbeat.fabric import Elastic
 from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
 from offbeat.sim import allreduce
-from offbeat.sim.compute_time import Course
+from offbeat.sim.compute_time import ComputeTimes
 from offbeat.sim.fault_cost import others_s
 from offbeat.sim.faults import Faults, check
 from offbeat.sim.links import Links
 from offbeat.sim.message_sizes import buckets, narrowing
-from offbeat.sim.parameter_server import Served
+from offbeat.sim.parameter_server import SimulatedServer
 from offbeat.sync import BSP
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from offbeat.fault_spec import Fault
     from offbeat.plan import Plan
     from offbeat.scenario import Row, Scenario
-    from offbeat.sim.result import Played
+    from offbeat.sim.result import SimResult
 
 _PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is predicted of a row; compare with `offbeat.lab.results.Record`.
+    """What is predicted of a row; compare with `offbeat.lab.results.RowResult`.
 
     Args:
         seconds_per_step: mean over the steps that count, and the workers.
@@ -154,8 +154,8 @@ def predict(
 
 def _played(
     scenario: Scenario, row: Row, plan: Plan | None, known: Known, steps: int, struck: Sequence[Fault]
-) -> Played:
-    courses = [Course(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+) -> SimResult:
+    courses = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
     links = Links.of(scenario)
     faults = Faults(
         struck,
@@ -163,7 +163,7 @@ def _played(
         there_and_back_s=2 * links.to_worker_s + links.queue_s,
     )
     if plan is not None and plan.fabric.offers.served:
-        return Served(
+        return SimulatedServer(
             plan,
             courses,
             links,

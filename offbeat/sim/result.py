@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Played:
+class SimResult:
     """What became of a row.
 
     Args:
@@ -38,7 +38,7 @@ class Played:
     ended: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, world: int) -> Played:
+    def of(cls, world: int) -> SimResult:
         """Nothing yet, of so many workers."""
         ranks = range(world)
         return cls([[] for _ in ranks], [[] for _ in ranks], [[] for _ in ranks], [[] for _ in ranks])

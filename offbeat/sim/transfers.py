@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from offbeat.sim.disturbances import SERVER
 from offbeat.sim.flows import Flows
-from offbeat.sim.max_min_fair import Way
-from offbeat.sim.worker import PARTS, Contributor, Update
-from offbeat.sync import Ending, Pushed
+from offbeat.sim.max_min_fair import FlowPath
+from offbeat.sim.worker import PARTS, PendingUpdate, SimWorker
+from offbeat.sync import Pushed, PushEnding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.sim.disturbances import Troubles
+    from offbeat.sim.disturbances import Disturbances
     from offbeat.sim.links import Links
     from offbeat.sim.timeline import Timeline
     from offbeat.sync import Apply, Push
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 _WEIGHTS = (0.5, 1.0, 2.0)
 
 
-class Job(Protocol):
+class TransferOwner(Protocol):
     """Whose transfers they are."""
 
-    def arriving(self, event: Ending | Pushed) -> None:
+    def arriving(self, event: PushEnding | Pushed) -> None:
         """A contribution is nearly there, or whole."""
 
-    def made(self, update: Update) -> None:
+    def made(self, update: PendingUpdate) -> None:
         """An update is made everywhere."""
 
-    def given(self, worker: Contributor) -> None:
+    def given(self, worker: SimWorker) -> None:
         """A worker has all of its next parameters."""
 
 
-class Transfers:
+class SimulatedTransfers:
     """All of a job.
 
     Args:
@@ -45,10 +45,10 @@ class Transfers:
 
     def __init__(
         self,
-        job: Job,
+        job: TransferOwner,
         timeline: Timeline,
         links: Links,
-        troubles: Troubles,
+        troubles: Disturbances,
         *,
         push_bytes: float,
         pull_bytes: float,
@@ -57,10 +57,10 @@ class Transfers:
         self._push_bytes, self._pull_bytes = push_bytes / PARTS, pull_bytes / PARTS
         self._flows = Flows(timeline, {"in": links.servers, "out": links.servers})
         self._shares: dict[int, random.Random] = {}
-        self._last_in_order: Update | None = None
+        self._last_in_order: PendingUpdate | None = None
         self._count = 0  # of updates that are made everywhere
 
-    def send(self, worker: Contributor) -> None:
+    def send(self, worker: SimWorker) -> None:
         """Push the next part of its contribution."""
         push, back_s = worker.push, self._troubles.back_s(worker.rank, self._timeline.now_s)
         if back_s > self._timeline.now_s:
@@ -68,12 +68,12 @@ class Transfers:
             return
         if not worker.brought:
             share = self._shares.setdefault(worker.rank, random.Random(f"share {worker.rank}"))
-            worker.way = Way(("in",), self._links.worker[worker.host], share.choice(_WEIGHTS))
+            worker.way = FlowPath(("in",), self._links.worker[worker.host], share.choice(_WEIGHTS))
         if self._troubles.all:
             worker.way = worker.way._replace(most=self._rate(worker))
         worker.flow = self._flows.start(worker.way, self._push_bytes, lambda: self._arrives(worker, push))
 
-    def _arrives(self, worker: Contributor, push: Push) -> None:
+    def _arrives(self, worker: SimWorker, push: Push) -> None:
         if worker.push != push:
             return
         if worker.update is not None:
@@ -84,15 +84,15 @@ class Transfers:
         if worker.brought < PARTS:
             self.send(worker)
             if worker.brought == PARTS - 1:
-                self._job.arriving(Ending(*push, now_s))
+                self._job.arriving(PushEnding(*push, now_s))
             return
         worker.arrived_s = now_s
         self._job.arriving(Pushed(*push, now_s))
 
-    def apply(self, action: Apply, workers: list[Contributor]) -> None:
+    def apply(self, action: Apply, workers: list[SimWorker]) -> None:
         """Make an update as soon as its parts are there."""
         missing = [0] * PARTS
-        update = Update(missing, action.pushes, action.rate)
+        update = PendingUpdate(missing, action.pushes, action.rate)
         for push in action.pushes:
             worker = workers[push[0]]
             if worker.push == push and worker.brought < PARTS:
@@ -105,14 +105,14 @@ class Transfers:
             update.follow(before)
         self._make(update)
 
-    def _make(self, update: Update) -> None:
+    def _make(self, update: PendingUpdate) -> None:
         update.make(self._give, self._is_made)
 
-    def _is_made(self, update: Update) -> None:
+    def _is_made(self, update: PendingUpdate) -> None:
         self._count += 1
         self._job.made(update)
 
-    def pull(self, worker: Contributor) -> None:
+    def pull(self, worker: SimWorker) -> None:
         """It may have its next parameters, as far as they are made."""
         worker.is_pulling, worker.got = True, 0
         worker.due = PARTS if worker.update is None else worker.update.made
@@ -120,7 +120,7 @@ class Transfers:
             worker.update.pullers.append(worker)
         self._give(worker)
 
-    def _give(self, worker: Contributor) -> None:
+    def _give(self, worker: SimWorker) -> None:
         parts, back_s = worker.due - worker.got, self._troubles.back_s(worker.rank, self._timeline.now_s)
         if worker.moving is not None or worker.is_waiting or not parts:
             return
@@ -139,17 +139,17 @@ class Transfers:
                 worker.is_pulling = False
                 self._job.given(worker)
 
-        worker.moving = self._flows.start(Way(("out",), self._rate(worker)), parts * self._pull_bytes, there)
+        worker.moving = self._flows.start(FlowPath(("out",), self._rate(worker)), parts * self._pull_bytes, there)
 
-    def _give_again(self, worker: Contributor) -> None:
+    def _give_again(self, worker: SimWorker) -> None:
         worker.is_waiting = False
         self._give(worker)
 
-    def give_all(self, worker: Contributor, done: Callable[[], None]) -> None:
+    def give_all(self, worker: SimWorker, done: Callable[[], None]) -> None:
         """Parameters for a worker that has not had any."""
-        self._flows.start(Way(("out",), self._rate(worker)), PARTS * self._pull_bytes, done)
+        self._flows.start(FlowPath(("out",), self._rate(worker)), PARTS * self._pull_bytes, done)
 
-    def stop(self, worker: Contributor) -> None:
+    def stop(self, worker: SimWorker) -> None:
         """Nothing more of its contribution is sent."""
         if worker.update is not None:
             for part in range(worker.brought, PARTS):
@@ -159,7 +159,7 @@ class Transfers:
             self._flows.stop(worker.flow)
         worker.push, worker.update = (worker.rank, -1), None
 
-    def tear_out(self, worker: Contributor) -> None:
+    def tear_out(self, worker: SimWorker) -> None:
         """What is on its way to and from a worker gets lost, and what it waits for does not happen."""
         if worker.update is not None and worker in worker.update.pullers:
             worker.update.pullers.remove(worker)
@@ -184,6 +184,6 @@ class Transfers:
         """How long a message waits behind the data on its way "in" or "out"."""
         return self._links.queue_s if self._flows.on(link) > 1 else 0.0
 
-    def _rate(self, worker: Contributor) -> float:
+    def _rate(self, worker: SimWorker) -> float:
         """Bytes per second of its link, now."""
         return self._links.worker[worker.host] * self._troubles.part(worker.rank, self._timeline.now_s)

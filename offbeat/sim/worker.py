@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.sim.max_min_fair import Way
+from offbeat.sim.max_min_fair import FlowPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.batching import Lease
-    from offbeat.sim.compute_time import Course
+    from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.flows import Flow
     from offbeat.sync import Policy, Push
 
 PARTS = 10
 """Of a contribution; the last but one of them is when a shard says that it is nearly there."""
-_NOWHERE = Way(())
+_NOWHERE = FlowPath(())
 
 
 @dataclass(eq=False)
-class Update:
+class PendingUpdate:
     """An `Apply` that is not everywhere yet.
 
     Args:
@@ -35,24 +35,24 @@ class Update:
     missing: list[int]
     pushes: tuple[Push, ...]
     rate: float
-    before: Update | None = None
-    after: Update | None = None
+    before: PendingUpdate | None = None
+    after: PendingUpdate | None = None
     made: int = 0
-    pullers: list[Contributor] = field(default_factory=list)
+    pullers: list[SimWorker] = field(default_factory=list)
 
-    def follow(self, before: Update | None) -> None:
+    def follow(self, before: PendingUpdate | None) -> None:
         """Be made in order behind that one."""
         if before is not None and before.made < PARTS:
             self.before, before.after = before, self
 
-    def make(self, give: Callable[[Contributor], None], whole: Callable[[Update], None]) -> None:
+    def make(self, give: Callable[[SimWorker], None], whole: Callable[[PendingUpdate], None]) -> None:
         """Make the parts that can be made, and then those of the updates that wait for this one.
 
         Args:
             give: called for each worker that waits for parts of it.
             whole: called when all are made, before the last of them are given.
         """
-        update: Update | None = self
+        update: PendingUpdate | None = self
         while update is not None:
             most = PARTS if update.before is None else update.before.made
             made = update.made
@@ -74,7 +74,7 @@ class Update:
 
 
 @dataclass(eq=False)
-class Contributor:
+class SimWorker:
     """One worker.
 
     Args:
@@ -92,7 +92,7 @@ class Contributor:
 
     rank: int
     host: int
-    course: Course
+    course: ComputeTimes
     policy: Policy
     left: int
     entry: int = 0
@@ -111,9 +111,9 @@ class Contributor:
     leases: list[Lease] = field(default_factory=list)
     brought: int = 0
     arrived_s: float = 0.0
-    way: Way = _NOWHERE
+    way: FlowPath = _NOWHERE
     flow: Flow | None = None
-    update: Update | None = None
+    update: PendingUpdate | None = None
     is_pulling: bool = False
     moving: Flow | None = None  # parameters that are on their way
     is_waiting: bool = False  # to be given more, until its process or link goes on

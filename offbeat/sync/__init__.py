@@ -18,15 +18,15 @@ from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Releas
 from offbeat.sync.asp import ASP
 from offbeat.sync.bsp import BSP
 from offbeat.sync.dssp import DSSP
-from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, PushEnding, Ready, TakesEveryNth
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
 from offbeat.sync.local_sgd import LocalSGD, OuterSGD
 from offbeat.sync.policy import Contributes, Policy, adoption, on, settle
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
-from offbeat.sync.state import Member, PolicyMisstep, State
-from offbeat.sync.transition import Apart
+from offbeat.sync.state import InvalidDecision, Member, State
+from offbeat.sync.transition import DrainOldKind
 
 __all__ = [
     "ASP",
@@ -35,33 +35,33 @@ __all__ = [
     "SSP",
     "Action",
     "Adopted",
-    "Apart",
     "Apply",
     "Contributes",
     "Deadline",
+    "DrainOldKind",
     "Drop",
-    "Ending",
     "Event",
     "Evict",
     "Grant",
     "Hybrid",
+    "InvalidDecision",
     "Joined",
     "KSync",
     "Left",
     "LocalSGD",
     "Member",
     "OuterSGD",
-    "Paced",
     "Policy",
-    "PolicyMisstep",
     "Pulled",
     "Push",
+    "PushEnding",
     "Pushed",
     "Ready",
     "Release",
     "Remember",
     "RoundRobin",
     "State",
+    "TakesEveryNth",
     "Wake",
     "adoption",
     "on",

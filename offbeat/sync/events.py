@@ -23,7 +23,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Ending:
+class PushEnding:
     """Nearly all of contribution `clock` has arrived; a contribution that is very short may come without it.
 
     Who is let push next takes a moment until its first bytes are here. What is still to come fills that moment.
@@ -77,7 +77,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Paced:
+class TakesEveryNth:
     """The worker takes part in every `every`-th round only, from its next release on; for one that is too slow.
 
     Nobody waits for it in the rounds between, and it does not count towards their size. What it brings is as many
@@ -109,4 +109,4 @@ class Adopted:
     level: bool = False
 
 
-Event = Ready | Ending | Pushed | Pulled | Joined | Left | Paced | Deadline | Adopted
+Event = Ready | PushEnding | Pushed | Pulled | Joined | Left | TakesEveryNth | Deadline | Adopted

@@ -13,7 +13,7 @@ from offbeat.errors import PlanError
 from offbeat.float_sum import add_up
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
-from offbeat.sync.hybrid_group import Part, begun, blamed, inner_member, still_true, stuck_in, told, without
+from offbeat.sync.hybrid_group import HybridGroup, begun, blamed, inner_member, still_true, stuck_in, told, without
 from offbeat.sync.local_sgd import LocalSGD
 from offbeat.sync.policy import Policy, settle
 from offbeat.sync.state import State, changed, observe
@@ -31,7 +31,7 @@ class Hierarchy:
     """What is remembered: the groups as the members of an outer state, and each group's part."""
 
     outer: State = field(default_factory=State)
-    parts: Mapping[int, Part] = field(default_factory=dict)
+    parts: Mapping[int, HybridGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Hybrid:
         """Ask the inner policy about each group, and the outer one about the groups."""
         before = state.memory if isinstance(state.memory, Hierarchy) else Hierarchy()
         crowds = self._crowds(state)
-        parts = {group: still_true(before.parts.get(group, Part()), state, crowds[group]) for group in crowds}
+        parts = {group: still_true(before.parts.get(group, HybridGroup()), state, crowds[group]) for group in crowds}
         pending = self._not_taken(parts, state)
         actions: list[Action] = []
         for group, crowd in crowds.items():
@@ -171,7 +171,7 @@ class Hybrid:
                 away[group] = away.get(group, 0.0) + weight
         return away
 
-    def _not_taken(self, parts: Mapping[int, Part], state: State) -> dict[int, dict[Push, float]]:
+    def _not_taken(self, parts: Mapping[int, HybridGroup], state: State) -> dict[int, dict[Push, float]]:
         """Pending contributions of each group that its inner policy has not decided about."""
         taken = {push for part in parts.values() for apply in (*part.forming, *part.sent) for push in apply.pushes}
         pending: dict[int, dict[Push, float]] = {group: {} for group in parts}
@@ -186,12 +186,12 @@ class Hybrid:
 
     def _inside(
         self,
-        part: Part,
+        part: HybridGroup,
         state: State,
         crowd: Mapping[int, Member],
         pending: Mapping[Push, float],
         stuck: frozenset[int],
-    ) -> tuple[Part, list[Action]]:
+    ) -> tuple[HybridGroup, list[Action]]:
         """What the inner policy decides; what of that happens at once."""
         due = part.wake_s is not None and part.wake_s <= state.now_s
         if part.crowd == crowd and part.pending == pending and part.stuck == stuck and not due:
@@ -230,7 +230,7 @@ class Hybrid:
         )  # fmt: skip
         return part, actions
 
-    def _may_go(self, part: Part, state: State, worker: int) -> bool:
+    def _may_go(self, part: HybridGroup, state: State, worker: int) -> bool:
         push = (worker, state.members[worker].step)
         if push in part.crew:
             if part.bare and self.bound is not None:
@@ -243,7 +243,7 @@ class Hybrid:
     # -- between the groups --------------------------------------------------------------------------------------
 
     def _between(
-        self, outer: State, parts: dict[int, Part], state: State, crowds: Mapping[int, Mapping[int, Member]]
+        self, outer: State, parts: dict[int, HybridGroup], state: State, crowds: Mapping[int, Mapping[int, Member]]
     ) -> tuple[State, list[Action]]:
         """What the outer policy decides, as it concerns workers; `parts` is brought up to date."""
         due = outer.wake_s is not None and outer.wake_s <= state.now_s
@@ -269,7 +269,7 @@ class Hybrid:
                     actions += map(Grant, go)
                     parts[group] = changed(part, asked=part.asked.difference(go))
                 case Apply(pushes=pushes, rate=rate, in_order=in_order):
-                    all_sent = [(weights[push], parts.get(push[0], Part()).sent) for push in pushes]
+                    all_sent = [(weights[push], parts.get(push[0], HybridGroup()).sent) for push in pushes]
                     whole = tuple(sorted(push for _, sent in all_sent for apply in sent for push in apply.pushes))
                     if whole:
                         actions.append(Apply(whole, rate * _mean_rate(all_sent), in_order))
@@ -285,7 +285,7 @@ class Hybrid:
 
 
 def _blame(
-    outer: State, groups: Iterable[int], parts: Mapping[int, Part], crowds: Mapping[int, Mapping[int, Member]]
+    outer: State, groups: Iterable[int], parts: Mapping[int, HybridGroup], crowds: Mapping[int, Mapping[int, Member]]
 ) -> tuple[State, list[Action]]:
     """Evict those whom these groups wait for, instead of whole groups; what else was decided is decided again then."""
     actions: list[Action] = []

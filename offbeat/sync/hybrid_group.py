@@ -1,9 +1,9 @@
 """One group of a `Hybrid`: as the inner policy sees its workers, and as the outer policy sees the group.
 
-Between the two stands its `Part`: what the inner policy has decided and the outer has not confirmed. The inner policy
-sees each worker further than it is, as if all that it decided had happened. The outer policy sees the group as one
-member: it is ready once the inner policy would apply something (where the group goes in step, once all would go on), it
-has pushed once all contributions are there, and pulled once nobody of it pulls.
+Between the two stands its `HybridGroup`: what the inner policy has decided and the outer has not confirmed. The inner
+policy sees each worker further than it is, as if all that it decided had happened. The outer policy sees the group as
+one member: it is ready once the inner policy would apply something (where the group goes in step, once all would go
+on), it has pushed once all contributions are there, and pulled once nobody of it pulls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_YET_S = float("inf")  # since when a worker may do what the outer policy wi
 
 
 @dataclass(frozen=True)
-class Part:
+class HybridGroup:
     """One group: what the inner policy has decided and the outer has not confirmed.
 
     Args:
@@ -65,8 +65,8 @@ class Part:
 
 
 def told(
-    outer: State, group: int, part: Part, state: State, crowd: Mapping[int, Member], *, steps: bool
-) -> tuple[State, Part]:
+    outer: State, group: int, part: HybridGroup, state: State, crowd: Mapping[int, Member], *, steps: bool
+) -> tuple[State, HybridGroup]:
     """The outer state with what has happened to one group.
 
     Args:
@@ -97,7 +97,7 @@ def told(
     return outer, part
 
 
-def begun(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) -> tuple[State, Part]:
+def begun(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Member]) -> tuple[State, HybridGroup]:
     """The outer state with a new group, some of which may be pulling because another policy has released them."""
     outer = observe(outer, Joined(group, outer.now_s))
     pulling = tuple((worker, m.step - 1) for worker, m in crowd.items() if m.released_s is not None)
@@ -108,13 +108,15 @@ def begun(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) -> 
     return changed(outer, members={**outer.members, group: member}), part
 
 
-def _has_brought(worker: int, part: Part, state: State) -> bool:
+def _has_brought(worker: int, part: HybridGroup, state: State) -> bool:
     """Whether the inner policy waits for nothing more from this worker than that it arrives."""
     member = state.members[worker]
     return worker in part.passed or (member.held and (worker, member.step) not in state.pending)
 
 
-def _in_step(outer: State, group: int, part: Part, state: State, crowd: Mapping[int, Member]) -> tuple[State, Part]:
+def _in_step(
+    outer: State, group: int, part: HybridGroup, state: State, crowd: Mapping[int, Member]
+) -> tuple[State, HybridGroup]:
     """Compare a group with others by its slowest worker.
 
     If somebody has joined who is as far behind as those that wait for the outer policy, the group is not ready yet.
@@ -136,7 +138,7 @@ def _in_step(outer: State, group: int, part: Part, state: State, crowd: Mapping[
     return changed(outer, members={**outer.members, group: member}), part
 
 
-def _pulling(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) -> State:
+def _pulling(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Member]) -> State:
     """Since when a group pulls that was released: where this is within a group of another, that may withhold it."""
     member = outer.members[group]
     if member.released_s is None:
@@ -148,7 +150,7 @@ def _pulling(outer: State, group: int, part: Part, crowd: Mapping[int, Member]) 
     return changed(outer, members={**outer.members, group: member})
 
 
-def still_true(part: Part, state: State, crowd: Mapping[int, Member]) -> Part:
+def still_true(part: HybridGroup, state: State, crowd: Mapping[int, Member]) -> HybridGroup:
     """Without what workers that are gone, or have come back, had a part in."""
     if not (part.asked or part.passed or part.forming or part.sent):
         return part
@@ -169,7 +171,7 @@ def _still_pending(applies: Iterable[Apply], state: State) -> tuple[Apply, ...]:
     return tuple(left)
 
 
-def inner_member(part: Part, worker: int, member: Member, stuck: frozenset[int]) -> Member:
+def inner_member(part: HybridGroup, worker: int, member: Member, stuck: frozenset[int]) -> Member:
     """A worker as the inner policy sees it: it knows nothing of what the outer one withholds, but that it may last."""
     base = part.bases.get(worker, part.version)
     if worker in part.passed:
@@ -194,7 +196,7 @@ def _has_arrived(push: Push, crowd: Mapping[int, Member]) -> bool:
     return push[0] not in crowd or crowd[push[0]].clock > push[1]
 
 
-def _is_on_its_way(push: Push, part: Part, crowd: Mapping[int, Member]) -> bool:
+def _is_on_its_way(push: Push, part: HybridGroup, crowd: Mapping[int, Member]) -> bool:
     """Whether the worker of this contribution is pulling, or about to."""
     member = crowd.get(push[0])
     if member is None or member.step > push[1] + 1:
@@ -202,7 +204,7 @@ def _is_on_its_way(push: Push, part: Part, crowd: Mapping[int, Member]) -> bool:
     return push[0] in part.passed if member.step == push[1] else member.released_s is not None
 
 
-def blamed(part: Part, crowd: Mapping[int, Member]) -> list[int]:
+def blamed(part: HybridGroup, crowd: Mapping[int, Member]) -> list[int]:
     """Whom a group that takes too long waits for."""
     crew = [push for push in part.crew if push[0] in crowd]
     late = [worker for worker, clock in crew if crowd[worker].clock <= clock]

@@ -38,7 +38,7 @@ class KSync:
     current version may push at once, since all that are ready are in the update. Only right after a change from another
     policy may a push under way be dropped. What slow workers compute is lost: if the same ones are always slow, what
     only they have seen is never learnt. Let loaders shuffle over all workers, or use "carry". What takes part in every
-    m-th round only (`Paced`) is late once it is older than the m - 1 updates of the rounds between.
+    m-th round only (`TakesEveryNth`) is late once it is older than the m - 1 updates of the rounds between.
 
     late="carry" (K-async): a late contribution counts towards the update under way, so that nothing is lost, and
     staleness has no bound.

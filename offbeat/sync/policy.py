@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from offbeat.sync.actions import Wake
 from offbeat.sync.events import Adopted
-from offbeat.sync.state import PolicyMisstep, State, enact, observe
+from offbeat.sync.state import InvalidDecision, State, enact, observe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +108,7 @@ def settle(policy: Policy, state: State) -> tuple[State, tuple[Action, ...]]:
             state = enact(state, action)
         decided += actions
         if len(decided) > most:
-            raise PolicyMisstep(f"{policy!r} finds no end: {', '.join(map(repr, decided[-8:]))}")
+            raise InvalidDecision(f"{policy!r} finds no end: {', '.join(map(repr, decided[-8:]))}")
     return state, tuple(decided)
 
 

@@ -93,8 +93,9 @@ class RoundRobin:
     One that has not been measured yet is given a minute. What a worker does between two steps, such as an evaluation,
     counts as computing: allow for it in `compute_lease_s`.
 
-    What takes part in every m-th round only (`Paced`) is not waited for in the rounds between; its gradient is m times
-    as old. Who joins pulls at once, not in its first turn: at worst a turn of the others takes twice as long then.
+    What takes part in every m-th round only (`TakesEveryNth`) is not waited for in the rounds between; its gradient is
+    m times as old. Who joins pulls at once, not in its first turn: at worst a turn of the others takes twice as long
+    then.
 
     Learning rate and momentum: as for `ASP`. A gradient's age of N-1 acts like momentum of about 1 - 1/N.
 

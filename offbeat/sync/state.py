@@ -15,8 +15,8 @@ a rule over them, so exchanging one for another loses nothing.
 Counting: `step` is the step a worker computes or exchanges (it grows with `Release`); `clock` counts its contributions
 that have arrived whole or were dropped. `version` counts updates of the parameters, one per `Apply`. Policies compare
 workers by `pace` and `brought`, which are `step` and `clock` less the lead that was forgiven (`Adopted.level`, or
-`Joined` when nobody else is that far). A worker that takes part in every m-th round only (`Paced`) is counted m - 1
-steps ahead when it is released, which are those that it leaves out: nobody waits for it until they are there.
+`Joined` when nobody else is that far). A worker that takes part in every m-th round only (`TakesEveryNth`) is counted m
+- 1 steps ahead when it is released, which are those that it leaves out: nobody waits for it until they are there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.float_sum import add_up
 from offbeat.sync.actions import Action, Apply, Drop, Evict, Grant, Push, Release, Remember, Wake
-from offbeat.sync.events import Adopted, Deadline, Ending, Event, Joined, Left, Paced, Pulled, Pushed, Ready
+from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, PushEnding, Ready, TakesEveryNth
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Member:
         released_s: since when it may pull the parameters of `step`; None once it has.
         computing_s: moving average of the time from having parameters to having a contribution.
         turn_s: moving average of the time from `Release` to `Pulled`, under the present policy.
-        push_s: moving average of the time from `Grant` to `Ending`, under the present policy.
+        push_s: moving average of the time from `Grant` to `PushEnding`, under the present policy.
         interval_s: between its last two `Ready`.
         since_s: when its phase last changed.
     """
@@ -197,7 +197,7 @@ class State:
         return push[0] in self.members and self.members[push[0]].step == push[1]
 
 
-class PolicyMisstep(AssertionError):
+class InvalidDecision(AssertionError):
     """A policy decided what is not possible; the text tells the story."""
 
 
@@ -207,7 +207,7 @@ def observe(state: State, event: Event) -> State:
     match event:
         case Ready(worker=worker):
             return _ready(state, event) if worker in state.members else state
-        case Ending(worker=worker, clock=clock):
+        case PushEnding(worker=worker, clock=clock):
             return _ending(state, worker, clock) if worker in state.members else state
         case Pushed(worker=worker, clock=clock):
             return _pushed(state, worker, clock) if worker in state.members else state
@@ -217,7 +217,7 @@ def observe(state: State, event: Event) -> State:
             return _joined(_left(state, worker), worker)
         case Left(worker=worker, returns=returns):
             return _left(state, worker, returns)
-        case Paced(worker=worker, every=every):
+        case TakesEveryNth(worker=worker, every=every):
             return _with(state, worker, every=every) if worker in state.members else state
         case Deadline():
             return changed(state, wake_s=None)
@@ -268,7 +268,7 @@ def enact(state: State, action: Action) -> State:
         case Remember(memory=memory):
             return changed(state, memory=memory)
         case _:
-            raise PolicyMisstep(f"{action!r} is no action.")
+            raise InvalidDecision(f"{action!r} is no action.")
 
 
 def changed(thing: T, **changes: Any) -> T:
@@ -380,6 +380,8 @@ def _member(state: State, action: Action, worker: int) -> Member:
     return state.members[worker]
 
 
-def _misstep(state: State, action: Action, why: str) -> PolicyMisstep:
+def _misstep(state: State, action: Action, why: str) -> InvalidDecision:
     told = "\n".join(f"  worker {w}: {m.phase}, {m}" for w, m in sorted(state.members.items()))
-    return PolicyMisstep(f"{action} is not possible: {why}. Version {state.version}; pending {state.pending}.\n{told}")
+    return InvalidDecision(
+        f"{action} is not possible: {why}. Version {state.version}; pending {state.pending}.\n{told}"
+    )

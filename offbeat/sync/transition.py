@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Apart:
+class DrainOldKind:
     """Some contributions are applied by themselves, as they come, and their workers go on; no others are.
 
     It decides for a moment, when workers go over from gradients to changes of their own or back: one update cannot hold
@@ -67,7 +67,7 @@ class Apart:
         ]
 
 
-class Stage(NamedTuple):
+class DecisionStage(NamedTuple):
     """Something that was decided.
 
     Args:
@@ -78,19 +78,19 @@ class Stage(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[State, tuple[Stage, ...]]:
+def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[State, tuple[DecisionStage, ...]]:
     """What is decided when `new` takes over, and the state after that; in two stages if some of it is apart."""
     state = observe(state, event)
     if own_steps(old) == own_steps(new):
         return _one(new, state)
-    after, drained = settle(Apart({push: state.share(push) for push in state.pending}), state)
+    after, drained = settle(DrainOldKind({push: state.share(push) for push in state.pending}), state)
     after = with_steps(after, max(1, own_steps(new)) / max(1, own_steps(old)))
-    return _two(new, Stage(state, drained), after)
+    return _two(new, DecisionStage(state, drained), after)
 
 
 def bring(
     policy: Policy, state: State, event: Ready, *, change: bool, ends: bool = False
-) -> tuple[State, tuple[Stage, ...]]:
+) -> tuple[State, tuple[DecisionStage, ...]]:
     """What is decided when a worker has a contribution, and the state after that; in two stages if some of it is apart.
 
     Args:
@@ -102,21 +102,21 @@ def bring(
         return _one(policy, seen)
     # It weighs in a round what its worker does, though it may be of fewer steps than usual.
     weight, rate = weight_in(state, event.worker)
-    after, drained = settle(Apart({(event.worker, event.clock): rate}), seen)
+    after, drained = settle(DrainOldKind({(event.worker, event.clock): rate}), seen)
     if event.worker in after.members:
         member = changed(after.members[event.worker], weight=weight)
         after = changed(after, members={**after.members, event.worker: member})
-    return _two(policy, Stage(seen, drained), after)
+    return _two(policy, DecisionStage(seen, drained), after)
 
 
-def _one(policy: Policy, state: State) -> tuple[State, tuple[Stage, ...]]:
+def _one(policy: Policy, state: State) -> tuple[State, tuple[DecisionStage, ...]]:
     after, actions = settle(policy, state)
-    return after, (Stage(state, actions),)
+    return after, (DecisionStage(state, actions),)
 
 
-def _two(policy: Policy, first: Stage, state: State) -> tuple[State, tuple[Stage, ...]]:
+def _two(policy: Policy, first: DecisionStage, state: State) -> tuple[State, tuple[DecisionStage, ...]]:
     after, actions = settle(policy, state)
-    return after, (first, Stage(state, actions))
+    return after, (first, DecisionStage(state, actions))
 
 
 def with_steps(state: State, more: float) -> State:

@@ -59,7 +59,7 @@ class Damage:
         return {"cut": 0, "flip": 1, "swap": 2 * self.size}.get(self.kind, self.size)
 
 
-class Way:
+class ProxyDirection:
     """One direction of every connection.
 
     `delay_s` and up to `jitter_s` more pass before a piece goes on; `rate_bytes_per_s` is what a connection carries, 0
@@ -114,7 +114,7 @@ class Proxy:
     def __init__(self, target: str, damages: Iterable[list[Damage]] = ()) -> None:
         self._host, _, self._port = target.rpartition(":")
         self._damages = list(damages)
-        self.up, self.down = Way("up"), Way("down")
+        self.up, self.down = ProxyDirection("up"), ProxyDirection("down")
         self.connections = 0
         self.forwarded = 0
         self.recorded = bytearray()  # how the first connection began, from who dialled
@@ -196,7 +196,7 @@ class Proxy:
 
     async def _pump(
         self,
-        way: Way,
+        way: ProxyDirection,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         damages: list[Damage],
@@ -211,7 +211,7 @@ class Proxy:
 
     async def _pass_on(
         self,
-        way: Way,
+        way: ProxyDirection,
         pieces: asyncio.Queue[tuple[float, bytes]],
         writer: asyncio.StreamWriter,
         damages: list[Damage],
@@ -256,7 +256,7 @@ class Proxy:
                 pending += data
 
 
-async def _read(way: Way, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]]) -> None:
+async def _read(way: ProxyDirection, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]]) -> None:
     """Take in what comes, up to its end."""
     data = b"begin"
     while data:

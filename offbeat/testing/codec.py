@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.layout import Bucket, arrange
-from offbeat.payload import Contribution, Gather, Payload, Reply, Sum, Total
+from offbeat.payload import Gather, GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from offbeat.codec import Codec, Exchanged, State
@@ -158,7 +158,7 @@ def _reply(payloads: list[Payload], weight: float) -> list[Reply]:
         total = torch.stack([p.tensor for p in payloads if isinstance(p, Sum)]).sum(0)
         return [Total(total.clone(), weight) for _ in payloads]
     parts = [p.tensors for p in payloads if isinstance(p, Gather)]
-    return [[Contribution(rank, tuple(t.clone() for t in part)) for rank, part in enumerate(parts)] for _ in payloads]
+    return [[GatheredPart(rank, tuple(t.clone() for t in part)) for rank, part in enumerate(parts)] for _ in payloads]
 
 
 def _copy(state: State) -> State:

@@ -9,26 +9,26 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from offbeat.audit.invariants import Books, Broken
+from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.sync import (
     Action,
     Adopted,
     Apply,
     Deadline,
     Drop,
-    Ending,
     Evict,
     Grant,
+    InvalidDecision,
     Joined,
     Left,
-    Paced,
-    PolicyMisstep,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     Remember,
     State,
+    TakesEveryNth,
     Wake,
     adoption,
 )
@@ -68,7 +68,7 @@ class Life:
     pull_s: float = 0.0
 
 
-class Play:
+class Interleaving:
     """One interleaving."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Play:
         self._queue: list[tuple[float, float, int, str, Any]] = []
         self._count = 0
         self._lives: dict[int, Life] = {}
-        self._books = Books()
+        self._books = InvariantChecker()
         self._idle = 0
         self._over = False  # all but the last worker have come and gone
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
@@ -99,7 +99,7 @@ class Play:
         """
         try:
             self._play()
-        except Broken as broken:
+        except InvariantViolation as broken:
             raise AssertionError(self.story(str(broken), broken.rank)) from broken
 
     def _play(self) -> None:
@@ -118,7 +118,7 @@ class Play:
                 return self._end()
             else:
                 self._last_joins()
-        raise Broken(f"no end after {_MOST_EVENTS} events")
+        raise InvariantViolation(f"no end after {_MOST_EVENTS} events")
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Play:
         elif what == "paced":
             if about[0] in self._lives:
                 self.played["paced"] += 1
-                self._tell(Paced(about[0], about[1], self._now_s))
+                self._tell(TakesEveryNth(about[0], about[1], self._now_s))
         else:
             life: Life
             life, push = about
@@ -178,7 +178,7 @@ class Play:
         elif what == "pushed" and push is not None:
             if self._rng.random() < 0.5:
                 self.played["ending"] += 1
-                self._tell(Ending(rank, push[1], now_s))
+                self._tell(PushEnding(rank, push[1], now_s))
             if self._lives.get(rank) is life and not life.unwanted:  # it may have been evicted
                 self._tell(Pushed(rank, push[1], now_s))
         elif what == "pulled":
@@ -197,10 +197,14 @@ class Play:
             return False
         first = waiting[0]
         if not hung:
-            raise Broken(f"worker {first} waits for ever: nothing is under way, and nothing is decided", first)
+            raise InvariantViolation(
+                f"worker {first} waits for ever: nothing is under way, and nothing is decided", first
+            )
         if self._policy is self._checked and self._evicts:
             names = ", ".join(str(life.rank) for life in hung)
-            raise Broken(f"worker {first} waits for ever for {names}, which hangs and is not evicted", first)
+            raise InvariantViolation(
+                f"worker {first} waits for ever for {names}, which hangs and is not evicted", first
+            )
         for life in hung:
             self._soon("noticed", (life, None), self._draw())
         return True
@@ -216,9 +220,11 @@ class Play:
     def _end(self) -> None:
         pending = {push for push, fate in self._books.fates.items() if fate == "pending"}
         if pending != set(self._state.pending):
-            raise Broken(f"conservation: {sorted(pending)} should be pending, the state has {self._state.pending}")
+            raise InvariantViolation(
+                f"conservation: {sorted(pending)} should be pending, the state has {self._state.pending}"
+            )
         if orphans := self._state.orphans:
-            raise Broken(
+            raise InvariantViolation(
                 f"contribution {orphans[0]} arrived whole before its worker left, but is still pending: no update in "
                 f"the {_LAST_STEPS} steps of worker {_LAST}, which came after it, holds it",
                 orphans[0][0],
@@ -246,11 +252,13 @@ class Play:
         decided = any(not isinstance(action, Wake | Remember) for action in actions)
         self._idle = self._idle + 1 if isinstance(event, Deadline) and not decided else 0
         if self._idle > _MOST_WAKES:
-            raise Broken(f"it woke {_MOST_WAKES} times in a row and decided nothing")
+            raise InvariantViolation(f"it woke {_MOST_WAKES} times in a row and decided nothing")
         if isinstance(event, Ready) and not self._policy.gated and event.worker in self._lives:
             member = self._state.members[event.worker]
             if member.held and member.granted_s is None:
-                raise Broken(f"worker {event.worker} may not push at once, but the policy is not gated", event.worker)
+                raise InvariantViolation(
+                    f"worker {event.worker} may not push at once, but the policy is not gated", event.worker
+                )
 
     def _check_pure(self, state: State, event: Event) -> None:
         self.played["asked twice"] += 1
@@ -260,15 +268,15 @@ class Play:
             self._fail_because(error, event)
         if wrong:
             self.log.append((event, ()))
-            raise Broken(wrong, getattr(event, "worker", None))
+            raise InvariantViolation(wrong, getattr(event, "worker", None))
 
     def _fail_because(self, error: Exception, event: Event) -> NoReturn:
         """What the policy raised, or decided although it is not possible."""
         self.log.append((event, ()))
         what = f"it raised {error!r}"
-        if isinstance(error, PolicyMisstep):
+        if isinstance(error, InvalidDecision):
             what = str(error).partition("\n")[0].rstrip(".")
-        raise Broken(what, getattr(event, "worker", None)) from error
+        raise InvariantViolation(what, getattr(event, "worker", None)) from error
 
     def _note(self, event: Event, state: State) -> None:
         """What the event means for the books, and what it leads to."""
@@ -290,7 +298,7 @@ class Play:
             case Joined(worker=rank):
                 self._state = state
                 self._enter(rank)
-            case Paced(worker=rank, every=every):
+            case TakesEveryNth(worker=rank, every=every):
                 books.paced(rank, every)
             case Adopted(level=True):
                 books.levelled()
@@ -327,7 +335,7 @@ class Play:
                 self._may_return(rank)
             case Wake(at_s=at_s):
                 if not self._now_s < at_s < math.inf:
-                    raise Broken(f"at {self._now_s} it wants to be asked again at {at_s}")
+                    raise InvariantViolation(f"at {self._now_s} it wants to be asked again at {at_s}")
             case Remember():
                 pass
         self._make_updates()

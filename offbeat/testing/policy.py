@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from offbeat.sync import ASP, BSP, SSP, KSync
-from offbeat.testing.interleaving import Play
+from offbeat.testing.interleaving import Interleaving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,10 +74,10 @@ def check_policy(
     fresh = deepcopy(policy)
     played: Counter[str] = Counter()
     for number in range(seed, seed + interleavings):
-        play = Play(policy, fresh, world, number, evicts, others)
+        play = Interleaving(policy, fresh, world, number, evicts, others)
         play.run()
         if number % 64 == 0:
-            again = Play(policy, fresh, world, number, evicts, others)
+            again = Interleaving(policy, fresh, world, number, evicts, others)
             again.run()
             if play.log != again.log:
                 raise AssertionError(again.story(_OTHERWISE))

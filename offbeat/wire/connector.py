@@ -13,14 +13,14 @@ from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Certificates, Credentials, token_of
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
-from offbeat.wire.messages import Claim, Hello, Refused, Welcome
+from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Welcome
 from offbeat.wire.stream import Stream, close, open_stream, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.session import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -33,7 +33,7 @@ _REFUSALS = 3
 _MAX_ANSWER_BYTES = 4 * STRANGER_BYTES
 
 
-class Dialler:
+class Connector:
     """Dials for one link.
 
     Args:
@@ -44,7 +44,7 @@ class Dialler:
         NetworkError: if it is no address, or a certificate cannot be used.
     """
 
-    def __init__(self, address: str, claim: Claim, credentials: Credentials | None, limits: Limits) -> None:
+    def __init__(self, address: str, claim: HandshakeClaim, credentials: Credentials | None, limits: Limits) -> None:
         self._address, self._host, self._port = address, *_parse(address)
         self._claim, self._limits = claim, limits
         self._token = token_of(credentials)
@@ -52,7 +52,7 @@ class Dialler:
         self._task: asyncio.Task[None] | None = None
         self._pause_s, self._heard_bytes = 0.0, 0
 
-    async def first(self, link: Link, patience: timedelta, hopeless: Callable[[], str] = lambda: "") -> None:
+    async def first(self, link: PeerLink, patience: timedelta, hopeless: Callable[[], str] = lambda: "") -> None:
         """Connect `link` for the first time, and have it connected again from then on.
 
         Args:
@@ -94,11 +94,11 @@ class Dialler:
         if not link.connected:
             self._again(link)
 
-    def _again(self, link: Link) -> None:
+    def _again(self, link: PeerLink) -> None:
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._redial(link))
 
-    async def _redial(self, link: Link) -> None:
+    async def _redial(self, link: PeerLink) -> None:
         """Until there is a connection again; the link gives up by itself when it has heard nothing for too long."""
         if link.counters.bytes_in > self._heard_bytes:
             # The last connection was good for something, so at first the next one is not waited for.
@@ -116,7 +116,7 @@ class Dialler:
             if link.connected:
                 return
 
-    async def _enter(self, link: Link, timeout_s: float, *, resumes: bool) -> None:
+    async def _enter(self, link: PeerLink, timeout_s: float, *, resumes: bool) -> None:
         """One attempt.
 
         Raises:
@@ -137,7 +137,7 @@ class Dialler:
                     answer = await hear(stream, _MAX_ANSWER_BYTES)
                 except OSError as error:
                     raise PeerError("it hung up when it saw who we are (another token, certificate or job?)") from error
-                if isinstance(answer, Refused):
+                if isinstance(answer, HandshakeRefused):
                     handshake.check_refused(self._token, said, join, answer)
                     raise _FinalError(f"it refused: {answer.reason}")
                 if not isinstance(answer, Welcome):

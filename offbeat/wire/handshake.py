@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from offbeat.errors import PeerError
-from offbeat.wire.messages import Claim, Hello, Join, Refused, Welcome
+from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Join, Welcome
 
 _MAX_REASON = 500
 
@@ -30,7 +30,7 @@ def hello() -> Hello:
     return Hello(secrets.token_bytes(32))
 
 
-def join(token: bytes, said: Hello, claim: Claim) -> Join:
+def join(token: bytes, said: Hello, claim: HandshakeClaim) -> Join:
     """The answer of who dials."""
     nonce = secrets.token_bytes(32)
     return Join(claim, nonce, _proof(token, "peer", said.nonce, nonce, claim))
@@ -63,13 +63,13 @@ def check_welcome(token: bytes, said: Hello, answer: Join, last: Welcome) -> Non
         raise PeerError("it does not know the token")
 
 
-def refuse(token: bytes, said: Hello, answer: Join, reason: str) -> Refused:
+def refuse(token: bytes, said: Hello, answer: Join, reason: str) -> HandshakeRefused:
     """Instead of a welcome: what cannot be, although who dials knows the token."""
     reason = reason[:_MAX_REASON]
-    return Refused(_proof(token, "hub", said.nonce, answer.nonce, answer.claim, reason), reason)
+    return HandshakeRefused(_proof(token, "hub", said.nonce, answer.nonce, answer.claim, reason), reason)
 
 
-def check_refused(token: bytes, said: Hello, answer: Join, last: Refused) -> None:
+def check_refused(token: bytes, said: Hello, answer: Join, last: HandshakeRefused) -> None:
     """See that it is not just anybody who says no.
 
     Raises:

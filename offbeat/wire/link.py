@@ -27,7 +27,7 @@ _TURN_BYTES = 2 << 20
 _WAKE_BYTES = 1 << 20
 
 
-class Link:
+class PeerLink:
     """To one peer; made by `tcp.connect`, or by `tcp.listen` for who dials. Use it on its event loop only.
 
     Args:

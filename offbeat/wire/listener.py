@@ -17,9 +17,9 @@ from offbeat.errors import PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Certificates, Credentials, token_of
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
-from offbeat.wire.link import Link
-from offbeat.wire.messages import Claim, Join, pack
-from offbeat.wire.rate_limited_log import Refusals
+from offbeat.wire.link import PeerLink
+from offbeat.wire.messages import HandshakeClaim, Join, pack
+from offbeat.wire.rate_limited_log import RateLimitedLog
 from offbeat.wire.stream import close, open_stream, prepare
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _OUT_OF_FILES_S = 0.2
 class Listener:
     """An open door; made by `listen`. Closing it leaves the links that came through it alone."""
 
-    def __init__(self, sock: socket.socket, door: Door) -> None:
+    def __init__(self, sock: socket.socket, door: Acceptor) -> None:
         self._sock, self._door = sock, door
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Listener:
         self._open()
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[PeerLink]:
         """Those that have not ended."""
         return list(self._door.links.values())
 
@@ -86,7 +86,7 @@ class Listener:
         stranger.add_done_callback(lambda task: self._strangers.pop(task, None))
 
 
-class Door:
+class Acceptor:
     """Decides who comes in.
 
     Args:
@@ -97,13 +97,13 @@ class Door:
     """
 
     def __init__(
-        self, accept: Callable[[Link], Receiver], job: str, credentials: Credentials | None, limits: Limits
+        self, accept: Callable[[PeerLink], Receiver], job: str, credentials: Credentials | None, limits: Limits
     ) -> None:
         self._accept, self._job, self._limits = accept, job, limits
         self._token = token_of(credentials)
         self._context = credentials.server_context() if isinstance(credentials, Certificates) else None
-        self._refusals = Refusals()
-        self.links: dict[bytes, Link] = {}
+        self._refusals = RateLimitedLog()
+        self.links: dict[bytes, PeerLink] = {}
         self._over: dict[bytes, str] = {}  # why sessions ended, of the latest few
 
     async def welcome(self, sock: socket.socket, peer: str) -> None:
@@ -136,7 +136,7 @@ class Door:
             opening = pack(handshake.welcome(self._token, said, join, link.received))
             link.attach(stream, join.claim.received, opening)
 
-    def _link(self, claim: Claim, peer: str) -> Link:
+    def _link(self, claim: HandshakeClaim, peer: str) -> PeerLink:
         link = self.links.get(claim.session)
         if link is not None and (link.role, link.rank) != (claim.role, claim.rank):
             raise PeerError(f"it says it is {claim.role} {claim.rank}, and was {link.role} {link.rank}")
@@ -147,7 +147,7 @@ class Door:
         if claim.resumes:
             why = self._over.get(claim.session, "")
             raise PeerError(f"its session is over: {why}" if why else "its session is over")
-        link = Link(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True)
+        link = PeerLink(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True)
         try:
             link.begin(self._accept(link))
         except BaseException:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Loop:
+class LoopThread:
     """Runs coroutines and calls for other threads; ends with the process, or by `close`.
 
     A child that is forked has no such thread, so there every call is refused.
 
-    >>> with Loop() as loop:
+    >>> with LoopThread() as loop:
     ...     loop.run(asyncio.sleep(0, "done"))
     'done'
     """
@@ -73,7 +73,7 @@ class Loop:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ _MAX_UNSENT_BYTES = 1 << 20
 _UNHEARD_MS = 4000
 
 
-class Talk:
+class MessageStream:
     """One connection.
 
     Args:

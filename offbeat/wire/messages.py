@@ -11,7 +11,7 @@
       | -- Bye -----------------------------> |
       | <----------- Roster(0, words) ------- |   when the hub's own worker has ended
 
-onlooker (`Claim.role`)                 hub
+onlooker (`HandshakeClaim.role`)                 hub
       | -- AskAll(number) ------------------> |   may say nothing else
       | <----------- Overview(number, ...) -- |
       | <----------- Bye -------------------- |   the job has ended
@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from offbeat.errors import PeerError
-from offbeat.protocol.worker_status import Status
+from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.wire.frame import Frame, encode
 
 MAX_TEXT = 8192
@@ -41,7 +41,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class Words(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about one worker.
 
     Args:
@@ -86,7 +86,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     nonce: Nonce
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class HandshakeClaim(msgspec.Struct, frozen=True, kw_only=True):
     """Who wants to come in.
 
     Args:
@@ -107,7 +107,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    claim: Claim
+    claim: HandshakeClaim
     nonce: Nonce
     proof: Nonce
 
@@ -119,19 +119,19 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     received: Number = 0
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class HandshakeRefused(msgspec.Struct, tag=True, frozen=True):
     """Only to who has proved that it may know why."""
 
     proof: Nonce
     reason: Text
 
 
-class Report(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    words: Words
-    status: Status | None = None
+class ReportWords(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    words: WorkerReport
+    status: TrainingStatus | None = None
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class AskRoster(msgspec.Struct, tag=True, frozen=True):
     """`stacks`: ranks whose Python stack is wanted as well. `patience_s`: how long the answer may take."""
 
     number: int
@@ -143,14 +143,14 @@ class Show(msgspec.Struct, tag=True, frozen=True):
     """Report with the stack."""
 
 
-class Roster(msgspec.Struct, tag=True, frozen=True):
+class ClusterReport(msgspec.Struct, tag=True, frozen=True):
     """`words`: of every worker, by rank. `hub_lost_s`: for how many seconds the hub has been out of reach.
 
     Number 0 answers nobody: it is the hub's farewell, with the last words of its own worker.
     """
 
     number: int
-    words: Annotated[tuple[Words, ...], msgspec.Meta(max_length=MAX_WORLD)]
+    words: Annotated[tuple[WorkerReport, ...], msgspec.Meta(max_length=MAX_WORLD)]
     hub_lost_s: float | None = None
 
 
@@ -171,8 +171,8 @@ class Overview(msgspec.Struct, tag=True, frozen=True):
     """
 
     number: Number
-    words: Annotated[tuple[Words, ...], msgspec.Meta(max_length=MAX_WORLD)]
-    statuses: Annotated[dict[Rank, Status], msgspec.Meta(max_length=MAX_WORLD)]
+    words: Annotated[tuple[WorkerReport, ...], msgspec.Meta(max_length=MAX_WORLD)]
+    statuses: Annotated[dict[Rank, TrainingStatus], msgspec.Meta(max_length=MAX_WORLD)]
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
     running_s: float
 
@@ -199,14 +199,28 @@ class Config(msgspec.Struct, tag=True, frozen=True):
     outlives: bool = False
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class SentinelReady(msgspec.Struct, tag=True, frozen=True):
     """From the sentinel to its worker; `hub` is "address:port", `error` why there is none."""
 
     hub: Name = ""
     error: Text = ""
 
 
-Message = Hello | Join | Welcome | Refused | Report | Ask | Show | Roster | AskAll | Overview | Bye | Config | Ready
+Message = (
+    Hello
+    | Join
+    | Welcome
+    | HandshakeRefused
+    | ReportWords
+    | AskRoster
+    | Show
+    | ClusterReport
+    | AskAll
+    | Overview
+    | Bye
+    | Config
+    | SentinelReady
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -15,7 +15,7 @@ _WITHIN_S = 60.0
 _MOST = 10  # in that time
 
 
-class Refusals:
+class RateLimitedLog:
     """Tells of at most ten in a minute one by one, and how many others there were when the next one comes after it.
 
     Args:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
-class Wish(msgspec.Struct, frozen=True):
+class SwapRequest(msgspec.Struct, frozen=True):
     """What is wished.
 
     Args:
@@ -37,7 +37,7 @@ class Wish(msgspec.Struct, frozen=True):
     part: _Text
 
 
-class Granted(msgspec.Struct, frozen=True):
+class SwapReply(msgspec.Struct, frozen=True):
     """What became of it: what has changed, or why nothing has."""
 
     number: int
@@ -45,13 +45,13 @@ class Granted(msgspec.Struct, frozen=True):
     refusal: _Text = ""
 
 
-def leave(folder: Path, part: str) -> Wish:
+def leave(folder: Path, part: str) -> SwapRequest:
     """Leave a wish.
 
     Raises:
         NetworkError: if that cannot be written, or another one waits for its answer.
     """
-    wish = Wish(secrets.randbits(61), part)
+    wish = SwapRequest(secrets.randbits(61), part)
     new = folder / f"wish.{wish.number}.new"
     try:
         new.write_bytes(msgspec.json.encode(wish))
@@ -69,24 +69,24 @@ def leave(folder: Path, part: str) -> Wish:
     return wish
 
 
-def is_left(folder: Path, wish: Wish) -> bool:
+def is_left(folder: Path, wish: SwapRequest) -> bool:
     """Whether the job has not taken it up."""
-    return _read(folder / "wish.json", Wish) == wish
+    return _read(folder / "wish.json", SwapRequest) == wish
 
 
-def take_back(folder: Path, wish: Wish) -> None:
+def take_back(folder: Path, wish: SwapRequest) -> None:
     """Wish it no more; what somebody else wishes stays."""
     if is_left(folder, wish):
         (folder / "wish.json").unlink(missing_ok=True)
 
 
-def answered(folder: Path, wish: Wish) -> Granted | None:
+def answered(folder: Path, wish: SwapRequest) -> SwapReply | None:
     """What became of it; None if that is not known yet."""
-    granted = _read(folder / "answer.json", Granted)
+    granted = _read(folder / "answer.json", SwapReply)
     return granted if granted is not None and granted.number == wish.number else None
 
 
-def take(folder: Path) -> Wish | None:
+def take(folder: Path) -> SwapRequest | None:
     """The wish that was left, which is gone then; None if there is none.
 
     Raises:
@@ -96,7 +96,7 @@ def take(folder: Path) -> Wish | None:
     if not path.exists():
         return None
     try:
-        wish = _read(path, Wish)
+        wish = _read(path, SwapRequest)
     finally:
         path.unlink(missing_ok=True)
     if wish is None:
@@ -104,13 +104,13 @@ def take(folder: Path) -> Wish | None:
     return wish
 
 
-def answer(folder: Path, granted: Granted) -> None:
+def answer(folder: Path, granted: SwapReply) -> None:
     """Say what became of a wish; nothing if that cannot be written: the job goes on."""
     with contextlib.suppress(OSError):
         _put(folder / "answer.json", granted)
 
 
-def _put(path: Path, what: Wish | Granted) -> None:
+def _put(path: Path, what: SwapRequest | SwapReply) -> None:
     new = path.with_suffix(f".{os.getpid()}.new")
     new.write_bytes(msgspec.json.encode(what))
     new.replace(path)

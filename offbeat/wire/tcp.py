@@ -42,11 +42,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
-from offbeat.wire.connector import Dialler
+from offbeat.wire.connector import Connector
 from offbeat.wire.credentials import Credentials, require_credentials
-from offbeat.wire.link import Link
-from offbeat.wire.listener import Door, Listener
-from offbeat.wire.messages import Claim
+from offbeat.wire.link import PeerLink
+from offbeat.wire.listener import Acceptor, Listener
+from offbeat.wire.messages import HandshakeClaim
 from offbeat.wire.session import Limits
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def listen(
     bind: str,
     port: int,
     *,
-    accept: Callable[[Link], Receiver],
+    accept: Callable[[PeerLink], Receiver],
     job: str,
     credentials: Credentials | None = None,
     limits: Limits = _LIMITS,
@@ -82,7 +82,7 @@ async def listen(
         NetworkError: if there have to be credentials, a certificate cannot be used, or the address cannot be bound.
     """
     require_credentials("a server", bind, credentials)
-    door = Door(accept, job, credentials, limits)
+    door = Acceptor(accept, job, credentials, limits)
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         sock = socket.create_server((bind, port), family=family, backlog=_BACKLOG)
@@ -95,7 +95,7 @@ async def listen(
 async def connect(
     address: str,
     *,
-    accept: Callable[[Link], Receiver],
+    accept: Callable[[PeerLink], Receiver],
     job: str,
     rank: int,
     credentials: Credentials | None = None,
@@ -103,7 +103,7 @@ async def connect(
     patience: timedelta = timedelta(seconds=20),
     role: Role = "worker",
     hopeless: Callable[[], str] = lambda: "",
-) -> Link:
+) -> PeerLink:
     """Dial; tries again while nobody listens there yet.
 
     Args:
@@ -119,9 +119,9 @@ async def connect(
         NetworkError: if nobody could be reached in time, or nobody ever will; says what was tried.
         PeerError: if the other side refused, or could not prove who it is.
     """
-    claim = Claim(rank=rank, role=role, job=job, session=secrets.token_bytes(16))
-    dialler = Dialler(address, claim, credentials, limits)
-    link = Link(limits, peer=address, rank=rank, role=role)
+    claim = HandshakeClaim(rank=rank, role=role, job=job, session=secrets.token_bytes(16))
+    dialler = Connector(address, claim, credentials, limits)
+    link = PeerLink(limits, peer=address, rank=rank, role=role)
     try:
         link.begin(accept(link))
         await dialler.first(link, patience, hopeless)

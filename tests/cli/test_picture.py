@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from offbeat.cli.top_view import Picture, how_far, state
-from offbeat.protocol.worker_status import Happening, Status
+from offbeat.cli.top_view import TopView, how_far, state
+from offbeat.protocol.worker_status import StatusEvent, TrainingStatus
 from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
-    from offbeat.report.job_status import Scene
+    from offbeat.protocol.status import ModelStatus
 
 
-def drawn(*scenes: Scene, width: int = 80, height: int = 24, is_terminal: bool = True, silent_s: float = 0.0) -> str:
+def drawn(
+    *scenes: ModelStatus, width: int = 80, height: int = 24, is_terminal: bool = True, silent_s: float = 0.0
+) -> str:
     console = Console(
         width=width, height=height, force_terminal=is_terminal, highlight=False, color_system=None, legacy_windows=False
     )
-    picture = Picture()
+    picture = TopView()
     picture.add(scenes)
     picture.silent_s = silent_s
     with console.capture() as capture:
@@ -89,7 +91,7 @@ def test_a_pipe_has_room_for_all() -> None:
 
 
 def test_how_fast_it_goes_is_taken_over_some_seconds() -> None:
-    picture = Picture()
+    picture = TopView()
     for tick in range(41):
         picture.add((a_scene(version=100 + tick // 4, running_s=10 + tick / 2),))
     console = Console(width=200)
@@ -133,15 +135,15 @@ def test_states_in_words(phase: str, since_s: float, words: str) -> None:
     assert state(seen(0, phase=phase, since_s=since_s)) == words
 
 
-def status(rank: int, **about: Any) -> Status:
+def status(rank: int, **about: Any) -> TrainingStatus:
     known = {
         "host": f"node{rank}", "step": 100, "samples": 3200, "epochs": 3.25, "epochs_per_s": 0.05, "steps_per_s": 9.0,
         "samples_per_s": 288.0, "values": {"loss": 0.5 + rank, "accuracy": 0.75},
     }  # fmt: skip
-    return Status(**{**known, **about})
+    return TrainingStatus(**{**known, **about})
 
 
-def told(*about: dict[str, Any], **of_scene: Any) -> Scene:
+def told(*about: dict[str, Any], **of_scene: Any) -> ModelStatus:
     workers = [seen(rank, status=status(rank, **one)) for rank, one in enumerate(about)]
     return a_scene(*workers, **of_scene)
 
@@ -187,16 +189,16 @@ def test_without_a_server_nothing_is_said_of_one() -> None:
 def test_what_happened_last_is_told_once_and_the_latest_last() -> None:
     now_s = time.time()
     joined = "Rank 2 has joined at step 8: 3 workers take part"
-    swapped = [Happening(now_s - 9, f"SSP(4) decides from step 9 on (it took {took} ms).") for took in (3, 7)]
-    mine = Happening(now_s - 2, "step 90: rank 1 has waited 4.4 s " + "x" * 200)
-    events = ((Happening(now_s - 60, joined), swapped[0]), (Happening(now_s - 60.1, joined), swapped[1], mine))
+    swapped = [StatusEvent(now_s - 9, f"SSP(4) decides from step 9 on (it took {took} ms).") for took in (3, 7)]
+    mine = StatusEvent(now_s - 2, "step 90: rank 1 has waited 4.4 s " + "x" * 200)
+    events = ((StatusEvent(now_s - 60, joined), swapped[0]), (StatusEvent(now_s - 60.1, joined), swapped[1], mine))
     text = drawn(told(*({"events": both} for both in events)))
     lines = text.splitlines()[-3:]
     assert lines[0] == f"60 s ago: {joined}"
     assert re.fullmatch(r"9\.\d s ago: SSP\(4\) decides from step 9 on \(it took [37] ms\)\.", lines[1])
     assert re.fullmatch(r"2\.\d s ago, rank 1: step 90: rank 1 has waited 4\.4 s x+…", lines[2])
     assert max(map(len, lines)) == 80
-    many = [{"events": tuple(Happening(now_s - i, f"{rank} {i}") for i in range(4))} for rank in range(50)]
+    many = [{"events": tuple(StatusEvent(now_s - i, f"{rank} {i}") for i in range(4))} for rank in range(50)]
     assert len(drawn(told(*many), height=24).splitlines()) <= 24
 
 
@@ -206,7 +208,7 @@ def test_how_a_worker_ended() -> None:
 
 
 def test_what_went_over_to_a_server_is_not_compared_with_what_was_before() -> None:
-    picture = Picture()
+    picture = TopView()
     picture.add((a_scene(version=5000, running_s=90.0, fabric="ProcessGroup()"),))
     picture.add((a_scene(version=10, running_s=5.0),))
     picture.add((a_scene(version=20, running_s=10.0),))

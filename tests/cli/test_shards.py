@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from offbeat.cli.shards import LocalShards
-from offbeat.server.launch import RestartNote, Settings
+from offbeat.server.launch import RestartNote, ShardSettings
 from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descendants, script
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def look(shards: LocalShards) -> str:
     return shards.look()
 
 
-NOTED = Settings(job="j", port=7070, snapshots="/nowhere/shard-3", restarts=5)
+NOTED = ShardSettings(job="j", port=7070, snapshots="/nowhere/shard-3", restarts=5)
 
 
 def test_only_who_is_killed_is_started_again(tmp_path: Path, asked: list[str]) -> None:
@@ -205,7 +205,9 @@ def test_only_who_is_killed_is_started_again(tmp_path: Path, asked: list[str]) -
 
 def test_a_shard_that_is_not_started_again_ends_the_job(tmp_path: Path, asked: list[str]) -> None:
     shards = LocalShards(tmp_path, {}, lambda text: None)
-    RestartNote(tmp_path / f"{ended_pid()}.json").write(Settings(job="j", port=7070, snapshots="shard-0", restarts=1))
+    RestartNote(tmp_path / f"{ended_pid()}.json").write(
+        ShardSettings(job="j", port=7070, snapshots="shard-0", restarts=1)
+    )
     assert "was killed, and the shard with it, for the last time: it is not started again." in look(shards)
     assert asked == []
 
@@ -228,7 +230,7 @@ def test_who_ignores_signals_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "Popen", deaf)
     shards = LocalShards(tmp_path, {}, lambda text: None)
-    addresses = [shards.start(Settings(job="j"), unless=lambda: False) for _ in range(4)]
+    addresses = [shards.start(ShardSettings(job="j"), unless=lambda: False) for _ in range(4)]
     assert addresses == ["127.0.0.1:7070"] * 4
     began_s = time.monotonic()
     shards.end(0.2, 0.2, hurry=lambda: False)

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from offbeat import Plan
 from offbeat.cli import launch, threads
-from offbeat.cli.join_target import Joining
-from offbeat.server.launch import Settings, start_shard
+from offbeat.cli.join_target import JoinTarget
+from offbeat.server.launch import ShardSettings, start_shard
 from tests.cli.commands import script
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def _sixteen_cores_and_nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run(folder: Path, capsys: pytest.CaptureFixture[str], workers: int, joining: Joining | None = None) -> str:
+def run(folder: Path, capsys: pytest.CaptureFixture[str], workers: int, joining: JoinTarget | None = None) -> str:
     """What `offbeat run` says of a script that tells its environment."""
-    job = launch.Job(
+    job = launch.LaunchSpec(
         script=script(folder, TELLS),
         arguments=(),
         workers=workers,
@@ -74,7 +74,7 @@ def test_who_joins_shares_with_those_that_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "workers_here", lambda: {11, 12, 13})
-    said = run(tmp_path, capsys, 1, Joining({"WORLD_SIZE": "1"}, 3, Plan()))
+    said = run(tmp_path, capsys, 1, JoinTarget({"WORLD_SIZE": "1"}, 3, Plan()))
     assert "4 workers, 3 of which run already, on 16 cores: 4 torch threads each;" in said
     assert "[3] threads 4 None" in said
 
@@ -113,7 +113,7 @@ def test_a_shard_computes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(subprocess, "Popen", tells)
     for said in ({}, {"OMP_NUM_THREADS": "7"}):
-        process, answer = start_shard(Settings(job="j"), environment={**os.environ, **said})
+        process, answer = start_shard(ShardSettings(job="j"), environment={**os.environ, **said})
         told.append(answer)
         process.wait()
     assert told == ["threads=1", "threads=1"]

@@ -27,18 +27,19 @@ import torch
 
 from offbeat.cli import job_address
 from offbeat.cli.certs import make
-from offbeat.cli.job_address import Target, find
-from offbeat.cli.status_client import JobEnded, Onlooker
+from offbeat.cli.job_address import JobAddress, find
+from offbeat.cli.status_client import JobEnded, StatusClient
 from offbeat.cli.top import epitaph, top
 from offbeat.engine.server_session import _leave_address
 from offbeat.errors import NetworkError, PeerError
 from offbeat.protocol import messages
+from offbeat.protocol.status import ModelStatus, StatusReply, WorkerStatus
 from offbeat.server.client.client import Client
-from offbeat.server.launch import Settings, start_shard
+from offbeat.server.launch import ShardSettings, start_shard
 from offbeat.server.shard.shard import Shard
 from offbeat.sync import SSP
 from offbeat.wire.credentials import Certificates, Token
-from offbeat.wire.loop_thread import Loop
+from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.tcp import connect, listen
 from tests.cli.commands import COMMAND, clean_environment, offbeat, script, start
 from tests.fabric.links import Parts
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.wire.credentials import Credentials
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 JOB, SECRET = "mnist", "a secret of at least 16 bytes"
 
@@ -81,7 +82,7 @@ def test_a_run_folder_tells_how_to_get_in(tmp_path: Path) -> None:
 def test_with_an_address_the_environment_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JOB", "TOKEN", "CERTIFICATE", "KEY", "AUTHORITY"):
         monkeypatch.delenv(f"OFFBEAT_{name}", raising=False)
-    assert find("[::1]:7000", {}) == Target(address="[::1]:7000", job="default")
+    assert find("[::1]:7000", {}) == JobAddress(address="[::1]:7000", job="default")
     monkeypatch.setenv("OFFBEAT_JOB", "theirs")
     monkeypatch.setenv("OFFBEAT_TOKEN", SECRET)
     monkeypatch.setenv("OFFBEAT_AUTHORITY", "ca.pem")
@@ -92,7 +93,7 @@ def test_with_an_address_the_environment_tells(monkeypatch: pytest.MonkeyPatch) 
 def test_certificates_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the workers were given may be relative to where they were started."""
     monkeypatch.chdir(tmp_path)
-    settings = Settings(job=JOB, certificate="own/c.pem", key="/own/c.key")
+    settings = ShardSettings(job=JOB, certificate="own/c.pem", key="/own/c.key")
     _leave_address(tmp_path / "server.json", ["127.0.0.1:7000"], settings)
     target = find(str(tmp_path), {})
     assert (target.certificate, target.key, target.authority) == (
@@ -132,13 +133,13 @@ class Served:
 
     def __init__(
         self,
-        accept: Callable[[Link], Any] | None = None,
+        accept: Callable[[PeerLink], Any] | None = None,
         *,
         coordinates: bool = True,
         credentials: Credentials = Token(SECRET.encode()),  # noqa: B008 - frozen
     ) -> None:
         self.ended = threading.Event()
-        self.loop = Loop()
+        self.loop = LoopThread()
         self.shard = Shard((lambda plan: Parts(SSP(2))) if coordinates else None, self.ended.set)
         accept = accept or self.shard.accept
         self.listener = self.loop.run(listen("127.0.0.1", 0, accept=accept, job=JOB, credentials=credentials))
@@ -228,7 +229,7 @@ def test_looks_until_the_job_ends(served: Served, tmp_path: Path, capsys: pytest
 
 
 def test_the_end_is_noticed_between_two_looks(served: Served) -> None:
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         assert looker.look(10.0) == ()
         threading.Timer(0.2, served.end).start()
         began_s = time.monotonic()
@@ -246,7 +247,7 @@ async def drop(served: Served) -> None:
 
 
 def test_who_was_given_up_comes_again(served: Served) -> None:
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         looker.look(10.0)
         served.loop.run(drop(served))
         looker.rest(10.0)
@@ -256,7 +257,7 @@ def test_who_was_given_up_comes_again(served: Served) -> None:
 def test_workers_do_not_notice_that_one_is_given_up(served: Served) -> None:
     workers = served.workers(2)
     step_all(workers, 2)
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         looker.look(10.0)
         served.loop.run(drop(served))
         step_all(workers, 2)
@@ -268,7 +269,7 @@ def test_workers_do_not_notice_that_one_is_given_up(served: Served) -> None:
 
 def test_a_server_that_is_lost(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_address, "_DIAL", job_address._DIAL / 10)
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         looker.look(10.0)
         served.loop.call(served.listener.close)
         served.loop.run(drop(served))
@@ -280,7 +281,7 @@ def test_a_server_that_is_lost(served: Served, monkeypatch: pytest.MonkeyPatch) 
 class Busy:
     """A server that answers late, and at length."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: PeerLink) -> None:
         self.link = link
         self.asked: list[int] = []
 
@@ -289,7 +290,7 @@ class Busy:
 
     def answer(self) -> None:
         for number in (self.asked[-1] - 1, self.asked[-1]):
-            metadata = msgspec.msgpack.encode({"type": "Sight", "number": number})
+            metadata = messages.pack(StatusReply(number))
             self.link.send(metadata, msgspec.msgpack.encode([a_scene(version=number)]))
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
@@ -302,7 +303,7 @@ class Busy:
 @pytest.mark.parametrize("served", [{"accept": Busy}], indirect=True)
 def test_a_server_without_time_is_asked_once(served: Served) -> None:
     """However often one looks: an onlooker's questions do not pile up, and each gets its own answer."""
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         assert [looker.look(0.05) for _ in range(4)] == [None] * 4
         (link,) = served.listener.links
         busy: Any = link._session.receiver
@@ -321,10 +322,10 @@ def test_there_is_an_end_to_waiting(served: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_as_many_workers_as_there_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = tuple(messages.Seen(worker=rank, phase="computing", waited_s=rank / 7) for rank in range(4096))
-    scene = messages.Scene(model=0, policy="BSP()", version=1, started=True, running_s=1.0, workers=workers)
+    workers = tuple(WorkerStatus(worker=rank, phase="computing", waited_s=rank / 7) for rank in range(4096))
+    scene = ModelStatus(model=0, policy="BSP()", version=1, started=True, running_s=1.0, workers=workers)
     monkeypatch.setattr(served.shard._lead, "look", lambda: (scene,))
-    with Onlooker(Target(address=served.address, job=JOB, token=SECRET)) as looker:
+    with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         scenes = looker.look(10.0)
         assert scenes is not None
         assert [seen.waited_s for seen in scenes[0].workers] == [seen.waited_s for seen in workers]
@@ -350,8 +351,10 @@ def test_who_may_not_look(served: Served, tmp_path: Path, changes: dict[str, str
         top(job=str(leave_address(tmp_path, served.address, **changes)))
     if "another" in says:
         with pytest.raises(PeerError, match=r"\(--token-file or OFFBEAT_TOKEN\), and its name .* now it is 'mn?"):
-            Onlooker(
-                Target(address=served.address, job=changes.get("job", "mnist").replace("cifar", "mn"), token="y" * 16)
+            StatusClient(
+                JobAddress(
+                    address=served.address, job=changes.get("job", "mnist").replace("cifar", "mn"), token="y" * 16
+                )
             )
 
 
@@ -554,8 +557,8 @@ def test_a_job_goes_on_while_onlookers_are_stopped_and_killed(tmp_path: Path) ->
 
 def test_a_server_ends_with_its_last_worker_though_somebody_looks(tmp_path: Path) -> None:
     plan = "[sync]\nkind = 'ASP'\n[fabric]\nkind = 'ParameterServer'\n"
-    process, address = start_shard(Settings(job=JOB, token=SECRET))
-    with process, Loop() as loop:
+    process, address = start_shard(ShardSettings(job=JOB, token=SECRET))
+    with process, LoopThread() as loop:
         client = Client(loop, rank=0, world=1)
         token = Token(SECRET.encode())
         loop.run(connect(address, accept=client.accept, job=JOB, rank=0, credentials=token))

@@ -20,9 +20,9 @@ from offbeat.cli.top import top
 from offbeat.diagnosis.hub import Hub
 from offbeat.engine import leave_file
 from offbeat.errors import NetworkError, PeerError
-from offbeat.protocol.worker_status import Status
-from offbeat.wire.loop_thread import Loop
-from offbeat.wire.messages import Words
+from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.wire.loop_thread import LoopThread
+from offbeat.wire.messages import WorkerReport
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import Served, leave_address
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from offbeat.report.job_status import Scene
+    from offbeat.protocol.status import ModelStatus
 
 TOKEN = b"t" * 32
 
@@ -39,15 +39,17 @@ class Watched:
     """A job of two workers, as far as its hub knows."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.loop = folder, Loop()
+        self.folder, self.loop = folder, LoopThread()
         self.hub = Hub(token=TOKEN, world=2)
         self.address = self.loop.run(self.hub.serve("127.0.0.1"))
         leave_file(folder / "hub.json", {"address": self.address, "token": TOKEN.hex()})
 
     def step(self, step: int, phase: str = "computing") -> None:
         for rank in range(2):
-            words = Words(rank=rank, host="a", phase=phase, step=step)
-            said = Status(host="a", step=step, exchanges=step, policy="BSP()", fabric="Elastic()", values={"loss": 0.5})
+            words = WorkerReport(rank=rank, host="a", phase=phase, step=step)
+            said = TrainingStatus(
+                host="a", step=step, exchanges=step, policy="BSP()", fabric="Elastic()", values={"loss": 0.5}
+            )
             self.loop.call(self.hub.report, words, said)
 
     def hang_up(self) -> None:
@@ -158,7 +160,7 @@ def test_an_address_and_a_folder_without_a_job_have_no_hub(tmp_path: Path) -> No
     assert find_hub(str(tmp_path / "nothing")) is None
 
 
-def where(looker: JobOnlooker) -> tuple[Scene, ...]:
+def where(looker: JobOnlooker) -> tuple[ModelStatus, ...]:
     scenes = looker.look(10.0)
     assert scenes is not None
     return scenes

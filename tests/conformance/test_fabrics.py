@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import Circle, Elastic, InMemory, ProcessGroup
-from offbeat.fabric.in_memory import Arrival, BoundInMemory, Meeting
+from offbeat.fabric import Elastic, ElasticGroup, InMemory, ProcessGroup
+from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.process_group import Works
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
 from offbeat.testing import check_fabric
@@ -22,7 +22,7 @@ from tests.workers import run_workers
 
 
 def check_in_threads(world: int, kind: type[BoundInMemory] = BoundInMemory) -> None:
-    meeting = Meeting(world)
+    meeting = InMemoryGroup(world)
     with ThreadPoolExecutor(world) as pool:
         for future in [
             pool.submit(check_fabric, kind(meeting, rank), timeout=timedelta(seconds=2)) for rank in range(world)
@@ -49,7 +49,7 @@ def test_process_group(world: int) -> None:
 
 def check_elastic() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    check_fabric(Elastic().bind(Circle(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)))
+    check_fabric(Elastic().bind(ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -99,7 +99,7 @@ def test_an_end_just_when_the_time_is_up_is_no_broken_connection() -> None:
 
 
 def test_workers_that_bring_different_things() -> None:
-    meeting = Meeting(2)
+    meeting = InMemoryGroup(2)
     ends = [InMemory().bind(meeting, rank) for rank in range(2)]
     pending = [ends[0].start(Sum(torch.ones(2))), ends[1].start(Gather((torch.ones(2),)))]
     assert all(p.wait(timedelta(seconds=1)) for p in pending)
@@ -110,13 +110,13 @@ def test_workers_that_bring_different_things() -> None:
 class HalfSum(BoundInMemory):
     """Loses the last rank's contribution."""
 
-    def start(self, payload: Payload) -> Arrival:
+    def start(self, payload: Payload) -> InMemoryPending:
         if isinstance(payload, Sum) and self.rank == self.world - 1:
             payload.tensor.zero_()
         return super().start(payload)
 
 
-class _Overwrites(Arrival):
+class _Overwrites(InMemoryPending):
     def result(self) -> Reply:
         reply = super().result()
         if not isinstance(reply, Total):
@@ -128,7 +128,7 @@ class _Overwrites(Arrival):
 class Overwrites(BoundInMemory):
     """Scribbles over what is gathered."""
 
-    def _bring(self, payload: Payload, source: int) -> Arrival:
+    def _bring(self, payload: Payload, source: int) -> InMemoryPending:
         arrival = super()._bring(payload, source)
         arrival.__class__ = _Overwrites
         return arrival
@@ -137,7 +137,7 @@ class Overwrites(BoundInMemory):
 class Swaps(BoundInMemory):
     """Gives the reply of one flight to another."""
 
-    def start(self, payload: Payload) -> Arrival:
+    def start(self, payload: Payload) -> InMemoryPending:
         arrival = super().start(payload)
         if isinstance(payload, Sum) and payload.tensor.shape == (3,) and payload.tail is None:
             payload.tensor.add_(1)

@@ -13,15 +13,15 @@ import torch
 
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
-from offbeat.sim.compute_time import Course
-from offbeat.sim.disturbances import Slowed, Stopped, Troubles
+from offbeat.sim.compute_time import ComputeTimes
+from offbeat.sim.disturbances import Disturbances, Slowed, Stopped
 from offbeat.sim.links import Links
-from offbeat.sim.parameter_server import Served
+from offbeat.sim.parameter_server import SimulatedServer
 from offbeat.straggler_model import jitter
 
 if TYPE_CHECKING:
     from offbeat.control import Controller
-    from offbeat.sim.result import Played
+    from offbeat.sim.result import SimResult
     from offbeat.sync import Policy, Push
 
 WORLD, COMPUTE_S, BATCH = 8, 0.1, 64
@@ -35,7 +35,7 @@ TROUBLES: dict[str, Stopped | Slowed] = {
 }
 
 
-class Steps(Course):
+class Steps(ComputeTimes):
     """A tenth of a second, with a little jitter."""
 
     def __init__(self, rank: int, sigma: float) -> None:
@@ -54,13 +54,13 @@ def play(
     steps: int = 330,
     sigma: float = 0.05,
     servers: float = WORLD * RATE,
-) -> Played:
+) -> SimResult:
     """All steps of all workers.
 
     Args:
         servers: bytes per second of the server's link.
     """
-    return Served(
+    return SimulatedServer(
         Plan(sync=sync, controller=controller, fabric=ParameterServer()),
         [Steps(rank, sigma) for rank in range(WORLD)],
         Links(worker=(RATE,) * WORLD, servers=servers, shards=1, queue_s=0.0),
@@ -68,11 +68,11 @@ def play(
         pull_bytes=SIZE_BYTES,
         steps=steps,
         batch=BATCH,
-        troubles=Troubles((TROUBLES[trouble],) if trouble else ()),
+        troubles=Disturbances((TROUBLES[trouble],) if trouble else ()),
     ).play()
 
 
-def throughput(played: Played, until_s: float) -> float:
+def throughput(played: SimResult, until_s: float) -> float:
     """Samples per second in the updates made by then."""
     return sum(len(pushes) for at_s, pushes, _ in played.updates if at_s <= until_s) * BATCH / until_s
 
@@ -104,7 +104,7 @@ def gradient(weight: torch.Tensor, push: Push) -> torch.Tensor:
     return x.T @ (torch.sigmoid(x @ weight) - y) / BATCH
 
 
-def curve(played: Played, until_s: float, lr: float, momentum: float) -> list[tuple[float, float]]:
+def curve(played: SimResult, until_s: float, lr: float, momentum: float) -> list[tuple[float, float]]:
     """Seconds and loss after each update: SGD at the server, each gradient of the parameters that its worker read."""
     weight = torch.zeros(30, dtype=torch.float64)
     velocity = torch.zeros_like(weight)

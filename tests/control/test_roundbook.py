@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from offbeat.control import Roundbook
+from offbeat.control import RoundMetrics
 from offbeat.sync import BSP, LocalSGD
 
 BACK_S = 4.0
 
 
 def test_all_wait_for_the_last_one_and_what_is_sent_is_nobodys_waiting() -> None:
-    book = Roundbook()
+    book = RoundMetrics()
     for second in range(8):  # a tenth of each is for the exchange
         book.hear(float(second), {0: [0.9], 1: [0.45], 2: [0.0]}, samples=1, looks_back_s=BACK_S)
     metrics = book.metrics(BSP(), 8)
@@ -25,7 +25,7 @@ def test_all_wait_for_the_last_one_and_what_is_sent_is_nobodys_waiting() -> None
 
 
 def test_what_would_be_waited_in_every_step_is_known_where_they_meet_seldom() -> None:
-    book = Roundbook()
+    book = RoundMetrics()
     for round_ in range(8):  # each is late in every other step
         book.hear(3.0 * round_, {0: [1.0, 2.0], 1: [2.0, 1.0]}, samples=2, looks_back_s=BACK_S)
     metrics = book.metrics(LocalSGD(2), 16)
@@ -34,7 +34,7 @@ def test_what_would_be_waited_in_every_step_is_known_where_they_meet_seldom() ->
 
 
 def test_steps_are_those_of_now_and_times_those_of_the_last_exchange() -> None:
-    book = Roundbook(at_s=1.0)
+    book = RoundMetrics(at_s=1.0)
     assert book.metrics(BSP(), 3).steps == 3
     book.hear(2.0, {0: [1.0], 1: [1.0]}, samples=1, looks_back_s=BACK_S)
     metrics = book.metrics(BSP(), 9)
@@ -43,7 +43,7 @@ def test_steps_are_those_of_now_and_times_those_of_the_last_exchange() -> None:
 
 
 def test_who_comes_is_counted_from_its_second_round_on_and_who_is_lost_no_more() -> None:
-    book = Roundbook()
+    book = RoundMetrics()
     for second in range(3):
         book.hear(float(second), {0: [1.0], 1: [1.0]}, samples=1, looks_back_s=BACK_S)
     book.hear(12.0, {0: [1.0], 1: [1.0], 5: [9.0]}, samples=1, looks_back_s=BACK_S)  # it has started meanwhile
@@ -55,7 +55,7 @@ def test_who_comes_is_counted_from_its_second_round_on_and_who_is_lost_no_more()
 
 
 def test_of_a_policy_the_fastest_pace_is_known_when_another_decides() -> None:
-    book = Roundbook()
+    book = RoundMetrics()
     for number, second in enumerate([0, 1, 2, 3, 4, 5, 6, 20, 21]):
         book.hear(float(second), {0: [0.5], 1: [0.5]}, samples=32, looks_back_s=BACK_S)
         assert (book.metrics(BSP(), number).pace(BSP(), 60.0) is None) == (number < 6)
@@ -67,7 +67,7 @@ def test_of_a_policy_the_fastest_pace_is_known_when_another_decides() -> None:
 
 
 def test_readings_are_as_old_as_they_are_asked_for_and_no_more() -> None:
-    book, chance, now_s = Roundbook(), random.Random(1), 0.0
+    book, chance, now_s = RoundMetrics(), random.Random(1), 0.0
     for _ in range(5000):
         now_s += chance.uniform(0.001, 0.05)
         book.hear(now_s, {0: [0.01], 1: [0.02]}, samples=1, looks_back_s=BACK_S)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from offbeat.fabric import Circle
+from offbeat.fabric import ElasticGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, gone: dict[int, str]) -> None:
         store = HashStore()
-        self.circles = [Circle(store, rank, NEWCOMER, timedelta(seconds=1)) for rank in range(NEWCOMER + 1)]
+        self.circles = [ElasticGroup(store, rank, NEWCOMER, timedelta(seconds=1)) for rank in range(NEWCOMER + 1)]
         for circle in self.circles:
             circle.gone = lambda: gone
 

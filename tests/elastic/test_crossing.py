@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.audit import verify
-from offbeat.engine.server_session import Server
-from offbeat.engine.server_sync import Served
+from offbeat.engine.server_session import ServerSession
+from offbeat.engine.server_sync import ServerSync
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, SSP
@@ -130,9 +130,9 @@ def lose_first(where: str, folder: Path) -> tuple[float, list[str]]:
 
 
 LOST: dict[str, tuple[type, str]] = {
-    "before it opens the model": (Served, "__init__"),
-    "before it brings the model": (Served, "load_state_dict"),
-    "before it says that it has": (Server, "take_over"),
+    "before it opens the model": (ServerSync, "__init__"),
+    "before it brings the model": (ServerSync, "load_state_dict"),
+    "before it says that it has": (ServerSession, "take_over"),
 }
 
 

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.diagnosis.wait import Waiter
-from offbeat.engine import Claim, Control, Job, Newcomer, Reception
+from offbeat.diagnosis.wait import BlockingWait
+from offbeat.engine import ControlGroup, JobInfo, JoinCheck, JoinClient, JoinServer
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.fabric import Circle, InMemory
+from offbeat.fabric import ElasticGroup, InMemory
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -306,11 +306,11 @@ def test_who_fails_while_it_joins_does_not_hold_up_the_others_for_long(how: str,
 def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -> None:
     """The first worker's part alone, over a store of its own."""
     store = HashStore()
-    circle = Circle(store, 0, 1)
-    waiter = Waiter(clock=WallClock(), timeout=TIMEOUT)
-    control = Control(InMemory().bind(), waiter)
-    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
-    reception = Reception(store, control, circle, waiter, job=lambda: job, version="1")
+    circle = ElasticGroup(store, 0, 1)
+    waiter = BlockingWait(clock=WallClock(), timeout=TIMEOUT)
+    control = ControlGroup(InMemory().bind(), waiter)
+    job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
+    reception = JoinServer(store, control, circle, waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
     for number, hello in enumerate(['{"rank": 1, "version": "2", "plan": "a plan"}', "{", '{"rank": -1}', "\xff"]):
         newcomers.set(f"{number}/hello", hello)
@@ -326,10 +326,10 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
 
 def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
     """One that has said hello, one that is ready, one that is expected already, and one that comes later."""
-    store, waiter = HashStore(), Waiter(clock=WallClock(), timeout=TIMEOUT)
-    control = Control(InMemory().bind(), waiter)
-    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
-    reception = Reception(store, control, Circle(store, 0, 1), waiter, job=lambda: job, version="1")
+    store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
+    control = ControlGroup(InMemory().bind(), waiter)
+    job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
+    reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
 
     def look() -> bool:
@@ -358,12 +358,12 @@ def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
 
 
 def test_who_dies_before_it_says_hello_keeps_nobody_behind_it_out() -> None:
-    store, waiter = HashStore(), Waiter(clock=WallClock(), timeout=TIMEOUT)
-    control = Control(InMemory().bind(), waiter)
-    job = Job("a plan", "", b"", "", (Claim("plan", "a plan", ""),))
-    reception = Reception(store, control, Circle(store, 0, 1), waiter, job=lambda: job, version="1")
-    Newcomer(store, 1, waiter, version="1")  # and nothing more is heard of it
-    second = Newcomer(store, 2, waiter, version="1")
+    store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
+    control = ControlGroup(InMemory().bind(), waiter)
+    job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
+    reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
+    JoinClient(store, 1, waiter, version="1")  # and nothing more is heard of it
+    second = JoinClient(store, 2, waiter, version="1")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(second.ask, "a plan", lambda: False)
         end_s = time.monotonic() + 3

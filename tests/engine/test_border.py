@@ -6,19 +6,19 @@ import threading
 from datetime import timedelta
 
 from offbeat.clock import WallClock
-from offbeat.diagnosis.wait import Waiter
-from offbeat.engine.sync_point import Border
+from offbeat.diagnosis.wait import BlockingWait
+from offbeat.engine.sync_point import SyncPoint
 
-WAITER = Waiter(clock=WallClock(), timeout=timedelta(seconds=5))
+WAITER = BlockingWait(clock=WallClock(), timeout=timedelta(seconds=5))
 
 
-def passed(border: Border, most: int = 1000) -> int:
+def passed(border: SyncPoint, most: int = 1000) -> int:
     """Places that are passed before the border."""
     return next(n for n in range(most) if border.is_here(WAITER))
 
 
 def test_all_meet_where_none_has_been() -> None:
-    borders = [Border() for _ in range(3)]
+    borders = [SyncPoint() for _ in range(3)]
     for border, ahead in zip(borders, (2, 7, 0), strict=True):
         for _ in range(ahead):
             assert not border.is_here(WAITER)
@@ -30,7 +30,7 @@ def test_all_meet_where_none_has_been() -> None:
 
 
 def test_no_place_is_passed_while_all_agree() -> None:
-    border, seen = Border(), list[bool]()
+    border, seen = SyncPoint(), list[bool]()
     assert border.hold() == 0
     thread = threading.Thread(target=lambda: seen.append(border.is_here(WAITER)))
     thread.start()
@@ -43,14 +43,14 @@ def test_no_place_is_passed_while_all_agree() -> None:
 
 
 def test_who_was_held_goes_on_if_all_stay() -> None:
-    border = Border()
+    border = SyncPoint()
     border.hold()
     border.settle()
     assert not any(border.is_here(WAITER) for _ in range(5))
 
 
 def test_a_border_that_was_said_stays() -> None:
-    border = Border()
+    border = SyncPoint()
     border.hold()
     border.settle(2)
     border.settle()  # such as of a plan that came later

@@ -17,9 +17,9 @@ from torch import nn
 
 import offbeat
 from offbeat.clock import WallClock
-from offbeat.diagnosis.wait import Waiter
-from offbeat.engine import Meter, MetricsFile, samples_in
-from offbeat.report.records import Log, Records
+from offbeat.diagnosis.wait import BlockingWait
+from offbeat.engine import MetricsFile, StepMetrics, samples_in
+from offbeat.report.records import LogRecord, Records
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
     """Counted in processor time of the whole process, so that the background thread's part is in it."""
     clock = WallClock()
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    meter = Meter(0, clock, file, Waiter(clock=clock, timeout=timedelta(seconds=5)))
+    meter = StepMetrics(0, clock, file, BlockingWait(clock=clock, timeout=timedelta(seconds=5)))
     spans = [(clock.now_s(), clock.now_s()) for _ in range(8)]
     steps = 5000
     began_s = time.process_time()
@@ -85,7 +85,7 @@ def test_when_there_is_room_again_no_record_is_missing(
     wait_for(lambda: f"Metrics are written to {path} again; nothing is missing." in caplog.text)
     file.close()
     records = Records(path)
-    assert [(log.rank, log.step) for log in records.all() if isinstance(log, Log)] == [
+    assert [(log.rank, log.step) for log in records.all() if isinstance(log, LogRecord)] == [
         (1, 7),
         *((0, s) for s in range(5)),
     ]

@@ -5,30 +5,32 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from offbeat.batching import Lease, Leases, Over, Piece
-from offbeat.coordinator.data_leases import Dealer
+from offbeat.batching import EndOfEpoch, Lease, Leases, PositionRange
+from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.loading import position
-from offbeat.protocol.data_leases import Enrol
-from offbeat.server.client.lease_queue import Hand
+from offbeat.protocol.data_leases import RegisterLoader
+from offbeat.server.client.lease_queue import LeaseQueue
 
 SAMPLES = 23
 LEASES = Leases(SAMPLES, seed=3)
 
 
-def about(world: int = 2) -> Enrol:
-    return Enrol(loader=0, plan="", world=world, samples=SAMPLES, seed=3, shuffle=True, drop_last=False, batch=4)
+def about(world: int = 2) -> RegisterLoader:
+    return RegisterLoader(
+        loader=0, plan="", world=world, samples=SAMPLES, seed=3, shuffle=True, drop_last=False, batch=4
+    )
 
 
-def dealer() -> Dealer:
-    return Dealer(lambda plan: None, lambda: 0.0)
+def dealer() -> LeaseManager:
+    return LeaseManager(lambda plan: None, lambda: 0.0)
 
 
-def drain(one: Dealer, leases: dict[int, list[Lease | Over]], worker: int) -> list[int]:
+def drain(one: LeaseManager, leases: dict[int, list[Lease | EndOfEpoch]], worker: int) -> list[int]:
     """The rest of the epoch, all to one worker."""
     drawn: list[int] = []
     deals = list(leases[worker])
     clock = 0
-    while not isinstance(deals[0], Over):
+    while not isinstance(deals[0], EndOfEpoch):
         lease = deals.pop(0)
         assert isinstance(lease, Lease)
         drawn += LEASES.indices(lease).tolist()
@@ -73,7 +75,7 @@ def test_what_workers_hold_when_they_leave_the_server_counts_as_used() -> None:
     left: list[int] = []
     while True:
         pool, lease = LEASES.take(pool, 1, 4, now_s=0.0)
-        if isinstance(lease, Over):
+        if isinstance(lease, EndOfEpoch):
             break
         assert isinstance(lease, Lease)
         left += LEASES.indices(lease).tolist()
@@ -102,7 +104,7 @@ def test_who_was_dealt_the_end_of_an_epoch_beforehand_begins_it_with_the_others(
     for worker in (0, 1):
         leases = there.enrol(worker, about(), together=False, world=2)
     ahead = leases[0]
-    while not any(isinstance(deal, Over) for deal in ahead):
+    while not any(isinstance(deal, EndOfEpoch) for deal in ahead):
         ahead += there.take(0, 0)
     for worker, deals in ((0, ahead), (1, leases[1])):
         there.give_back(worker, 0, [deal.number for deal in deals if isinstance(deal, Lease)])
@@ -126,8 +128,8 @@ def test_who_was_dealt_the_end_of_an_epoch_beforehand_begins_it_with_the_others(
 
 
 def test_the_epoch_in_which_workers_draw_next_may_be_one_that_was_dealt_to_its_end() -> None:
-    hand = Hand(about())
-    hand.deals.extend([Lease(1, 3, (Piece(3, 0, 4),)), Over(3), Lease(2, 4, (Piece(4, 0, 4),))])
+    hand = LeaseQueue(about())
+    hand.deals.extend([Lease(1, 3, (PositionRange(3, 0, 4),)), EndOfEpoch(3), Lease(2, 4, (PositionRange(4, 0, 4),))])
     hand.epoch = 4
     assert hand.take_undrawn() == [1, 2]
     assert hand.begins == 3

@@ -15,8 +15,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.clock import WallClock
-from offbeat.diagnosis.startup_barrier import Roll
-from offbeat.diagnosis.wait import Awaited, Waiter
+from offbeat.diagnosis.startup_barrier import StartupBarrier
+from offbeat.diagnosis.wait import BlockingWait, WaitContext
 from offbeat.errors import WorkerLostError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 1.0
-CALL = Awaited("the others to call offbeat.init()")
+CALL = WaitContext("the others to call offbeat.init()")
 BUSY, IDLE = "while True: pass", "import time; time.sleep(60)"
 
 
@@ -45,13 +45,13 @@ class Told:
     def __init__(self, folder: Path) -> None:
         self.texts: list[tuple[float, str]] = []
         self._began_s = time.monotonic()
-        self.waiter = Waiter(
+        self.waiter = BlockingWait(
             clock=WallClock(),
             timeout=timedelta(seconds=TIMEOUT_S),
             tell=lambda text: self.texts.append((time.monotonic() - self._began_s, text)),
             report_path=folder / "stall.json",
         )
-        self.waiter.witness = self.roll = Roll(HashStore(), 0, 2)
+        self.waiter.witness = self.roll = StartupBarrier(HashStore(), 0, 2)
 
     def wait(self, seconds: float) -> None:
         """For rank 1, which never comes."""

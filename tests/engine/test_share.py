@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from offbeat.engine.batch_accounting import Drawn, Share
+from offbeat.engine.batch_accounting import BatchAccount, BatchCounts
 
 
-def drawn(*sizes: int) -> Share:
-    share = Share()
+def drawn(*sizes: int) -> BatchAccount:
+    share = BatchAccount()
     for size in sizes:
         share.draw(real=True, source=0, samples=size)
     return share
@@ -39,12 +39,12 @@ def test_a_step_that_was_left_out_after_its_backward_weighs_nothing() -> None:
 
 
 def test_what_is_put_back_weighs_nothing() -> None:
-    share = Share()
+    share = BatchAccount()
     share.draw(real=True, source=0, weight=1.0, samples=4)
     share.computed()
     share.draw(real=False, source=0, weight=0.0)
     assert share.uncomputed == 1
-    share.put_back(Drawn(1))
+    share.put_back(BatchCounts(1))
     assert (share.weight, share.samples, share.uncomputed) == (1.0, 4, 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 import offbeat
 from offbeat.engine import status_reporter as status_module
 from offbeat.engine.status_reporter import StatusReporter, happenings, named_values, shortened
-from offbeat.protocol.worker_status import Status, read_status
+from offbeat.protocol.worker_status import TrainingStatus, read_status
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ class Told:
     """Takes statuses."""
 
     def __init__(self) -> None:
-        self.all: list[Status] = []
+        self.all: list[TrainingStatus] = []
         self.news = threading.Event()
 
-    def take(self, status: Status, data: bytes) -> None:
+    def take(self, status: TrainingStatus, data: bytes) -> None:
         assert read_status(data) == status
         self.all.append(status)
         self.news.set()
 
-    def next(self) -> Status:
+    def next(self) -> TrainingStatus:
         self.news.clear()
         assert self.news.wait(5)
         return self.all[-1]
@@ -40,10 +40,10 @@ class Told:
 def test_rates_are_those_of_the_last_seconds() -> None:
     began_s, told = time.monotonic(), Told()
 
-    def collect() -> Status:
+    def collect() -> TrainingStatus:
         past_s = time.monotonic() - began_s
         steps = round(100 * past_s)
-        return Status(step=steps, samples=16 * steps, epochs=past_s / 10, computed_s=0.004 * steps)
+        return TrainingStatus(step=steps, samples=16 * steps, epochs=past_s / 10, computed_s=0.004 * steps)
 
     reporter = StatusReporter(collect, lambda: [told.take])
     while len(told.all) < 8:
@@ -59,11 +59,11 @@ def test_rates_are_those_of_the_last_seconds() -> None:
 def test_what_goes_wrong_here_ends_nothing_and_is_tried_again() -> None:
     told, raised = Told(), threading.Event()
 
-    def collect() -> Status:
+    def collect() -> TrainingStatus:
         if not raised.is_set():
             raised.set()
             raise RuntimeError("the dictionary changed")
-        return Status(step=3)
+        return TrainingStatus(step=3)
 
     reporter = StatusReporter(collect, lambda: [told.take])
     assert told.next().step == 3
@@ -74,9 +74,9 @@ def test_nothing_is_said_that_would_be_refused() -> None:
     """A server cuts off whoever says what cannot be."""
     told, made = Told(), threading.Event()
 
-    def collect() -> Status:
+    def collect() -> TrainingStatus:
         made.set()
-        return Status(waited_s=math.inf)
+        return TrainingStatus(waited_s=math.inf)
 
     reporter = StatusReporter(collect, lambda: [told.take])
     assert made.wait(5)
@@ -86,7 +86,7 @@ def test_nothing_is_said_that_would_be_refused() -> None:
 
 def test_it_is_said_for_the_last_time_at_the_end() -> None:
     told, left = Told(), False
-    reporter = StatusReporter(lambda: Status(left=left), lambda: [told.take])
+    reporter = StatusReporter(lambda: TrainingStatus(left=left), lambda: [told.take])
     told.next()
     left = True
     reporter.close()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.diagnosis.wait import Waiter
-from offbeat.engine import Meter, MetricsFile
-from offbeat.engine.step_times import Times, folded
+from offbeat.diagnosis.wait import BlockingWait
+from offbeat.engine import MetricsFile, StepMetrics
+from offbeat.engine.step_times import StepTimes, folded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ def test_what_is_too_much_is_in_the_first_and_nothing_is_lost(own: list[int], st
     assert told[1:] == own[len(own) - len(told) + 1 :]
 
 
-def ends(own: Sequence[Sequence[float]], ranks: int) -> list[Times]:
-    return [Times(rank, ranks, lambda own=own[rank]: own, are_told=True) for rank in range(len(own))]  # type: ignore[misc]
+def ends(own: Sequence[Sequence[float]], ranks: int) -> list[StepTimes]:
+    return [StepTimes(rank, ranks, lambda own=own[rank]: own, are_told=True) for rank in range(len(own))]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,11 +46,11 @@ def test_all_hear_what_each_has_said(dtype: torch.dtype) -> None:
 
 
 def test_who_has_no_place_says_nothing_and_where_nobody_wants_to_know_there_is_none() -> None:
-    outside = Times(3, 3, lambda: [1.0], are_told=True)
+    outside = StepTimes(3, 3, lambda: [1.0], are_told=True)
     place = torch.zeros(outside.room())
     outside.write(place)
     assert not place.any()
-    assert Times(0, 3, lambda: [1.0], are_told=False).room() == 0
+    assert StepTimes(0, 3, lambda: [1.0], are_told=False).room() == 0
 
 
 class Ticking:
@@ -69,8 +69,8 @@ class Ticking:
         self.at_s += seconds
 
 
-def meter(clock: Any) -> Meter:
-    return Meter(0, clock, MetricsFile(None), Waiter(clock=clock, timeout=timedelta(seconds=5)))
+def meter(clock: Any) -> StepMetrics:
+    return StepMetrics(0, clock, MetricsFile(None), BlockingWait(clock=clock, timeout=timedelta(seconds=5)))
 
 
 def test_the_present_step_is_told_as_far_as_it_is_and_its_rest_the_next_time() -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.clock import WallClock
-from offbeat.diagnosis.wait import Awaited, Nobody, Waiter
+from offbeat.diagnosis.wait import BlockingWait, NullWitness, WaitContext
 from offbeat.errors import NetworkError, WorkerLostError
 
 if TYPE_CHECKING:
-    from offbeat.diagnosis.wait import Findings
+    from offbeat.diagnosis.wait import StallReport
     from offbeat.payload import Reply
 
 
@@ -27,8 +27,8 @@ class Died:
         return {"text": self.text}
 
 
-class Knows(Nobody):
-    def investigate(self, awaited: Awaited, waited_s: float, server: str) -> Findings | None:
+class Knows(NullWitness):
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
         return Died()
 
 
@@ -48,7 +48,7 @@ class Broken:
 
 
 def test_what_had_broken_before_it_was_waited_for_is_explained() -> None:
-    waiter = Waiter(clock=WallClock(), timeout=timedelta(seconds=5), witness=Knows())
+    waiter = BlockingWait(clock=WallClock(), timeout=timedelta(seconds=5), witness=Knows())
     with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):
-        waiter.wait(Broken(), Awaited("all-reduce", step=3))
+        waiter.wait(Broken(), WaitContext("all-reduce", step=3))
     assert isinstance(waiter.failure, WorkerLostError)

@@ -13,41 +13,41 @@ import msgspec
 import torch
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.protocol.checkpoints import Fetch, Put, PutAll, Replace
-from offbeat.protocol.data_leases import Books, Crowded, Return, Take
+from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, RequestReplacement
+from offbeat.protocol.data_leases import GetDataState, MemoryExhausted, RequestLease, ReturnLease
 from offbeat.protocol.messages import pack, to_worker
 from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
-from offbeat.protocol.shards import Enlist, Filled, Nearly, Whole
-from offbeat.protocol.status import Look
+from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, RegisterShard
+from offbeat.protocol.status import GetStatus
 from offbeat.protocol.training import (
-    About,
     Announce,
-    Ask,
+    AskAllWorkers,
     BlockOf,
-    Details,
-    Fill,
-    Go,
+    ContributionInfo,
     Granted,
-    Open,
-    Opened,
-    Part,
+    InitBlock,
+    ModelInfo,
+    ModelOpened,
+    OpenModel,
     PieceOf,
-    Pulled,
-    Values,
+    PullBlock,
+    PullDone,
+    PushBlock,
+    ReleaseWorker,
 )
 from offbeat.server.shard.shard import Shard
 from offbeat.sync import ASP, BSP, SSP, KSync
 from tests.fabric.links import Parts
 
 if TYPE_CHECKING:
-    from offbeat.protocol.status import Scene
+    from offbeat.protocol.status import ModelStatus
     from offbeat.sync import Policy
 
 POLICIES: tuple[Policy, ...] = (BSP(), ASP(), SSP(1), KSync(2), KSync(2, late="carry"))
 SIZES = (4, 2)  # of the blocks, in elements
 LR = 0.5
 HYPER: Hyper = {"lr": LR, "momentum": 0.0}
-DETAILS = Details(
+DETAILS = ModelInfo(
     world=2,
     shards=1,
     holders=1,
@@ -114,36 +114,36 @@ class Worker(Guest):
     def __init__(self, shard: Shard, rank: int) -> None:
         super().__init__(shard, rank)
         self.clock, self.values = -1, dict[int, float]()
-        self._go: Go | None = None
+        self._go: ReleaseWorker | None = None
         self._waits = True
-        self.say(pack(Open(0)), pack(DETAILS))
+        self.say(pack(OpenModel(0)), pack(DETAILS))
 
     def announce(self) -> None:
-        self.say(pack(Announce(0, self.clock, About(1.0, (HYPER,)))))
+        self.say(pack(Announce(0, self.clock, ContributionInfo(1.0, (HYPER,)))))
         if not self._waits:
             self._push()
 
     def _push(self) -> None:
         for block, numel in enumerate(SIZES):
-            self.say(pack(Part(0, self.clock, block, "float32")), torch.ones(numel).numpy().tobytes())
+            self.say(pack(PushBlock(0, self.clock, block, "float32")), torch.ones(numel).numpy().tobytes())
 
     def pump(self) -> None:
         """Answer what has come."""
         sent, self.line.sent = self.line.sent, []
         for message, body in sent:
             match message:
-                case Opened(wants_values=True):
+                case ModelOpened(wants_values=True):
                     for block, numel in enumerate(SIZES):
-                        self.say(pack(Fill(0, block)), torch.zeros(numel).numpy().tobytes())
+                        self.say(pack(InitBlock(0, block)), torch.zeros(numel).numpy().tobytes())
                 case Granted():
                     self._push()
-                case Go():
+                case ReleaseWorker():
                     self._go = message
-                case Values(block=block):
+                case PullBlock(block=block):
                     (self.values[block],) = set(torch.frombuffer(bytearray(body), dtype=torch.float32).tolist())
         if self._go is not None and len(self.values) == len(SIZES):
             self.clock, self._waits, self._go = self._go.step, self._go.waits, None
-            self.say(pack(Pulled(0, self.clock)))
+            self.say(pack(PullDone(0, self.clock)))
 
 
 class Choices:
@@ -203,7 +203,7 @@ async def _torment(choices: Choices) -> None:
     _compare(scene, good)
 
 
-def _compare(scene: Scene, good: list[Worker]) -> None:
+def _compare(scene: ModelStatus, good: list[Worker]) -> None:
     """The parameters are what was applied of the good ones, if nothing else was."""
     applied = {seen.worker: seen.applied for seen in scene.workers}
     if applied.get(0):
@@ -219,10 +219,10 @@ def _rage(mad: Guest, choices: Choices) -> None:
     """Have it say things until it is closed, or there is nothing more to say."""
     if choices.number(1):
         with _refusable():
-            mad.say(pack(Open(0)), pack(DETAILS))
-            if any(isinstance(message, Opened) and message.wants_values for message, _ in mad.line.sent):
+            mad.say(pack(OpenModel(0)), pack(DETAILS))
+            if any(isinstance(message, ModelOpened) and message.wants_values for message, _ in mad.line.sent):
                 for block, numel in enumerate(SIZES):
-                    mad.say(pack(Fill(0, block)), bytes(4 * numel))
+                    mad.say(pack(InitBlock(0, block)), bytes(4 * numel))
     for _ in range(choices.number(12)):
         if not mad.line.connected:
             return
@@ -236,25 +236,25 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
     hyper = choices.one((HYPER, HYPER, {}, {"lr": None}, {"lr": -1.0, "params": 1}, {"lr": 0.5, "momentum": (0.1,)}))
     message = choices.one(
         (
-            Open(model),
-            Fill(model, block),
-            Announce(model, clock, About(float(choices.number(2)), (hyper,) * choices.one((1, 1, 0, 2)))),
-            Part(model, clock, block, choices.one(("float32", "bfloat16", "float64", "int8", ""))),
-            Pulled(model, clock),
-            Look(clock),
-            Ask(clock, choices.one(("a", "b")), bool(clock), (1.0,) * choices.number(8)),
-            Enlist(),
-            Filled(model),
-            Whole(model, block, clock),
-            Nearly(model, block, clock),
-            Fetch(model, clock),
-            Replace(model, clock),
-            Put(model, block),
-            PutAll(model, clock),
-            Books(clock),
-            Take(block),
-            Return(block, (clock,)),
-            Crowded(block, clock),
+            OpenModel(model),
+            InitBlock(model, block),
+            Announce(model, clock, ContributionInfo(float(choices.number(2)), (hyper,) * choices.one((1, 1, 0, 2)))),
+            PushBlock(model, clock, block, choices.one(("float32", "bfloat16", "float64", "int8", ""))),
+            PullDone(model, clock),
+            GetStatus(clock),
+            AskAllWorkers(clock, choices.one(("a", "b")), bool(clock), (1.0,) * choices.number(8)),
+            RegisterShard(),
+            ModelFilled(model),
+            PushDone(model, block, clock),
+            PushNearlyDone(model, block, clock),
+            FetchState(model, clock),
+            RequestReplacement(model, clock),
+            PutState(model, block),
+            PutStateDone(model, clock),
+            GetDataState(clock),
+            RequestLease(block),
+            ReturnLease(block, (clock,)),
+            MemoryExhausted(block, clock),
             None,
         )
     )
@@ -262,7 +262,7 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
     if choices.number(7) == 1:
         at = choices.number(255) % max(1, len(metadata))
         metadata = metadata[:at] + choices.bytes(1) + metadata[at + 1 :]
-    if isinstance(message, Open) and choices.number(3):
+    if isinstance(message, OpenModel) and choices.number(3):
         return metadata, _details(choices)
     body = bytes(choices.one((0, 16, 8, 32, 1))) if choices.number(3) else choices.bytes(choices.number(40))
     return metadata, body

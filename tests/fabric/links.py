@@ -129,7 +129,7 @@ class Together:
     """A shard and a client for each of `world` workers.
 
     Args:
-        read_plan: what the shard makes of the workers' plans; `Parts` of the other arguments if None.
+        read_plan: what the shard makes of the workers' plans; `DecidingParts` of the other arguments if None.
         record: writes the shard's history.
         shards: how many there are; `shard` is the one that coordinates.
     """

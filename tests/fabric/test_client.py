@@ -11,10 +11,10 @@ import torch
 
 from offbeat.layout import arrange
 from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
-from offbeat.protocol.training import Details, Go, Opened, Values
+from offbeat.protocol.training import ModelInfo, ModelOpened, PullBlock, ReleaseWorker
 from offbeat.server.blocks import cut
 from offbeat.server.client.client import Client
-from offbeat.wire.loop_thread import Loop
+from offbeat.wire.loop_thread import LoopThread
 from tests.fabric.links import kind_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Line:
 def test_a_worker_says_on_how_many_hosts_the_parameters_are(
     hosts: tuple[str, ...], shards: tuple[int, ...], count: int
 ) -> None:
-    loop = Loop()
+    loop = LoopThread()
     try:
         client = Client(loop, rank=0, world=1, hosts=hosts)
         lines = [Line() for _ in range(3)]
@@ -51,7 +51,7 @@ def test_a_worker_says_on_how_many_hosts_the_parameters_are(
             client.accept(line)  # type: ignore[arg-type]
         open_one(client, shards)
         loop.run(asyncio.sleep(0))
-        said = msgspec.msgpack.decode(lines[1].bodies[0], type=Details)
+        said = msgspec.msgpack.decode(lines[1].bodies[0], type=ModelInfo)
         assert said.hosts == count
     finally:
         loop.close()
@@ -59,18 +59,18 @@ def test_a_worker_says_on_how_many_hosts_the_parameters_are(
 
 def test_who_comes_back_asks_again_when_it_has_the_parameters() -> None:
     """Who asks steps out; if the parameters are on their way then, nobody says that they have come."""
-    loop = Loop()
+    loop = LoopThread()
     try:
         client, line = Client(loop, rank=0, world=1), Line()
         client.accept(line)  # type: ignore[arg-type]
         open_one(client, (0, 0, 0))
         client.ask("the mean")
-        go = Go(0, step=4, version=7, staleness=0)
-        hear = [Opened(0, wants_values=False, life=1), go, *(Values(0, 4, block, 7) for block in range(3))]
+        go = ReleaseWorker(0, step=4, version=7, staleness=0)
+        hear = [ModelOpened(0, wants_values=False, life=1), go, *(PullBlock(0, 4, block, 7) for block in range(3))]
         for message in hear:
             loop.call(client.hear, 0, message)
         loop.run(asyncio.sleep(0))
-        assert line.kinds == ["Open", "Pulled", "Ask"]
+        assert line.kinds == ["OpenModel", "PullDone", "AskAllWorkers"]
     finally:
         loop.close()
 

@@ -8,16 +8,16 @@ from collections import Counter
 import msgspec
 import pytest
 
-from offbeat.batching import BatchTuning, Lease, Leases, Over
-from offbeat.coordinator.data_leases import Dealer
+from offbeat.batching import BatchTuning, EndOfEpoch, Lease, Leases
+from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.protocol.data_leases import Deal, Dealt, Enrol, dealt, leases_of
+from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, dealt, leases_of
 
 SAMPLES = 37
 
 
-def about(world: int, *, ahead: int = 1, batch: int = 4, samples: int = SAMPLES) -> Enrol:
-    return Enrol(
+def about(world: int, *, ahead: int = 1, batch: int = 4, samples: int = SAMPLES) -> RegisterLoader:
+    return RegisterLoader(
         loader=0, plan="", world=world, samples=samples, seed=3, shuffle=True, drop_last=False, batch=batch, ahead=ahead
     )
 
@@ -29,8 +29,8 @@ class Class:
         self, world: int, tuning: BatchTuning | None = None, *, ahead: int = 1, samples: int = SAMPLES
     ) -> None:
         self.now_s = 0.0
-        self.dealer = Dealer(lambda plan: tuning, lambda: self.now_s)
-        self.hands: dict[int, list[Lease | Over]] = {worker: [] for worker in range(world)}
+        self.dealer = LeaseManager(lambda plan: tuning, lambda: self.now_s)
+        self.hands: dict[int, list[Lease | EndOfEpoch]] = {worker: [] for worker in range(world)}
         self.clocks = Counter[int]()
         self.ended: dict[int, list[int]] = {worker: [] for worker in range(world)}
         self.about = about(world, ahead=ahead, samples=samples)
@@ -286,14 +286,14 @@ def test_who_has_no_memory_gets_smaller_batches() -> None:
 def test_deals_travel() -> None:
     one = Class(1)
     one.enrol(0)
-    for deal in (one.draw(0), Over(4)):
+    for deal in (one.draw(0), EndOfEpoch(4)):
         assert leases_of(dealt(0, deal), SAMPLES) == [deal]
 
 
 @pytest.mark.parametrize("piece", [(0, 5, 5), (0, 6, 5), (0, 0, SAMPLES + 1)])
 def test_impossible_deals_are_refused(piece: tuple[int, int, int]) -> None:
     with pytest.raises(PeerError, match="not among the 37"):
-        leases_of(Dealt(0, (Deal(1, 0, (piece,)),)), SAMPLES)
+        leases_of(LeaseGrants(0, (Deal(1, 0, (piece,)),)), SAMPLES)
 
 
 # -- who comes back ----------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_a_restarted_server_goes_on_in_the_data() -> None:
     one.release(0)
     later = next(deal for deal in reversed(one.hands[0]) if isinstance(deal, Lease))
 
-    one.dealer = Dealer(lambda plan: BatchTuning(), lambda: one.now_s)
+    one.dealer = LeaseManager(lambda plan: BatchTuning(), lambda: one.now_s)
     one.dealer.restore(plain)
     assert one.dealer.workers == {0, 1}
     pool = one.dealer.epochs()[0]
@@ -344,4 +344,4 @@ def test_a_restarted_server_goes_on_in_the_data() -> None:
 @pytest.mark.parametrize("plain", [{"0": {}}, {"x": 1}, [1], {"0": {"about": 3}}])
 def test_a_damaged_place_in_the_data_is_refused(plain: object) -> None:
     with pytest.raises(PeerError, match="Cannot go on in the data"):
-        Dealer(lambda plan: None, lambda: 0.0).restore(plain)
+        LeaseManager(lambda plan: None, lambda: 0.0).restore(plain)

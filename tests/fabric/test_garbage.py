@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
 from offbeat.protocol import messages
-from offbeat.report.job_status import sight_of
+from offbeat.protocol.status import StatusReply
 from tests.fabric.garbage import DETAILS, torment
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "details_of": messages.details_of,
     "from_chief": messages.from_chief,
     "to_worker": messages.to_worker,
-    "scenes_of": messages.scenes_of,
-    "sight_of": lambda data: sight_of(data, memoryview(b"")),
-    "sight_of body": lambda data: sight_of(messages.pack(messages.Sight(1)), data),
+    "statuses_of": messages.statuses_of,
+    "status_reply_of": lambda data: messages.status_reply_of(data, memoryview(b"\x90")),
+    "status_reply_of body": lambda data: messages.status_reply_of(messages.pack(StatusReply(1)), data),
 }
 TYPES = [
     kind.__name__

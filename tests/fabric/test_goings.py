@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from offbeat.coordinator.policy_runner import Coordinator
+from offbeat.coordinator.policy_runner import PolicyRunner
 from offbeat.sync import ASP, Evict, Policy, State
 from tests.fabric.links import Together
 from tests.fabric.test_shard import Worker, workers
@@ -18,7 +18,7 @@ from tests.fabric.test_shard import Worker, workers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from offbeat.protocol.status import Seen
+    from offbeat.protocol.status import WorkerStatus
     from offbeat.sync import Action
 
 
@@ -59,7 +59,7 @@ class Job:
         yield
         assert heard.wait(10)
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, WorkerStatus]:
         lead = self.links.shard._lead
         assert lead is not None
         return {seen.worker: seen for seen in lead.look()[0].workers}
@@ -129,4 +129,4 @@ def test_the_step_that_is_seen_is_that_of_the_script(job: Job) -> None:
     job.bring(job.workers[2], step=41)
     assert [seen.made for seen in job.seen().values()] == [41, 41, 42]
     assert job.seen()[2].step == 2
-    assert Coordinator(ASP(), 1, lambda: 0.0).scene(0).workers == ()
+    assert PolicyRunner(ASP(), 1, lambda: 0.0).scene(0).workers == ()

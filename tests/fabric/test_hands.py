@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from offbeat.batching import Lease, Over
-from offbeat.protocol.data_leases import Deal, Dealt, Enrol, FromData, Take
-from offbeat.server.client.lease_queue import Hands
+from offbeat.batching import EndOfEpoch, Lease
+from offbeat.protocol.data_leases import Deal, FromData, LeaseGrants, RegisterLoader, RequestLease
+from offbeat.server.client.lease_queue import LeaseQueues
 
-ABOUT = Enrol(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
+ABOUT = RegisterLoader(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
 
 
-def dealt(*numbers: int, void: tuple[int, ...] = ()) -> Dealt:
-    return Dealt(0, tuple(Deal(n, 0, ((0, n, n + 1),)) for n in numbers), void=void)
+def dealt(*numbers: int, void: tuple[int, ...] = ()) -> LeaseGrants:
+    return LeaseGrants(0, tuple(Deal(n, 0, ((0, n, n + 1),)) for n in numbers), void=void)
 
 
 def test_who_comes_back_draws_only_what_is_still_its_own() -> None:
     """What it had not drawn others may have been given: computing it would be in vain."""
     said: list[FromData] = []
-    hands, drawn = Hands(said.append), list[bool]()
+    hands, drawn = LeaseQueues(said.append), list[bool]()
     hand = hands.hold(ABOUT)
     hands.enrol()
     hands.deal(dealt(1, 2, 3))
     hand.deals.popleft()
     hands.enrol()
-    assert isinstance(said[-1], Enrol)
+    assert isinstance(said[-1], RegisterLoader)
     assert said[-1].holds == (1, 2, 3)
     hands.want(hand, lambda: drawn.append(True))
     assert (drawn, list(hand.deals)) == ([], []), "it is not known yet"
@@ -30,14 +30,14 @@ def test_who_comes_back_draws_only_what_is_still_its_own() -> None:
     assert drawn == [True]
     assert [deal.number for deal in hand.deals if isinstance(deal, Lease)] == [3, 4]
     assert list(hand.held) == [3, 4]
-    assert not any(isinstance(message, Take) for message in said), "more than one lease comes unasked"
+    assert not any(isinstance(message, RequestLease) for message in said), "more than one lease comes unasked"
 
 
 def test_the_end_of_an_epoch_is_nobodys() -> None:
-    hands = Hands(lambda message: None)
+    hands = LeaseQueues(lambda message: None)
     hand = hands.hold(ABOUT)
     hands.enrol()
-    hands.deal(Dealt(0, (Deal(1, 0, ((0, 0, 1),)), Deal(0, 0))))
+    hands.deal(LeaseGrants(0, (Deal(1, 0, ((0, 0, 1),)), Deal(0, 0))))
     hands.enrol()
     hands.deal(dealt(5, void=(1,)))
-    assert [type(deal) for deal in hand.deals] == [Over, Lease]
+    assert [type(deal) for deal in hand.deals] == [EndOfEpoch, Lease]

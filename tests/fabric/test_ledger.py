@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.server.shard.update_scheduler import Give, Keep, Ledger, Make, Undo
+from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 ABOUT = {(worker, clock): (worker, clock) for worker in range(4) for clock in range(40)}
 
 
-def ledger(blocks: int = 2, workers: Iterable[int] = (0, 1)) -> Ledger:
-    one = Ledger(range(blocks))
+def ledger(blocks: int = 2, workers: Iterable[int] = (0, 1)) -> UpdateScheduler:
+    one = UpdateScheduler(range(blocks))
     for worker in workers:
         one.admit(worker, 0)
     return one
 
 
-def made(one: Ledger) -> list[tuple[int, int, list[Push]]]:
-    return [(a.block, a.version, [push for push, _ in a.parts]) for a in one.due() if isinstance(a, Make)]
+def made(one: UpdateScheduler) -> list[tuple[int, int, list[Push]]]:
+    return [(a.block, a.version, [push for push, _ in a.parts]) for a in one.due() if isinstance(a, ApplyUpdate)]
 
 
 def test_what_was_pushed_before_anybody_heard_of_it_dies_with_its_worker() -> None:
@@ -37,7 +37,7 @@ def test_what_was_pushed_before_anybody_heard_of_it_dies_with_its_worker() -> No
     one.apply(Apply(((0, 0),)), ABOUT)
     assert list(one.due()) == [], "the old one is not used"
     one.arrive((0, 0), 0, "new")
-    assert list(one.due(0)) == [Make(0, 1, (((0, 0), "new"),), 1.0)]
+    assert list(one.due(0)) == [ApplyUpdate(0, 1, (((0, 0), "new"),), 1.0)]
 
 
 def test_a_block_travels_back_while_the_next_still_comes() -> None:
@@ -45,9 +45,9 @@ def test_a_block_travels_back_while_the_next_still_comes() -> None:
     one.apply(Apply(((0, 0),)), ABOUT)
     one.release(0, 1)
     assert one.arrive((0, 0), 0, "first") == 1
-    assert list(one.due(0)) == [Make(0, 1, (((0, 0), "first"),), 1.0), Give(0, 0, 1)]
+    assert list(one.due(0)) == [ApplyUpdate(0, 1, (((0, 0), "first"),), 1.0), SendBlock(0, 0, 1)]
     assert one.arrive((0, 0), 1, "second") == 0
-    assert list(one.due(1)) == [Make(1, 1, (((0, 0), "second"),), 1.0), Give(1, 0, 1)]
+    assert list(one.due(1)) == [ApplyUpdate(1, 1, (((0, 0), "second"),), 1.0), SendBlock(1, 0, 1)]
 
 
 def test_an_update_waits_for_all_its_contributions() -> None:
@@ -58,9 +58,9 @@ def test_an_update_waits_for_all_its_contributions() -> None:
     assert list(one.due()) == []
     one.arrive((0, 0), 0, "a")
     (make, give) = one.due()
-    assert isinstance(make, Make)
+    assert isinstance(make, ApplyUpdate)
     assert [part for _, part in make.parts] == ["a", "b"], "by worker, whatever arrived first"
-    assert give == Give(0, 0, 1)
+    assert give == SendBlock(0, 0, 1)
 
 
 @pytest.mark.parametrize(("in_order", "expected"), [(True, []), (False, [(0, 2, [(1, 0)])])])
@@ -83,7 +83,7 @@ def test_whose_contribution_was_dropped_sees_all_updates() -> None:
     one.release(1, 1)
     assert list(one.due()) == []
     one.arrive((0, 0), 0, "a")
-    assert list(one.due())[1:] == [Give(0, 1, 1)]
+    assert list(one.due())[1:] == [SendBlock(0, 1, 1)]
     assert one.expects((1, 1), 0)
     assert not one.expects((1, 0), 0), "the dropped one does not come"
 
@@ -97,7 +97,7 @@ def test_what_comes_of_a_dropped_contribution_is_discarded() -> None:
     assert one.expects((0, 1), 0)
 
 
-def half_received(*, in_order: bool = True) -> Ledger:
+def half_received(*, in_order: bool = True) -> UpdateScheduler:
     """Of worker 1's contribution block 0 has arrived, and is in an update with worker 0's."""
     one = ledger()
     one.apply(Apply(((0, 0), (1, 0)), in_order=in_order), ABOUT)
@@ -106,9 +106,9 @@ def half_received(*, in_order: bool = True) -> Ledger:
     one.arrive((0, 0), 1, "a1")
     one.arrive((1, 0), 0, "b0")
     make, give = one.due()
-    assert isinstance(make, Make)
+    assert isinstance(make, ApplyUpdate)
     assert (make.block, [part for _, part in make.parts]) == (0, ["a0", "b0"])
-    assert give == Give(0, 0, 1), "at once, while the rest still comes"
+    assert give == SendBlock(0, 0, 1), "at once, while the rest still comes"
     assert make.line is not None
     make.line.before = "what block 0 was"
     return one
@@ -121,11 +121,11 @@ def test_what_is_half_there_when_its_worker_is_lost_is_taken_out_again() -> None
     assert list(one.due()) == [], "it may be whole elsewhere"
     assert one.withdraw((1, 0)) is False
     assert list(one.due()) == [
-        Undo(0, "what block 0 was"),
-        Make(0, 1, (((0, 0), "a0"),), 1.0),
-        Give(0, 0, 1, number=1),
-        Make(1, 1, (((0, 0), "a1"),), 1.0),
-        Give(1, 0, 1, number=1),
+        UndoUpdate(0, "what block 0 was"),
+        ApplyUpdate(0, 1, (((0, 0), "a0"),), 1.0),
+        SendBlock(0, 0, 1, number=1),
+        ApplyUpdate(1, 1, (((0, 0), "a1"),), 1.0),
+        SendBlock(1, 0, 1, number=1),
     ]
     one.admit(1, 5)
     assert one.expects((1, 5), 0)
@@ -180,11 +180,11 @@ def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
     assert len(list(one.due())) == 2
     one.commit((0, 0))
     one.release(0, 1)
-    assert list(one.due()) == [Give(0, 0, 1)]
+    assert list(one.due()) == [SendBlock(0, 0, 1)]
     one.lose(1)
     one.withdraw((1, 0))
     *_, make, give = one.due()
-    assert (make, give) == (Make(0, 2, (((0, 0), "a"),), 1.0), Give(0, 0, 1, number=1))
+    assert (make, give) == (ApplyUpdate(0, 2, (((0, 0), "a"),), 1.0), SendBlock(0, 0, 1, number=1))
 
 
 def test_an_update_of_what_is_withdrawn_alone_is_empty_and_counts() -> None:
@@ -203,7 +203,7 @@ def test_nothing_is_written_down_of_what_is_whole_before_it_is_used() -> None:
     one.commit((0, 0))
     one.apply(Apply(((0, 0),)), ABOUT)
     (make,) = one.due()
-    assert isinstance(make, Make)
+    assert isinstance(make, ApplyUpdate)
     assert make.line is None
 
 
@@ -213,7 +213,7 @@ def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
     one.apply(Apply(((1, 0),), in_order=False), ABOUT)
     one.release(1, 1)
     one.arrive((1, 0), 0, "slow")
-    assert [type(action) for action in one.due()] == [Make, Give]
+    assert [type(action) for action in one.due()] == [ApplyUpdate, SendBlock]
     for clock in range(8):
         one.apply(Apply(((0, clock),), in_order=False), ABOUT)
         for block in (0, 1):
@@ -229,9 +229,9 @@ def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
     assert made(one) == [], "it may still be withdrawn"
     assert one.commit((1, 0)) is True
     assert list(one.due()) == [
-        Make(0, 1, (((1, 0), "slow"),), 1.0),
-        Make(1, 1, (((1, 0), "slow"),), 1.0),
-        Give(1, 1, 1),
+        ApplyUpdate(0, 1, (((1, 0), "slow"),), 1.0),
+        ApplyUpdate(1, 1, (((1, 0), "slow"),), 1.0),
+        SendBlock(1, 1, 1),
     ]
 
 
@@ -264,7 +264,7 @@ def test_a_lost_worker_is_given_nothing() -> None:
     one.release(0, 1)
     one.lose(0)
     one.withdraw((0, 0))
-    assert [type(action) for action in one.due()] == [Make]
+    assert [type(action) for action in one.due()] == [ApplyUpdate]
 
 
 def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
@@ -276,7 +276,7 @@ def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
     assert list(one.due()) == []
     one.arrive((0, 0), 0, "a")
     one.commit((0, 0))
-    assert [type(action) for action in one.due()] == [Make, Keep, Make]
+    assert [type(action) for action in one.due()] == [ApplyUpdate, CaptureBlock, ApplyUpdate]
 
 
 def test_a_block_is_kept_when_nothing_in_it_can_be_withdrawn() -> None:
@@ -288,15 +288,18 @@ def test_a_block_is_kept_when_nothing_in_it_can_be_withdrawn() -> None:
     one.apply(Apply(((1, 0),), in_order=False), ABOUT)
     one.arrive((1, 0), 0, "b0")
     first, second = one.due()
-    assert isinstance(first, Make)
-    assert isinstance(second, Make)
+    assert isinstance(first, ApplyUpdate)
+    assert isinstance(second, ApplyUpdate)
     assert second.line is not None
     second.line.before = "at the mark"
     one.commit((1, 0))
     assert list(one.due()) == []
     one.arrive((0, 0), 1, "a1")
     assert one.commit((0, 0)) is True
-    assert [action for action in one.due() if isinstance(action, Keep)] == [Keep(0, "at the mark"), Keep(1)]
+    assert [action for action in one.due() if isinstance(action, CaptureBlock)] == [
+        CaptureBlock(0, "at the mark"),
+        CaptureBlock(1),
+    ]
 
 
 def test_a_mark_with_what_is_withdrawn_is_given_up() -> None:
@@ -304,10 +307,10 @@ def test_a_mark_with_what_is_withdrawn_is_given_up() -> None:
     one.mark()
     one.lose(1)
     assert one.withdraw((1, 0)) is True
-    assert not any(isinstance(action, Keep) for action in one.due())
+    assert not any(isinstance(action, CaptureBlock) for action in one.due())
     one.mark()
     one.commit((0, 0))
-    assert [action.block for action in one.due() if isinstance(action, Keep)] == [0, 1]
+    assert [action.block for action in one.due() if isinstance(action, CaptureBlock)] == [0, 1]
 
 
 @pytest.mark.parametrize("come", [1, 2], ids=["in part", "whole"])
@@ -322,6 +325,6 @@ def test_what_overtakes_stepping_out_and_in_again_is_kept(come: int) -> None:
     one.apply(Apply(((0, 0),)), ABOUT)
     for block in range(come, 2):
         one.arrive((0, 0), block, f"part {block}")
-    assert [(a.block, a.parts) for a in one.due() if isinstance(a, Make)] == [
+    assert [(a.block, a.parts) for a in one.due() if isinstance(a, ApplyUpdate)] == [
         (block, (((0, 0), f"part {block}"),)) for block in (0, 1)
     ]

@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from offbeat.layout import arrange
-from offbeat.protocol.shards import Admit, Applied, Committed, Gone, Released, Withdrawn
-from offbeat.protocol.training import About, BlockOf, Details, PieceOf
+from offbeat.protocol.shards import (
+    AdmitWorker,
+    ApplyContributions,
+    CommitUpdates,
+    ReleaseFromShard,
+    WithdrawContribution,
+    WorkerRemoved,
+)
+from offbeat.protocol.training import BlockOf, ContributionInfo, ModelInfo, PieceOf
 from offbeat.server import optimizers
 from offbeat.server.blocks import cut
 from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.server.optimizers import describe
-from offbeat.server.shard.model_shard import Table
-from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
+from offbeat.server.shard.model_shard import ModelShard
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
 from offbeat.sync import BSP
 from tests.fabric.links import Together
 from tests.fabric.test_shard import SOON, Worker
@@ -73,12 +80,12 @@ class Alone:
             BlockOf(b.index, b.dtype, tuple(PieceOf(names.index(p.name), p.start, p.numel) for p in b.pieces))
             for b in self.blocks
         )
-        details = Details(1, 1, 1, "p", "l", names, blocks, optimizer)
-        self.table = Table(0, details, lambda worker, message, values: None)
+        details = ModelInfo(1, 1, 1, "p", "l", names, blocks, optimizer)
+        self.table = ModelShard(0, details, lambda worker, message, values: None)
         for block in self.blocks:  # as the first worker does; nobody has zeroed them
             self.table.values(block.index).zero_()
         self._clock = 0
-        self.table.decide(Admit(0, 0, 0))
+        self.table.decide(AdmitWorker(0, 0, 0))
 
     def step(self, gradient: torch.Tensor, hyper: tuple[Hyper, ...], half: torch.Tensor | None = None) -> None:
         """One update.
@@ -88,15 +95,17 @@ class Alone:
         """
         push = (0, self._clock)
         pushes = (push,) if half is None else (push, (1, 0))
-        self.table.decide(Applied(0, pushes, (About(1.0, ()),) * len(pushes), hyper, 1.0, in_order=half is None))
+        self.table.decide(
+            ApplyContributions(0, pushes, (ContributionInfo(1.0, ()),) * len(pushes), hyper, 1.0, in_order=half is None)
+        )
         for block in self.blocks[: 0 if half is None else len(self.blocks) // 2]:
             assert half is not None
             self.table.arrive((1, 0), block.index, half[block.offset : block.offset + block.numel].clone())
         for block in self.blocks:
             self.table.arrive(push, block.index, gradient[block.offset : block.offset + block.numel].clone())
-        self.table.decide(Committed(0, *push))
+        self.table.decide(CommitUpdates(0, *push))
         self._clock += 1
-        self.table.decide(Released(0, 0, self._clock))
+        self.table.decide(ReleaseFromShard(0, 0, self._clock))
 
     @property
     def values(self) -> torch.Tensor:
@@ -112,7 +121,7 @@ class Alone:
         values = {block: self.table.values(block) for block in self.table.blocks}
         tensors = [(about(0, block, "", "", value), value) for block, value in values.items()]
         tensors += [(about(0, it.block, it.name, it.key, it.tensor), it.tensor) for it in self.table.state()]
-        return Snapshot(Header(FORMAT, "", Identity(0, 0), 1, ()), tensors)
+        return Snapshot(SnapshotHeader(FORMAT, "", SnapshotId(0, 0), 1, ()), tensors)
 
 
 def through_a_file(snapshot: Snapshot) -> Snapshot:
@@ -153,14 +162,14 @@ def test_what_is_withdrawn_leaves_no_trace(kind: str, options: dict[str, Any]) -
     for gradient in gradients(0, 2):
         one.step(gradient, spec.groups)
         other.step(gradient, spec.groups)
-    one.table.decide(Admit(0, 1, 0))
+    one.table.decide(AdmitWorker(0, 1, 0))
     one.step(gradients(2, 3)[0], spec.groups, half=gradients(9, 10)[0])
     other.step(gradients(2, 3)[0], spec.groups)
     one.step(gradients(3, 4)[0], spec.groups, half=None)
     other.step(gradients(3, 4)[0], spec.groups)
     assert not torch.equal(one.values, other.values)
-    one.table.decide(Gone(0, 1))
-    one.table.decide(Withdrawn(0, 1, 0))
+    one.table.decide(WorkerRemoved(0, 1))
+    one.table.decide(WithdrawContribution(0, 1, 0))
     assert as_bytes(one) == as_bytes(other)
 
 
@@ -189,7 +198,7 @@ def test_momentum_that_began_later_is_in_a_snapshot_too() -> None:
 
 
 def trained(make: Make, first: int, last: int, checkpoint: tuple[torch.Tensor, bytes] | None = None) -> Any:
-    """Values and state after steps `first` to `last` at a server of its own; as `Served` saves and loads them."""
+    """Values and state after steps `first` to `last` at a server of its own; as `ServerSync` saves and loads them."""
     job = Together(BSP(), 1)
     try:
         worker = Worker(job.clients[0], make=make)

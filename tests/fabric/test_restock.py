@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.batching import BatchTuning, Leases
-from offbeat.coordinator.coordinator import Lead
+from offbeat.coordinator.coordinator import Coordinator
 from offbeat.errors import ModelError, PeerError
-from offbeat.protocol.data_leases import Dealt, dealt
+from offbeat.protocol.data_leases import LeaseGrants, dealt
 from offbeat.server.optimizers import check_hyper
 from tests.fabric.test_dealer import SAMPLES, Class
 
 if TYPE_CHECKING:
-    from offbeat.coordinator.data_leases import Dealer
+    from offbeat.coordinator.data_leases import LeaseManager
 
 _ODD = [
     -1,
@@ -98,13 +98,13 @@ def damaged(draw: st.DrawFn, plain: Any) -> Any:
     return plain
 
 
-def go_on(dealer: Dealer) -> None:
+def go_on(dealer: LeaseManager) -> None:
     """Deal out, take back and save, as for any other data."""
     for _ in range(10):
         for worker in range(3):
             for deal in dealer.take(worker, 0):
                 message = dealt(0, deal)
-                assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Dealt) == message
+                assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=LeaseGrants) == message
     (pool,) = dealer.epochs().values()
     for clock, number in enumerate([n for n, held in pool.held.items() if held.worker == 0]):
         assert dealer.announce(0, (0, clock), [(0, number)], 0.1)
@@ -152,7 +152,7 @@ def test_any_json_is_a_pool_or_a_refusal(plain: Any) -> None:
 @settings(max_examples=100)
 @given(place=st.binary(max_size=40) | st.sampled_from([b"[" * 100_000, b"\xff", b"{}", b"null", b"{}{}", b'{"0":']))
 def test_any_bytes_are_answered_with_a_sentence(place: bytes) -> None:
-    lead = Lead(
+    lead = Coordinator(
         lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None, check_hyper=check_hyper
     )
     assert lead.go_on_in_data(place) or place == b"{}"

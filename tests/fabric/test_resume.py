@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from offbeat.control import WaitThreshold
-from offbeat.coordinator.policy_runner import Coordinator
-from offbeat.coordinator.reconnect import Losses, Verdict, judge
+from offbeat.coordinator.policy_runner import PolicyRunner
+from offbeat.coordinator.reconnect import LostUpdates, ReconnectAction, judge
 from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
-from offbeat.protocol.data_leases import Dealt, Enrol
+from offbeat.protocol.data_leases import LeaseGrants, RegisterLoader
 from offbeat.protocol.messages import details_of, from_chief, pack
-from offbeat.protocol.shards import Enlist
-from offbeat.protocol.training import Back, Go, Open
+from offbeat.protocol.shards import RegisterShard
+from offbeat.protocol.training import OpenModel, Reconnect, ReleaseWorker
 from offbeat.server.shard.shard import Shard
-from offbeat.server.shard.snapshot_store import Archive
-from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot
+from offbeat.server.shard.snapshot_store import SnapshotStore
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId
 from offbeat.sync import ASP, BSP, Apply, Ready
 from tests.fabric.garbage import DETAILS, Guest, Line, Worker
 from tests.fabric.links import Parts
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     from offbeat.sync import Policy
 
 
-def back(**what: object) -> Back:
-    return Back(**{"life": 1, "clock": 7, "version": 20, "holds": False, "waits": False, **what})  # type: ignore[arg-type]
+def back(**what: object) -> Reconnect:
+    return Reconnect(**{"life": 1, "clock": 7, "version": 20, "holds": False, "waits": False, **what})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("life", "what", "decided", "expected"),
     [
-        (1, {}, 7, Verdict.LATER),
-        (1, {"holds": True, "waits": True}, 8, Verdict.JOIN),
-        (1, {"waits": True}, 7, Verdict.JOIN),
-        (2, {}, 5, Verdict.GO_ON),
-        (2, {"holds": True, "waits": True}, 8, Verdict.JOIN),
-        (2, {"holds": True, "waits": True}, 7, Verdict.AGAIN),
-        (2, {"waits": True}, 5, Verdict.JOIN),
+        (1, {}, 7, ReconnectAction.LATER),
+        (1, {"holds": True, "waits": True}, 8, ReconnectAction.JOIN),
+        (1, {"waits": True}, 7, ReconnectAction.JOIN),
+        (2, {}, 5, ReconnectAction.GO_ON),
+        (2, {"holds": True, "waits": True}, 8, ReconnectAction.JOIN),
+        (2, {"holds": True, "waits": True}, 7, ReconnectAction.AGAIN),
+        (2, {"waits": True}, 5, ReconnectAction.JOIN),
     ],
 )
-def test_the_table(life: int, what: dict[str, object], decided: int, expected: Verdict) -> None:
+def test_the_table(life: int, what: dict[str, object], decided: int, expected: ReconnectAction) -> None:
     assert judge(back(**what), life=life, decided=decided) is expected
 
 
 def test_who_was_never_here_just_joins() -> None:
-    assert judge(None, life=3, decided=0) is Verdict.JOIN
+    assert judge(None, life=3, decided=0) is ReconnectAction.JOIN
 
 
 def test_what_is_lost_is_what_no_snapshot_has() -> None:
-    losses = Losses(40)
+    losses = LostUpdates(40)
     assert str(losses) == "nothing is lost"
     losses.book(0, back(version=57, done=((19, 64.0), (20, 64.0), (21, 32.0))), decided=20)
     losses.book(1, back(version=50, done=((18, 64.0),)), decided=19)
@@ -70,7 +70,7 @@ def test_what_is_lost_is_what_no_snapshot_has() -> None:
 
 def test_a_round_keeps_its_size_when_a_worker_comes_back_only_to_wait() -> None:
     """Else the others' contributions would weigh more after a restart than before."""
-    coordinator = Coordinator(ASP(), 2, lambda: 0.0)
+    coordinator = PolicyRunner(ASP(), 2, lambda: 0.0)
     coordinator.join(0, least=14, weight=32.0)
     coordinator.join(1, least=40, weight=32.0)
     coordinator.start_if_all_are_here()
@@ -114,15 +114,15 @@ class Waiting:
     """The first of two shards, with a snapshot of both: its life begins when the other is there."""
 
     def __init__(self, folder: Path) -> None:
-        archive = Archive(folder, "j")
-        archive.write(Snapshot(Header(FORMAT, "j", Identity(1, 7), 2, ()), []), None)
+        archive = SnapshotStore(folder, "j")
+        archive.write(Snapshot(SnapshotHeader(FORMAT, "j", SnapshotId(1, 7), 2, ()), []), None)
         self.shard = Shard(lambda plan: Parts(BSP()), archive=archive)
         assert not self.shard.begun.is_set()
 
     def begin(self) -> set[int]:
         """The other shard is there; which workers take part."""
         other = self.shard.accept(ToShard(0, "shard"))  # type: ignore[arg-type]
-        other.received(pack(Enlist(((1, 7),), 1)), memoryview(b""))
+        other.received(pack(RegisterShard(((1, 7),), 1)), memoryview(b""))
         assert self.shard.begun.is_set()
         assert self.shard._lead is not None
         return {seen.worker for scene in self.shard._lead.look() for seen in scene.workers}
@@ -135,7 +135,7 @@ def test_who_was_early_and_has_gone_does_not_take_part(tmp_path: Path) -> None:
         job = Waiting(tmp_path)
         gone, stays = Guest(job.shard, 0), Guest(job.shard, 1)
         for guest in (gone, stays):
-            guest.say(pack(Open(0)), TWO_SHARDS)
+            guest.say(pack(OpenModel(0)), TWO_SHARDS)
         gone.leave(NetworkError("it is gone"))
         return job.begin()
 
@@ -148,11 +148,11 @@ def test_who_is_early_opens_a_model_once(tmp_path: Path) -> None:
     async def story() -> set[int]:
         job = Waiting(tmp_path)
         first, second, third = (Guest(job.shard, 1) for _ in range(3))
-        first.say(pack(Open(0)), TWO_SHARDS)
+        first.say(pack(OpenModel(0)), TWO_SHARDS)
         for again in (second, first):
             with pytest.raises(PeerError, match="Rank 1 opens model 0 for a second time"):
-                again.say(pack(Open(0)), TWO_SHARDS)
-        third.say(pack(Open(0)), TWO_SHARDS)  # the first was sent away
+                again.say(pack(OpenModel(0)), TWO_SHARDS)
+        third.say(pack(OpenModel(0)), TWO_SHARDS)  # the first was sent away
         return job.begin()
 
     assert asyncio.run(story()) == {1}
@@ -187,8 +187,8 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
         here = back(
             life=shard.life, secret=shard._secrets[1], clock=clock, version=0, holds=True, waits=True, weight=1.0
         )
-        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
-        (go,) = [message for message, _ in guest.line.sent if isinstance(message, Go)]
+        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        (go,) = [message for message, _ in guest.line.sent if isinstance(message, ReleaseWorker)]
         assert go.step == clock + 1, "no other contribution is given the number of the one that it came back with"
         return go.fate, go.counted
 
@@ -198,7 +198,7 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
 def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None:
     """Nobody had heard of that one; the worker would report it as lost when the server is killed."""
 
-    async def story() -> Go:
+    async def story() -> ReleaseWorker:
         shard = Shard(lambda plan: Parts(ASP()), patience_s=60)
         team = [Worker(shard, 0), Worker(shard, 1)]
         await pump(team)
@@ -212,30 +212,30 @@ def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None
         here = back(
             life=shard.life, secret=shard._secrets[1], clock=clock + 1, version=1, holds=True, waits=True, weight=1.0
         )
-        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
-        return next(message for message, _ in guest.line.sent if isinstance(message, Go))
+        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        return next(message for message, _ in guest.line.sent if isinstance(message, ReleaseWorker))
 
     go = asyncio.run(story())
     assert (go.fate, go.counted, go.step) == ("was outdated, and is not used", False, 2)
 
 
 def test_who_was_cut_off_is_told_which_data_is_others_now() -> None:
-    about = Enrol(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
+    about = RegisterLoader(loader=0, plan="", world=2, samples=40, seed=3, shuffle=True, drop_last=False, batch=4)
 
-    async def story() -> tuple[list[Dealt], list[Dealt]]:
+    async def story() -> tuple[list[LeaseGrants], list[LeaseGrants]]:
         shard = Shard(lambda plan: Parts(ASP()), patience_s=60)
         team = [Worker(shard, 0), Worker(shard, 1)]
         await pump(team)
         for worker in team:
             worker.say(pack(about))
-        before = [message for message, _ in team[1].line.sent if isinstance(message, Dealt)]
+        before = [message for message, _ in team[1].line.sent if isinstance(message, LeaseGrants)]
         team[1].leave(NetworkError("it is cut off"))
         guest = Guest(shard, 1)
         here = back(life=shard.life, secret=shard._secrets[1], clock=0, version=0, holds=True, waits=True, weight=1.0)
-        guest.say(pack(Open(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         holds = tuple(deal.number for message in before for deal in message.deals)
         guest.say(pack(msgspec.structs.replace(about, holds=holds)))
-        return before, [message for message, _ in guest.line.sent if isinstance(message, Dealt)]
+        return before, [message for message, _ in guest.line.sent if isinstance(message, LeaseGrants)]
 
     before, after = asyncio.run(story())
     assert [message.void for message in after] == [tuple(deal.number for message in before for deal in message.deals)]
@@ -258,7 +258,7 @@ def test_nobody_waits_for_a_worker_that_had_gone_before_the_server_was_killed(tm
     """Also if the snapshot has it, since none was made after it had gone."""
 
     async def story() -> tuple[frozenset[int], bool]:
-        archive = Archive(tmp_path, "j")
+        archive = SnapshotStore(tmp_path, "j")
         first = Shard(lambda plan: Parts(BSP()), archive=archive)
         stays, goes = Worker(first, 0), Worker(first, 1)
         await pump([stays, goes])
@@ -290,7 +290,7 @@ def test_of_a_life_that_is_over_nothing_stays() -> None:
 
     async def story() -> bool:
         shard = Shard(Plan.from_toml, archive=None)
-        Guest(shard, 0).say(pack(Open(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
+        Guest(shard, 0).say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
         shard.begin_with_who_is_here_after(60.0)
         shard.stop()
         here = weakref.ref(shard)
@@ -308,13 +308,13 @@ def test_a_life_that_is_over_decides_nothing_later(tmp_path: Path) -> None:
 
     async def story() -> int:
         shard = Shard(lambda plan: Parts(BSP()), record=records.append)
-        Guest(shard, 0).say(pack(Open(0)), pack(DETAILS))
+        Guest(shard, 0).say(pack(OpenModel(0)), pack(DETAILS))
         shard.begin_with_who_is_here_after(0.01)
         shard.stop()
         before = len(records)
         assert shard._lead is not None
         one = next(iter(shard._lead.models.values()))
-        one.losses = Losses(0)  # it had gone on from a snapshot
+        one.losses = LostUpdates(0)  # it had gone on from a snapshot
         await asyncio.sleep(0.05)
         return len(records) - before
 

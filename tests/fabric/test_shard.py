@@ -14,18 +14,18 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.coordinator.policy_runner import Coordinator
+from offbeat.coordinator.policy_runner import PolicyRunner
 from offbeat.errors import DisagreementError, ModelError, NetworkError, PeerError
 from offbeat.layout import arrange
-from offbeat.protocol.data_leases import Enrol
+from offbeat.protocol.data_leases import RegisterLoader
 from offbeat.protocol.messages import pack
 from offbeat.protocol.optimizer_spec import OptimizerSpec
-from offbeat.protocol.shards import Whole
-from offbeat.protocol.training import About, Part
+from offbeat.protocol.shards import PushDone
+from offbeat.protocol.training import ContributionInfo, PushBlock
 from offbeat.server import optimizers
-from offbeat.server.blocks import Block, Piece, cut, deal
+from offbeat.server.blocks import Block, ParameterSlice, cut, deal
 from offbeat.server.optimizers import describe, hyper
-from offbeat.server.shard.parameter_store import Store
+from offbeat.server.shard.parameter_store import ParameterStore
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from offbeat.tensors import bytes_of
 from tests.fabric.links import Together, kind_of
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from offbeat.protocol.messages import FromShard
     from offbeat.server.client.client import Client
-    from offbeat.server.client.model_state import Place
-    from offbeat.server.client.requests import Exchange
+    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.requests import ServerRequest
 
 SOON = timedelta(seconds=10)
 
@@ -81,12 +81,12 @@ class Worker:
     def step(self, gradient: torch.Tensor, weight: float = 1.0) -> int:
         return self.bring(gradient, weight).staleness
 
-    def about(self, weight: float, **also: Any) -> About:
-        return About(weight, hyper(self.optimizer), **also)
+    def about(self, weight: float, **also: Any) -> ContributionInfo:
+        return ContributionInfo(weight, hyper(self.optimizer), **also)
 
     def bring(
         self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = (), step: int = 0
-    ) -> Exchange:
+    ) -> ServerRequest:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         exchange = self.client.exchange(0, parts, about=self.about(weight, used=used, step=step))
         assert exchange.wait(SOON)
@@ -96,19 +96,19 @@ class Worker:
         """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
         push, self.client._push = self.client._push, self._push_but_last  # type: ignore[method-assign]
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
-        self.client.exchange(0, parts, about=About(1.0, hyper(self.optimizer)))
+        self.client.exchange(0, parts, about=ContributionInfo(1.0, hyper(self.optimizer)))
         place, deadline_s = self.client.place(0), time.monotonic() + SOON.total_seconds()
         while place.missing != {len(self.blocks) - 1}:
             assert time.monotonic() < deadline_s, "they have not come back"
             time.sleep(0.001)
         self.client._push = push  # type: ignore[method-assign]
 
-    def _push_but_last(self, place: Place, clock: int) -> None:
+    def _push_but_last(self, place: ModelState, clock: int) -> None:
         assert place.parts is not None
         place.await_all()
         for block, part in list(place.parts.items())[:-1]:
             link = self.client._links[place.shards[block]]
-            link.send(pack(Part(0, clock, block, "float32")), bytes_of(part))
+            link.send(pack(PushBlock(0, clock, block, "float32")), bytes_of(part))
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     told: list[str] = []
     worker.client._tell = told.append
     hand = worker.client.enrol(
-        Enrol(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
+        RegisterLoader(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     )
     assert worker.client.draw(hand).wait(SOON)
     before = worker.values.clone()
@@ -242,7 +242,7 @@ def test_who_brings_other_data_is_refused_at_once(
         send(metadata, *rest)
 
     monkeypatch.setattr(end, "send", note)
-    about = Enrol(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
+    about = RegisterLoader(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     team = workers(job)
     team[0].client.enrol(about)
     hand = team[1].client.enrol(msgspec.structs.replace(about, batch=8))
@@ -266,7 +266,7 @@ def test_who_need_not_wait_is_not_granted(
     for end in job.ends:
         assert end.took["Announce"] == 5
         assert end.other.took["Granted"] == grants
-        assert end.took["Part"] == 5 * len(team[0].blocks)
+        assert end.took["PushBlock"] == 5 * len(team[0].blocks)
 
 
 @pytest.mark.parametrize("refresh", [False, True])
@@ -366,7 +366,7 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     last = len(slow.blocks) - 1
     assert place.parts is not None
     body = bytes_of(place.parts[last])
-    job.loop.call(slow.client._links[place.shards[last]].send, pack(Part(0, 0, last, "float32")), body)
+    job.loop.call(slow.client._links[place.shards[last]].send, pack(PushBlock(0, 0, last, "float32")), body)
     assert place.exchange.wait(SOON)
     fast.step(torch.zeros(100))
     # Once as half a round, and once as its momentum.
@@ -380,11 +380,11 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
     """As from another shard that was stopped in between; else the others would seem to be ahead of it, and wait."""
     job = together(policy, 2, 2)
     (other,) = job.others
-    late: list[Whole] = []
+    late: list[PushDone] = []
     tell = other._tell_chief
 
     def tell_later(message: FromShard) -> None:
-        if isinstance(message, Whole):
+        if isinstance(message, PushDone):
             late.append(message)
         else:
             tell(message)
@@ -423,7 +423,7 @@ def test_what_was_pushed_at_once_may_still_be_dropped(together: Callable[[Policy
     before = worker.values.clone()
     for step in range(6):
         worker.step(torch.full((100,), 1000.0 if step % 2 else 1.0))
-    assert job.ends[0].took["Part"] == 6 * len(worker.blocks), "all were pushed"
+    assert job.ends[0].took["PushBlock"] == 6 * len(worker.blocks), "all were pushed"
     assert torch.allclose(before - worker.values, torch.full((100,), 0.5 * (1 + 1.5 + 1.75)))
 
 
@@ -459,8 +459,8 @@ def test_what_is_fetched_ends_when_nothing_can_come_any_more(together: Callable[
 def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     spec = describe(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), {id(parameter): "a"})
-    block = Block(0, 0, 0, "float32", 4, (Piece("a", 0, 3),))
-    store = Store([block], spec)
+    block = Block(0, 0, 0, "float32", 4, (ParameterSlice("a", 0, 3),))
+    store = ParameterStore([block], spec)
     groups = ({"lr": 0.1, "momentum": 0.9},)
     store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
     ((name, key, momentum),) = store.state_of(0)
@@ -482,7 +482,7 @@ def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was
 
 
 def test_who_left_before_the_start_and_came_back_is_waited_for() -> None:
-    one = Coordinator(BSP(), 2, lambda: 0.0)
+    one = PolicyRunner(BSP(), 2, lambda: 0.0)
     one.join(0)
     one.leave(0)
     assert one.world == 1

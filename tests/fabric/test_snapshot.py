@@ -14,10 +14,10 @@ import torch
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.protocol.messages import from_guest, pack
-from offbeat.protocol.shards import Saved
-from offbeat.server.shard.snapshot_builder import Keeping, Rhythm
-from offbeat.server.shard.snapshot_store import Archive
-from offbeat.server.snapshot import FORMAT, Header, Identity, Snapshot, about, read, write
+from offbeat.protocol.shards import SnapshotSaved
+from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
+from offbeat.server.shard.snapshot_store import SnapshotStore
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def snapshot(number: int, life: int = 7, job: str = "j", format_: int = FORMAT) 
         ("w", "step"): torch.tensor(3),
     }
     return Snapshot(
-        Header(format_, job, Identity(number, life), 1, ()),
+        SnapshotHeader(format_, job, SnapshotId(number, life), 1, ()),
         [(about(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
     )
 
@@ -72,16 +72,16 @@ def test_another_format_is_not_guessed_at() -> None:
 
 
 def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     for number in (1, 2, 3):
-        assert archive.write(snapshot(number), Identity(number - 1, 7))
-    assert list(archive.held) == [Identity(3, 7), Identity(2, 7)]
-    assert archive.write(snapshot(4), Identity(2, 7)), "another shard has not written number 3"
+        assert archive.write(snapshot(number), SnapshotId(number - 1, 7))
+    assert list(archive.held) == [SnapshotId(3, 7), SnapshotId(2, 7)]
+    assert archive.write(snapshot(4), SnapshotId(2, 7)), "another shard has not written number 3"
     archive.close()
-    again = Archive(tmp_path, "j")
-    assert list(again.held) == [Identity(4, 7), Identity(2, 7)]
+    again = SnapshotStore(tmp_path, "j")
+    assert list(again.held) == [SnapshotId(4, 7), SnapshotId(2, 7)]
     assert again.least == 4
-    assert_same(again.read(Identity(2, 7)), snapshot(2))
+    assert_same(again.read(SnapshotId(2, 7)), snapshot(2))
     again.clear()
     assert os.listdir(tmp_path) == ["lock"]
 
@@ -90,48 +90,48 @@ def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_one_is_said_and_the_one_before_is_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), Identity(number - 1, 7))
+        archive.write(snapshot(number), SnapshotId(number - 1, 7))
     archive.close()
     newest = max(tmp_path.glob("*.snapshot"))
     data = bytearray(newest.read_bytes())
     data[3000] ^= 1
     newest.write_bytes(bytes({"cut": data[:-1], "flipped": data, "empty": bytearray()}[damage]))
     with caplog.at_level(logging.WARNING):
-        again = Archive(tmp_path, "j")
-    assert list(again.held) == [Identity(1, 7)]
+        again = SnapshotStore(tmp_path, "j")
+    assert list(again.held) == [SnapshotId(1, 7)]
     assert f"Cannot use the snapshot {newest}" in caplog.text
     assert again.least == 2, "its number is not used again"
 
 
 def test_one_that_is_damaged_while_its_shard_lives_is_found_before_another_life(tmp_path: Path) -> None:
     """Another shard may be lost, and then this one would never get past it."""
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), Identity(number - 1, 7))
+        archive.write(snapshot(number), SnapshotId(number - 1, 7))
     os.truncate(max(tmp_path.glob("*.snapshot")), 1000)
-    assert list(archive.held) == [Identity(2, 7), Identity(1, 7)]
+    assert list(archive.held) == [SnapshotId(2, 7), SnapshotId(1, 7)]
     archive.look()
-    assert list(archive.held) == [Identity(1, 7)]
+    assert list(archive.held) == [SnapshotId(1, 7)]
     assert archive.least == 2
 
 
 def test_a_folder_in_the_place_of_one_is_said_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), Identity(number - 1, 7))
+        archive.write(snapshot(number), SnapshotId(number - 1, 7))
     archive.close()
     newest = max(tmp_path.glob("*.snapshot"))
     newest.unlink()
     newest.mkdir()
     with caplog.at_level(logging.WARNING):
-        again = Archive(tmp_path, "j")
-        assert list(again.held) == [Identity(1, 7)]
+        again = SnapshotStore(tmp_path, "j")
+        assert list(again.held) == [SnapshotId(1, 7)]
         for number in (3, 4):
-            assert again.write(snapshot(number), Identity(1, 7))
+            assert again.write(snapshot(number), SnapshotId(1, 7))
         again.clear()
     assert sorted(os.listdir(tmp_path)) == [newest.name, "lock"]
     assert caplog.text.count(f"Cannot remove {newest}: Is a directory.") == 1
@@ -140,7 +140,7 @@ def test_a_folder_in_the_place_of_one_is_said_once_and_ends_nothing(
 def test_a_full_disk_is_said_once_and_what_was_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     archive.write(snapshot(1), None)
     calls = []
 
@@ -150,55 +150,55 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(os, "fsync", full)
-        assert not archive.write(snapshot(2), Identity(1, 7))
-        assert not archive.write(snapshot(3), Identity(1, 7))
+        assert not archive.write(snapshot(2), SnapshotId(1, 7))
+        assert not archive.write(snapshot(3), SnapshotId(1, 7))
     assert len(calls) == 2, "the fault was injected"
     assert caplog.text.count("No space left on device. The job goes on") == 1
-    assert list(archive.held) == [Identity(1, 7)]
+    assert list(archive.held) == [SnapshotId(1, 7)]
     assert not list(tmp_path.glob("*.part"))
     with caplog.at_level(logging.WARNING):
-        assert archive.write(snapshot(4), Identity(1, 7))
-        assert archive.write(snapshot(5), Identity(4, 7))
+        assert archive.write(snapshot(4), SnapshotId(1, 7))
+        assert archive.write(snapshot(5), SnapshotId(4, 7))
     assert caplog.text.count(f"Snapshots are written to {tmp_path} again.") == 1
 
 
 def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     archive.write(snapshot(1), None)
     with pytest.raises(NetworkError, match=r"another shard does\. Give each shard a folder of its own"):
-        Archive(tmp_path, "j")
+        SnapshotStore(tmp_path, "j")
     archive.close()
     with pytest.raises(NetworkError, match=r"snapshots of job 'k' in .*: it holds those of job 'j'\. Choose another"):
-        Archive(tmp_path, "k")
-    fresh = Archive(tmp_path, "k", is_fresh=True)
+        SnapshotStore(tmp_path, "k")
+    fresh = SnapshotStore(tmp_path, "k", is_fresh=True)
     assert not fresh.held
     assert fresh.least == 1
 
 
 def test_who_has_gone_is_noted_for_this_job_alone(tmp_path: Path) -> None:
-    archive = Archive(tmp_path, "j")
+    archive = SnapshotStore(tmp_path, "j")
     assert archive.gone == set()
     archive.note_gone({2, 5})
     archive.close()
-    again = Archive(tmp_path, "j")
+    again = SnapshotStore(tmp_path, "j")
     assert again.gone == {2, 5}
     again.close()
-    other = Archive(tmp_path, "k")
+    other = SnapshotStore(tmp_path, "k")
     assert other.gone == set()
     other.close()
     (tmp_path / "gone.json").write_text("{")
-    assert Archive(tmp_path, "j", is_fresh=True).gone == set()
+    assert SnapshotStore(tmp_path, "j", is_fresh=True).gone == set()
     assert os.listdir(tmp_path) == ["lock"]
 
 
 def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
-    rhythm = Rhythm(10, least=4, life=7)
+    rhythm = SnapshotSchedule(10, least=4, life=7)
     assert rhythm.is_due(0, 100.0), "of what the job begins with"
     assert rhythm.next(0, shards=2) == 5
     assert not rhythm.is_due(1000, 1000.0), "one is under way"
     assert not rhythm.saved(5, True, 0.5, 100.0)
     assert rhythm.saved(5, True, 1.0, 101.0), "the last shard"
-    assert rhythm.last == Identity(5, 7)
+    assert rhythm.last == SnapshotId(5, 7)
     assert not rhythm.is_due(0, 1000.0), "there is nothing new"
     assert not rhythm.is_due(9, 101.0 + 48.9)
     assert rhythm.is_due(9, 101.0 + 49.1), "after 10 s fewer updates will do"
@@ -207,12 +207,12 @@ def test_snapshots_take_at_most_two_percent_of_the_time() -> None:
     rhythm.next(10, shards=2)
     rhythm.saved(6, False, 0.1, 200.0)
     assert not rhythm.saved(6, True, 0.1, 200.0), "one shard does not have it"
-    assert rhythm.last == Identity(5, 7)
+    assert rhythm.last == SnapshotId(5, 7)
 
 
 def test_slow_updates_are_kept_by_the_time_that_they_took() -> None:
-    rhythm = Rhythm(100, least=0, life=7)
-    rhythm.start_from(Identity(3, 6), 40, 1000.0)
+    rhythm = SnapshotSchedule(100, least=0, life=7)
+    rhythm.start_from(SnapshotId(3, 6), 40, 1000.0)
     assert not rhythm.is_due(40, 1060.0), "there is nothing new"
     assert not rhythm.is_due(45, 1009.9)
     assert rhythm.is_due(45, 1010.1)
@@ -224,10 +224,10 @@ def test_one_that_is_given_up_is_not_written_and_the_next_one_is(tmp_path: Path)
     told: list[tuple[int, bool]] = []
 
     async def story() -> set[int]:
-        archive = Archive(tmp_path, "j")
-        keeping = Keeping(archive, "j", lambda number, well, cost_s: told.append((number, well)))
+        archive = SnapshotStore(tmp_path, "j")
+        keeping = SnapshotBuilder(archive, "j", lambda number, well, cost_s: told.append((number, well)))
         for number in (1, 2):
-            keeping.begin(Identity(number, 7), None, shards=1, models=[], blocks={0: (0, 1)})
+            keeping.begin(SnapshotId(number, 7), None, shards=1, models=[], blocks={0: (0, 1)})
             keeping.take(0, 0, torch.zeros(2), [])
             if number == 1:
                 keeping.give_up()
@@ -246,14 +246,14 @@ def test_one_that_fails_for_another_reason_than_the_disk_is_said_to(
     """Else nobody would hear that there are no snapshots any more."""
     told: list[tuple[int, bool]] = []
 
-    def fail(snapshot: Snapshot, keep: Identity | None) -> bool:
+    def fail(snapshot: Snapshot, keep: SnapshotId | None) -> bool:
         raise MemoryError("no room for a header")
 
     async def story() -> None:
-        archive = Archive(tmp_path, "j")
+        archive = SnapshotStore(tmp_path, "j")
         monkeypatch.setattr(archive, "write", fail)
-        keeping = Keeping(archive, "j", lambda number, well, cost_s: told.append((number, well)))
-        keeping.begin(Identity(1, 7), None, shards=1, models=[], blocks={0: (0,)})
+        keeping = SnapshotBuilder(archive, "j", lambda number, well, cost_s: told.append((number, well)))
+        keeping.begin(SnapshotId(1, 7), None, shards=1, models=[], blocks={0: (0,)})
         keeping.take(0, 0, torch.zeros(2), [])
         while not told:
             await asyncio.sleep(0.01)
@@ -267,4 +267,4 @@ def test_one_that_fails_for_another_reason_than_the_disk_is_said_to(
 def test_what_one_has_cost_is_a_time(cost_s: float) -> None:
     """The pause before the next one is worked out from it: after an infinite one there would be none any more."""
     with pytest.raises(PeerError, match=r"Expected `float` .* - at `\$\.cost_s`"):
-        from_guest(pack(Saved(1, True, cost_s)))
+        from_guest(pack(SnapshotSaved(1, True, cost_s)))

@@ -13,7 +13,7 @@ import torch
 from offbeat.errors import NetworkError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan, table_of
-from offbeat.protocol.plan_swap import Proposed
+from offbeat.protocol.plan_swap import PlanProposed
 from offbeat.server.client.client import Client
 from offbeat.sync import ASP, BSP, SSP, RoundRobin
 from tests.fabric.links import Together
@@ -22,7 +22,7 @@ from tests.fabric.test_shard import SOON, Worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat.server.client.requests import Exchange
+    from offbeat.server.client.requests import ServerRequest
     from offbeat.sync import Policy
 
 PLAN = Plan(fabric=ParameterServer())
@@ -68,7 +68,7 @@ class Job(Together):
         hear = client.hear
 
         def hear_later(shard: int, message: Any) -> None:
-            if isinstance(message, Proposed):
+            if isinstance(message, PlanProposed):
                 self.held.append((client, shard, message))
                 there.set()
             else:
@@ -81,7 +81,7 @@ class Job(Together):
         for _, shard, message in self.held:
             self.loop.call(self._hear, shard, message)
 
-    def swap(self, rank: int, policy: Policy) -> Exchange:
+    def swap(self, rank: int, policy: Policy) -> ServerRequest:
         return self.clients[rank].swap(tomli_w.dumps({"sync": table_of(policy)}))
 
     @property

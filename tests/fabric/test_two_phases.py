@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.server.blocks import Block
-from offbeat.server.client.model_state import Place
+from offbeat.server.client.model_state import ModelState
 from offbeat.server.shard import update_scheduler
-from offbeat.server.shard.update_scheduler import Keep, Ledger, Make, Undo
+from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, UndoUpdate, UpdateScheduler
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Shard:
     """
 
     def __init__(self, blocks: list[int], give: Callable[..., None], tell: Callable[..., None]) -> None:
-        self.ledger, self._give, self._tell = Ledger(blocks), give, tell
+        self.ledger, self._give, self._tell = UpdateScheduler(blocks), give, tell
         self.values: dict[int, Value] = dict.fromkeys(blocks, ())
         self.decided: deque[tuple[Any, ...]] = deque()
         self.entries: dict[int, int] = {}
@@ -75,15 +75,15 @@ class Shard:
     def carry_out(self, block: int | None) -> None:
         for action in self.ledger.due(block):
             value = self.values[action.block]
-            if isinstance(action, Make):
+            if isinstance(action, ApplyUpdate):
                 if action.line is not None:
                     action.line.before = value
                 assert all(part == (push, action.block) for push, part in action.parts)
                 self.values[action.block] = (*value, (action.version, tuple(push for push, _ in action.parts)))
-            elif isinstance(action, Undo):
+            elif isinstance(action, UndoUpdate):
                 assert value[: len(action.before)] == action.before, "it goes back, not elsewhere"
                 self.values[action.block] = action.before
-            elif isinstance(action, Keep):
+            elif isinstance(action, CaptureBlock):
                 if self.kept is not None:
                     assert action.block not in self.kept
                     self.kept[action.block] = value if action.before is None else action.before
@@ -97,9 +97,9 @@ class Shard:
 
 @dataclass
 class Worker:
-    """One worker's end; what it has been given lies in `values`, and `Place` says when it goes on."""
+    """One worker's end; what it has been given lies in `values`, and `ModelState` says when it goes on."""
 
-    place: Place
+    place: ModelState
     entry: int
     step: int = 0
     is_computing: bool = True
@@ -162,7 +162,7 @@ class Job:
     def join(self, worker: int) -> None:
         step = self.next.get(worker, 0)
         blocks = [Block(b, 0, 1, "float32", 4, ()) for b in range(self.count)]
-        place = Place(0, blocks, self.holder, [])
+        place = ModelState(0, blocks, self.holder, [])
         place.await_all()
         self.entry += 1
         self.workers[worker] = Worker(place, self.entry, step, is_computing=not step, is_released=bool(step))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.errors import ScenarioError
 from offbeat.fault_spec import AGE, Fault, read_fired, unfired
-from offbeat.testing.faults import Script, assert_fired
+from offbeat.testing.faults import FaultInjector, assert_fired
 from offbeat.testing.faults.in_process import Injected
 from tests.workers import run_workers
 
@@ -35,7 +35,7 @@ class Training:
     """A worker alone, whose step number k has the gradient k + 1."""
 
     def __init__(self, log: Path, *faults: Fault) -> None:
-        self.script = Script(faults, log, 0)
+        self.script = FaultInjector(faults, log, 0)
         self.run = offbeat.init()
         self.weight = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(self.weight.weight)
@@ -269,7 +269,7 @@ def others(log: Path) -> int:
 )
 def test_what_cannot_strike_is_refused(tmp_path: Path, table: dict[str, Any], said: str) -> None:
     with pytest.raises(ScenarioError, match=said):
-        Script([Fault(**{"worker": 0, "step": 1, **table})], tmp_path / "log", 0)
+        FaultInjector([Fault(**{"worker": 0, "step": 1, **table})], tmp_path / "log", 0)
 
 
 def test_half_a_line_is_not_read(tmp_path: Path) -> None:

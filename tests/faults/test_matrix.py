@@ -16,7 +16,7 @@ from benchmarks.cell import Line, Story
 from benchmarks.faults import CASES, POLICIES, Case, judge, play, selected
 from benchmarks.faults_page import page
 from benchmarks.workloads.marked import Held
-from offbeat.audit import Contribution
+from offbeat.audit import ContributionFate
 from offbeat.fault_spec import Fault, Fired, Link, Process, Script, Stranger
 from offbeat.testing.faults import assert_fired, environment
 from tests.cli.commands import COMMAND, TRAIN, clean_environment, script
@@ -102,8 +102,8 @@ def story_of(folder: Path, case: Case) -> Story:
     return story
 
 
-def applied(rank: int, step: int) -> Contribution:
-    return Contribution(0, rank, (step,), step, "applied", 1 / 3, True)
+def applied(rank: int, step: int) -> ContributionFate:
+    return ContributionFate(0, rank, (step,), step, "applied", 1 / 3, True)
 
 
 def seen(lead: int = 1) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def test_a_change_of_several_steps_weighs_alike_in_each(tmp_path: Path) -> None:
         story.held[rank] = msgspec.structs.replace(story.held[rank], done=6, marks=rows, seen=[])
     shares = {0: [0.5, 0.25], 1: [0.25], 2: [0.25, 0.75]}
     story.known = [
-        Contribution(0, rank, (number,), None if rank == 1 else (3, 6)[number], "applied", share, True)
+        ContributionFate(0, rank, (number,), None if rank == 1 else (3, 6)[number], "applied", share, True)
         for rank, of in shares.items()
         for number, share in enumerate(of)
     ]

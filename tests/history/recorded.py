@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import Diary
+from offbeat.engine import HistoryRecorder
 from offbeat.fabric import ParameterServer
-from offbeat.history import Ended, Header, Log, Record, write_log
+from offbeat.history import HistoryEnded, HistoryHeader, HistoryLog, Record, write_log
 from offbeat.plan import Plan
-from offbeat.protocol.training import About
+from offbeat.protocol.training import ContributionInfo
 from offbeat.server.optimizers import hyper
 from tests.fabric.links import Together
 from tests.fabric.test_shard import SOON, Worker
@@ -35,7 +35,7 @@ class Recorded:
 
     def __init__(self, policy: Policy, folder: Path, *, world: int = 3, steps: int = 8, leaves: dict[int, int]) -> None:
         self.plan, self.steps, self.leaves = Plan(sync=policy, fabric=ParameterServer()), steps, leaves
-        self.records: list[Record] = [Header(1, "coordinator", JOB, 0, 0.0, "now")]
+        self.records: list[Record] = [HistoryHeader(1, "coordinator", JOB, 0, 0.0, "now")]
         self.folder = folder
         self.job = Together(policy, world, read_plan=Plan.from_toml, record=self.records.append)
         # One after another, so that all begin with what rank 0 has.
@@ -43,12 +43,12 @@ class Recorded:
         with ThreadPoolExecutor(world) as pool:
             list(pool.map(self._train, workers))
         self.job.close()
-        self.records.append(Ended())
+        self.records.append(HistoryEnded())
         self.coordinator = folder / "coordinator.log"
         write_log(self.coordinator, self.records)
 
     def _train(self, worker: Worker) -> None:
-        diary, client, rank = Diary(), worker.client, worker.client.rank
+        diary, client, rank = HistoryRecorder(), worker.client, worker.client.rank
         diary.open(self.folder, job=JOB, rank=rank)
         diary.trains(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
         generator = torch.Generator().manual_seed(rank)
@@ -59,7 +59,7 @@ class Recorded:
             gradient = torch.randn(100, generator=generator)
             parts = [gradient[b.offset : b.offset + b.numel].clone() for b in worker.blocks]
             weight = 1.0 + rank
-            exchange = client.exchange(0, parts, about=About(weight, hyper(worker.optimizer)))
+            exchange = client.exchange(0, parts, about=ContributionInfo(weight, hyper(worker.optimizer)))
             assert exchange.wait(SOON)
             diary.has_from_server(0, step, [worker.values], exchange, samples=weight)
         else:
@@ -69,6 +69,6 @@ class Recorded:
 
 def rewrite(path: Path, change: Callable[[list[Any]], None]) -> None:
     """Have a history say something else, with all checksums right."""
-    records = list(Log(path))
+    records = list(HistoryLog(path))
     change(records)
     write_log(path, records)

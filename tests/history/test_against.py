@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import offbeat
-from offbeat.audit import Verdict, compare, verify
+from offbeat.audit import AuditResult, compare, verify
 from offbeat.errors import HistoryError
 from offbeat.sync import ASP, BSP, LocalSGD, Policy, RoundRobin
 from tests.history.recorded import Recorded
@@ -50,7 +50,7 @@ def train(
     return state
 
 
-def against(first: Path, second: Path) -> Verdict:
+def against(first: Path, second: Path) -> AuditResult:
     verdict = verify(first)
     compare(first, second, verdict)
     return verdict

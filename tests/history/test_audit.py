@@ -8,9 +8,19 @@ import msgspec
 import pytest
 
 from offbeat.audit import contributions, verify
-from offbeat.audit.findings import Verdict
-from offbeat.audit.updates import Fates
-from offbeat.history import Began, Ended, Has, Log, Made, Told, actions_of, event_of, told
+from offbeat.audit.findings import AuditResult
+from offbeat.audit.updates import UpdateAudit
+from offbeat.history import (
+    HistoryEnded,
+    HistoryLog,
+    LifeBegan,
+    ParametersAfter,
+    PolicyStep,
+    UpdateMade,
+    actions_of,
+    event_of,
+    told,
+)
 from offbeat.sync import (
     ASP,
     BSP,
@@ -64,14 +74,14 @@ def index_of(records: list[Any], is_it: Callable[[Any], bool], number: int = 3) 
 
 
 def decides(kind: type) -> Callable[[Any], bool]:
-    return lambda record: isinstance(record, Told) and any(isinstance(one, kind) for one in actions_of(record))
+    return lambda record: isinstance(record, PolicyStep) and any(isinstance(one, kind) for one in actions_of(record))
 
 
 def happens(kind: type) -> Callable[[Any], bool]:
-    return lambda record: isinstance(record, Told) and isinstance(event_of(record), kind)
+    return lambda record: isinstance(record, PolicyStep) and isinstance(event_of(record), kind)
 
 
-def with_actions(record: Told, change: Callable[[list[Any]], list[Any]]) -> Told:
+def with_actions(record: PolicyStep, change: Callable[[list[Any]], list[Any]]) -> PolicyStep:
     actions = tuple(change(list(actions_of(record))))
     return told(record.model, event_of(record), actions, asked=record.asked)
 
@@ -114,35 +124,35 @@ def lose_pulled(records: list[Any]) -> None:
 
 
 def make_twice(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Made))
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
     records.insert(at, records[at])
 
 
 def make_of_another(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Made))
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
     used = tuple(msgspec.structs.replace(one, clock=one.clock + 1) for one in records[at].used)
     records[at] = msgspec.structs.replace(records[at], used=used)
 
 
 def make_with_another_weight(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Made))
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
     used = tuple(msgspec.structs.replace(one, weight=one.weight + 1) for one in records[at].used)
     records[at] = msgspec.structs.replace(records[at], used=used)
 
 
 def make_in_part(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Made))
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
     used = tuple(msgspec.structs.replace(one, blocks=one.blocks - 1) for one in records[at].used)
     records[at] = msgspec.structs.replace(records[at], used=used)
 
 
 def make_one_block_twice(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Made))
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
     records[at] = msgspec.structs.replace(records[at], times=records[at].times + 1)
 
 
 def forget_to_make(records: list[Any]) -> None:
-    del records[index_of(records, lambda record: isinstance(record, Made), -1)]
+    del records[index_of(records, lambda record: isinstance(record, UpdateMade), -1)]
 
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
@@ -213,7 +223,7 @@ def test_nobody_is_further_ahead_than_allowed(
 
 
 def other_hash(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Has))
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
     records[at] = msgspec.structs.replace(records[at], digest=records[at].digest ^ 1)
 
 
@@ -228,22 +238,24 @@ def test_equal_versions_are_equal_parameters(tmp_path: Path) -> None:
 
 
 def under_two_numbers(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Has))
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
     records[at] = msgspec.structs.replace(records[at], numbers=(2, *records[at].numbers))
 
 
 def from_other_samples(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Has))
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
     records[at] = msgspec.structs.replace(records[at], samples=77.0)
 
 
 def never_announced(records: list[Any]) -> None:
-    at = index_of(records, lambda record: isinstance(record, Has))
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
     records[at] = msgspec.structs.replace(records[at], numbers=(1000,))
 
 
 def under_one_number(records: list[Any]) -> None:
-    first, second = (at for at, record in enumerate(records) if isinstance(record, Has) and record.step in (2, 3))
+    first, second = (
+        at for at, record in enumerate(records) if isinstance(record, ParametersAfter) and record.step in (2, 3)
+    )
     records[second] = msgspec.structs.replace(records[second], numbers=records[first].numbers)
 
 
@@ -265,7 +277,7 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     verdict = verify(tmp_path)
     assert verdict.holds, verdict.violations[0]
     assert verdict.unrecorded > 0
-    assert len(list(Log(job.coordinator))) < len(job.records)
+    assert len(list(HistoryLog(job.coordinator))) < len(job.records)
 
 
 @pytest.mark.parametrize("kept", [0, 1], ids=["undone", "in the snapshot"])
@@ -274,9 +286,9 @@ def test_what_a_shard_that_was_told_to_end_did_not_make_is_undone(tmp_path: Path
     job = Recorded(SSP(1), tmp_path, leaves={})
 
     def begin_anew(records: list[Any]) -> None:
-        last = records[index_of(records, lambda record: isinstance(record, Made), -1)].version
+        last = records[index_of(records, lambda record: isinstance(record, UpdateMade), -1)].version
         forget_to_make(records)
-        began = next(record for record in records if isinstance(record, Began))
+        began = next(record for record in records if isinstance(record, LifeBegan))
         records.insert(-1, msgspec.structs.replace(began, life=began.life + 1, version=last - 1 + kept))
 
     rewrite(job.coordinator, begin_anew)
@@ -293,7 +305,7 @@ def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(
 
     def stop(records: list[Any]) -> None:
         forget_to_make(records)
-        records[-1] = Ended("it was told to stop")
+        records[-1] = HistoryEnded("it was told to stop")
 
     rewrite(job.coordinator, stop)
     verdict = verify(tmp_path)
@@ -307,7 +319,7 @@ def test_what_a_worker_was_told_is_outdated_is_dropped(tmp_path: Path, numbers: 
     before = verify(tmp_path)
 
     def tell(records: list[Any]) -> None:
-        at = index_of(records, lambda record: isinstance(record, Has))
+        at = index_of(records, lambda record: isinstance(record, ParametersAfter))
         outdated = msgspec.structs.replace(records[at], numbers=numbers, counted=False, digest=None)
         records.insert(at, outdated)
 
@@ -333,11 +345,11 @@ def test_each_contribution_has_its_share(tmp_path: Path) -> None:
 
 def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped() -> None:
     """In an update it is, so that its round was complete; but one that was made from nothing keeps its fate."""
-    fates, verdict = Fates(), Verdict()
+    fates, verdict = UpdateAudit(), AuditResult()
     fates.fates = {(0, 3): "applied", (1, 3): "applied"}
     fates.weights = {(0, 3): 0.0, (1, 3): 0.0}
     for rank, samples in ((0, 4.0), (1, 0.0)):
-        has = Has(0, 3, 0.0, None, samples, numbers=(3,), counted=not samples)
+        has = ParametersAfter(0, 3, 0.0, None, samples, numbers=(3,), counted=not samples)
         fates.brought(rank, has, verdict, is_whole=True)
     assert fates.fates == {(0, 3): "dropped", (1, 3): "applied"}
     assert verdict.holds
@@ -346,7 +358,7 @@ def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped
 def write_no_more(records: list[Any]) -> None:
     """The coordinator's disk is full in the middle of the job, which goes on."""
     at = index_of(records, decides(Apply))
-    records[at + 1 :] = [Ended("No space left on device", gave_up=True)]
+    records[at + 1 :] = [HistoryEnded("No space left on device", gave_up=True)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

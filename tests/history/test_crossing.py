@@ -12,7 +12,7 @@ from torch import nn
 import offbeat
 from offbeat.audit import verify
 from offbeat.fabric import ParameterServer
-from offbeat.history import Crosses, Log, write_log
+from offbeat.history import FabricMigrated, HistoryLog, write_log
 from offbeat.sync import SSP, LocalSGD
 from tests.workers import run_workers
 
@@ -64,11 +64,11 @@ def test_each_stretch_is_checked_and_both_sides_of_every_border(fabric: FabricSp
     assert (verdict.jobs, verdict.borders, verdict.lives) == (5, 4, 2)
     assert not verdict.notes
     assert verdict.updates > 0
-    logs = [Log(path) for path in sorted(tmp_path.glob("worker-1*.log"))]
+    logs = [HistoryLog(path) for path in sorted(tmp_path.glob("worker-1*.log"))]
     records = {log.path: list(log) for log in logs}
-    path, record = next((path, one) for path, of in records.items() for one in of if isinstance(one, Crosses))
+    path, record = next((path, one) for path, of in records.items() for one in of if isinstance(one, FabricMigrated))
     changed = [
-        Crosses(record.border, record.step, record.digest ^ 1) if one is record else one for one in records[path]
+        FabricMigrated(record.border, record.step, record.digest ^ 1) if one is record else one for one in records[path]
     ]
     write_log(path, changed)
     verdict = verify(tmp_path)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.audit import Verdict, verify
+from offbeat.audit import AuditResult, verify
 from offbeat.control import ByProgress
 from offbeat.fabric import Elastic
-from offbeat.history import Admits, Has, Log, Writer
+from offbeat.history import HistoryLog, HistoryWriter, ParametersAfter, WorkersAdmitted
 from offbeat.sync import BSP, LocalSGD
 from tests.workers import run_workers
 
@@ -76,14 +76,14 @@ def test_who_is_killed_may_have_given_what_it_did_not_record(tmp_path: Path) -> 
     assert verdict.applied + verdict.unrecorded >= 2 * STEPS + 4
 
 
-def tampered(folder: Path, change: Callable[[Has], Has | None]) -> Verdict:
+def tampered(folder: Path, change: Callable[[ParametersAfter], ParametersAfter | None]) -> AuditResult:
     """The verdict where rank 1 had recorded something else."""
-    log = Log(next(folder.glob("worker-1*.log")))
+    log = HistoryLog(next(folder.glob("worker-1*.log")))
     records = list(log)
     log.path.unlink()
-    writer = Writer(folder, "worker-1", kind="worker", job=log.header.job, rank=1)
+    writer = HistoryWriter(folder, "worker-1", kind="worker", job=log.header.job, rank=1)
     for record in records[:-1]:
-        changed = change(record) if isinstance(record, Has) else record
+        changed = change(record) if isinstance(record, ParametersAfter) else record
         if changed is not None:
             writer.append(changed)
     writer.close()
@@ -97,8 +97,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _with(has: Has, weights: tuple[float, ...]) -> Has:
-    return Has(has.model, has.step, has.at_s, has.digest, has.samples, weights=weights)
+def _with(has: ParametersAfter, weights: tuple[float, ...]) -> ParametersAfter:
+    return ParametersAfter(has.model, has.step, has.at_s, has.digest, has.samples, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def _with(has: Has, weights: tuple[float, ...]) -> Has:
     ],
 )
 def test_what_is_not_so_is_found(
-    recorded: Path, tmp_path: Path, change: Callable[[Has], Has | None], law: int, says: str
+    recorded: Path, tmp_path: Path, change: Callable[[ParametersAfter], ParametersAfter | None], law: int, says: str
 ) -> None:
     for log in recorded.glob("*.log"):
         (tmp_path / log.name).write_bytes(log.read_bytes())
@@ -133,11 +133,11 @@ def test_a_history_that_is_not_there_is_said_to_be_missing(recorded: Path, tmp_p
 def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path: Path) -> None:
     for file in recorded.glob("*.log"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    log = Log(next(tmp_path.glob("worker-0*.log")))
+    log = HistoryLog(next(tmp_path.glob("worker-0*.log")))
     records = list(log)
     log.path.unlink()
-    writer = Writer(tmp_path, "worker-0", kind="worker", job=log.header.job, rank=0)
-    for record in (*records[:4], Admits((3,)), *records[4:-1]):
+    writer = HistoryWriter(tmp_path, "worker-0", kind="worker", job=log.header.job, rank=0)
+    for record in (*records[:4], WorkersAdmitted((3,)), *records[4:-1]):
         writer.append(record)
     writer.close()
     verdict = verify(tmp_path)

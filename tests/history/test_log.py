@@ -20,59 +20,59 @@ from hypothesis import strategies as st
 from offbeat.audit import verify
 from offbeat.errors import HistoryError
 from offbeat.history import (
-    Adopts,
-    Began,
-    Ended,
-    Has,
-    Header,
-    Log,
+    HistoryEnded,
+    HistoryHeader,
+    HistoryLog,
+    HistoryWriter,
+    LifeBegan,
+    ParametersAfter,
+    PlanAdopted,
+    PolicyStep,
     Record,
-    Told,
-    Writer,
     actions_of,
     event_of,
     log,
     told,
 )
 from offbeat.history.log import write_log
-from offbeat.sync import Apply, Drop, Evict, Grant, Joined, Paced, Ready, Release, Remember, Wake
+from offbeat.sync import Apply, Drop, Evict, Grant, Joined, Ready, Release, Remember, TakesEveryNth, Wake
 from tests.workers import listen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-HEADER = Header(1, "worker", "job", 3, 0.0, "now")
+HEADER = HistoryHeader(1, "worker", "job", 3, 0.0, "now")
 
 
-def has(step: int) -> Has:
-    return Has(0, step, step / 3, (step * 0x9E3779B97F4A7C15) % 2**64, 32.0, 7, (step,), (step,))
+def has(step: int) -> ParametersAfter:
+    return ParametersAfter(0, step, step / 3, (step * 0x9E3779B97F4A7C15) % 2**64, 32.0, 7, (step,), (step,))
 
 
 def written(path: Path, count: int = 1000) -> list[Record]:
-    records: list[Record] = [HEADER, *map(has, range(count)), Ended()]
+    records: list[Record] = [HEADER, *map(has, range(count)), HistoryEnded()]
     write_log(path, records)
     return records
 
 
 def test_what_is_recorded_comes_back(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "new", "worker-3", kind="worker", job="job", rank=3)
+    writer = HistoryWriter(tmp_path / "new", "worker-3", kind="worker", job="job", rank=3)
     actions = (Grant(1), Apply(((1, 7), (0, 9)), 0.5, False), Drop(((2, 1),)), Release(1), Evict(2), Wake(8.25))
     recorded: list[Record] = [
-        Began(0, 5, "plan", 3, 2, {1: 4}),
+        LifeBegan(0, 5, "plan", 3, 2, {1: 4}),
         told(0, Ready(1, 7, 1.25, 32.0), (*actions, Remember("anything")), asked=True),
         told(0, Joined(2, 1.5), (), asked=False),
-        told(1, Paced(2, 3, 1.75), (), asked=True),
+        told(1, TakesEveryNth(2, 3, 1.75), (), asked=True),
         *map(has, range(1000)),
     ]
     for record in recorded:
         writer.append(record)
     writer.close("it was enough")
     writer.close()
-    back = Log(writer.path)
+    back = HistoryLog(writer.path)
     assert (back.header.kind, back.header.job, back.header.rank) == ("worker", "job", 3)
-    assert list(back)[1:] == [*recorded, Ended("it was enough")]
+    assert list(back)[1:] == [*recorded, HistoryEnded("it was enough")]
     assert not back.is_torn
-    assert isinstance(recorded[1], Told)
+    assert isinstance(recorded[1], PolicyStep)
     assert event_of(recorded[1]) == Ready(1, 7, 1.25, 32.0)
     assert actions_of(recorded[1]) == actions
 
@@ -80,7 +80,7 @@ def test_what_is_recorded_comes_back(tmp_path: Path) -> None:
 def test_a_process_that_is_started_again_writes_another_file(tmp_path: Path) -> None:
     names = []
     for _ in range(3):
-        writer = Writer(tmp_path, "shard", kind="shard", job="job")
+        writer = HistoryWriter(tmp_path, "shard", kind="shard", job="job")
         names.append(writer.path.name)
         writer.close()
     assert names == ["shard.log", "shard.2.log", "shard.3.log"]
@@ -94,7 +94,7 @@ def test_a_process_that_is_killed_leaves_what_it_has_recorded(tmp_path: Path) ->
     for size in range(16, len(whole), 101):
         path.write_bytes(whole[:size])
         try:
-            torn = Log(path)
+            torn = HistoryLog(path)
         except HistoryError as error:
             assert "cut off at its beginning" in str(error)  # noqa: PT017
             continue
@@ -112,7 +112,7 @@ def test_a_bit_that_is_flipped_is_found(tmp_path: Path) -> None:
     for at in range(16, len(whole), 53):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         with pytest.raises(HistoryError, match=r"damaged after it was written|cut off"):
-            assert list(Log(path)) != records
+            assert list(HistoryLog(path)) != records
 
 
 def test_a_chunk_that_is_missing_is_found(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_chunk_that_is_missing_is_found(tmp_path: Path) -> None:
     _, size, _ = struct.unpack_from("!QII", data, second)
     path.write_bytes(data[:second] + data[second + 20 + size :])
     with pytest.raises(HistoryError, match="from record 256 on: the next one there is number 512"):
-        list(Log(path))
+        list(HistoryLog(path))
 
 
 def chunk(payload: bytes, number: int = 0, size: int | None = None) -> bytes:
@@ -150,7 +150,7 @@ def test_nothing_is_allocated_for_what_a_file_claims(tmp_path: Path, data: bytes
     path = tmp_path / "worker-3.log"
     path.write_bytes(b"offbeat history\n" + data)
     with pytest.raises(HistoryError, match=says):
-        Log(path)
+        HistoryLog(path)
 
 
 @settings(max_examples=100, deadline=None)
@@ -175,7 +175,7 @@ def test_whatever_is_recorded_is_judged(
 ) -> None:
     """Well-formed records of anything: a verdict, never another exception."""
     path = tmp_path_factory.getbasetemp() / "nonsense.log"
-    records: list[object] = [msgspec.msgpack.decode(msgspec.msgpack.encode(Began(0, 1, PLAN)))]
+    records: list[object] = [msgspec.msgpack.decode(msgspec.msgpack.encode(LifeBegan(0, 1, PLAN)))]
     for number, values in events:
         worker, clock, *_ = [*values, 0, 0]
         event = {
@@ -215,7 +215,7 @@ def test_a_full_disk_ends_nothing_but_the_recording_if_it_stays_full(
 ) -> None:
     said, write = listen(), os.write
     monkeypatch.setattr(log, "_FLUSH_S", 600)  # it is this thread that writes
-    writer = Writer(tmp_path, "worker-3", kind="worker", job="job", rank=3)
+    writer = HistoryWriter(tmp_path, "worker-3", kind="worker", job="job", rank=3)
     full = False
 
     def write_or_not(fd: int, data: bytes) -> int:
@@ -247,9 +247,11 @@ def test_a_full_disk_ends_nothing_but_the_recording_if_it_stays_full(
         else f"Cannot write the history {writer.path} any further: No space left on device. Training goes on without "
         "it."
     ]
-    found = list(Log(writer.path))
+    found = list(HistoryLog(writer.path))
     assert (len(found) == 2002) == (ends == "with room")
-    assert found[-1] == (Ended() if ends == "with room" else Ended("No space left on device", gave_up=True))
+    assert found[-1] == (
+        HistoryEnded() if ends == "with room" else HistoryEnded("No space left on device", gave_up=True)
+    )
     assert len(found) >= 1001
     assert not verify(tmp_path).violations
 
@@ -292,7 +294,7 @@ def test_what_is_left_on_a_full_disk_says_so_itself(
     monkeypatch.setattr(log, "_FLUSH_S", 600)  # it is this thread that writes
     there = disk(tmp_path)
     try:
-        writer = Writer(tmp_path, "worker-3", kind="worker", job="job", rank=3)
+        writer = HistoryWriter(tmp_path, "worker-3", kind="worker", job="job", rank=3)
         for step in range(before):  # in chunks of one record, which are the smallest
             writer.append(has(step))
             if step > before - 4:
@@ -305,11 +307,11 @@ def test_what_is_left_on_a_full_disk_says_so_itself(
             if step == before + 400:
                 writer._flush()
         writer.close()
-        found = list(Log(writer.path))
+        found = list(HistoryLog(writer.path))
         told = verify(tmp_path)
     finally:
         there.free()
-    assert isinstance(found[-1], Ended)
+    assert isinstance(found[-1], HistoryEnded)
     assert found[-1].gave_up
     assert found[1:-1] == [has(step) for step in range(len(found) - 2)]
     assert len(found) >= before - 4
@@ -334,7 +336,7 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(HistoryError, match="Record one with `offbeat run --history`"):
         verify(tmp_path / "empty")
-    write_log(tmp_path / "later.log", [Header(3, "worker", "job", 0, 0.0, "9.9")])
+    write_log(tmp_path / "later.log", [HistoryHeader(3, "worker", "job", 0, 0.0, "9.9")])
     with pytest.raises(HistoryError, match=r"its format is 3, this version of offbeat reads 1 and 2\."):
         verify(tmp_path / "later.log")
 
@@ -342,7 +344,7 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
 class Overflowing(deque[Record]):
     """Between looking how much there is and taking it, somebody else finds that it is too much."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: HistoryWriter) -> None:
         super().__init__(writer._queue)
         self._writer = writer
 
@@ -354,7 +356,7 @@ class Overflowing(deque[Record]):
 def test_who_writes_outlives_that_somebody_else_gives_up(tmp_path: Path) -> None:
     """Which records something on another thread, and finds the queue full while the first is about to take from it."""
     said = listen()
-    writer = Writer(tmp_path, "worker-0", kind="worker", job="job")
+    writer = HistoryWriter(tmp_path, "worker-0", kind="worker", job="job")
     writer._stop.set()
     writer._thread.join()
     writer.append(has(0))
@@ -366,7 +368,7 @@ def test_who_writes_outlives_that_somebody_else_gives_up(tmp_path: Path) -> None
 
 
 def test_nothing_is_kept_of_what_comes_after_the_end(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "worker-0", kind="worker", job="job")
+    writer = HistoryWriter(tmp_path, "worker-0", kind="worker", job="job")
     writer.close()
     writer.append(has(0))
     assert not writer._queue
@@ -377,4 +379,8 @@ def test_histories_of_the_format_before_are_read(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.log"
     before = msgspec.msgpack.encode([[0, 1, "coordinator", "job", 0, 0.0, "0.1"], [4, "plan"], [10, ""]])
     path.write_bytes(b"offbeat history\n" + chunk(zlib.compress(before)))
-    assert list(Log(path)) == [Header(1, "coordinator", "job", 0, 0.0, "0.1"), Adopts("plan", ""), Ended()]
+    assert list(HistoryLog(path)) == [
+        HistoryHeader(1, "coordinator", "job", 0, 0.0, "0.1"),
+        PlanAdopted("plan", ""),
+        HistoryEnded(),
+    ]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.audit.findings import Verdict
+from offbeat.audit.findings import AuditResult
 from offbeat.audit.replacements import check_replaced
-from offbeat.audit.replicas import Diary
-from offbeat.history import Has, Replaced
+from offbeat.audit.replicas import WorkerHistory
+from offbeat.history import ParametersAfter, ParametersReplaced
 
 LIFE = 7
 
 
-def diary(rank: int, versions: list[int], *, loads: list[int]) -> Diary:
+def diary(rank: int, versions: list[int], *, loads: list[int]) -> WorkerHistory:
     """Of a worker that had these versions, one after another, and loaded checkpoints before some of them."""
-    has = [Has(0, step, 0.0, None, life=LIFE, versions=(version,)) for step, version in enumerate(versions)]
-    return Diary(rank, f"worker-{rank}.log", has=has, loads=loads)
+    has = [ParametersAfter(0, step, 0.0, None, life=LIFE, versions=(version,)) for step, version in enumerate(versions)]
+    return WorkerHistory(rank, f"worker-{rank}.log", has=has, loads=loads)
 
 
-def found(diaries: list[Diary], version: int = 5) -> tuple[int, list[str], int]:
-    verdict = Verdict()
-    check_replaced([(LIFE, Replaced(0, version, 0))] * 2, diaries, verdict)  # two shards say so
+def found(diaries: list[WorkerHistory], version: int = 5) -> tuple[int, list[str], int]:
+    verdict = AuditResult()
+    check_replaced([(LIFE, ParametersReplaced(0, version, 0))] * 2, diaries, verdict)  # two shards say so
     return verdict.broken, verdict.notes, verdict.replaced
 
 
@@ -42,7 +42,7 @@ def test_one_did_not() -> None:
     ],
     ids=["it was the last thing it did", "it had gone before", "it joined behind it"],
 )
-def test_who_was_not_there_need_not_have_loaded_anything(other: Diary) -> None:
+def test_who_was_not_there_need_not_have_loaded_anything(other: WorkerHistory) -> None:
     assert found([diary(0, [4, 5, 5], loads=[2]), other]) == (0, [], 1)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.audit import Verdict, contributions, verify
-from offbeat.history import Ended, Log
+from offbeat.audit import AuditResult, contributions, verify
+from offbeat.history import HistoryEnded, HistoryLog
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, Policy, RoundRobin
 from tests.served.survival import Counter, join, kept, kill, serve, wait_for_snapshot
 from tests.workers import run_workers
@@ -33,18 +33,18 @@ ALL = (
 )
 
 
-def recorded(folder: Path) -> Verdict:
+def recorded(folder: Path) -> AuditResult:
     """What is found in the history, once the server has written all of it."""
     history, deadline_s = folder / "history", time.monotonic() + 20
     while time.monotonic() < deadline_s:
-        last = max(history.glob("coordinator*.log"), key=lambda path: Log(path).header.began_s)
-        if isinstance(list(Log(last))[-1], Ended):
+        last = max(history.glob("coordinator*.log"), key=lambda path: HistoryLog(path).header.began_s)
+        if isinstance(list(HistoryLog(last))[-1], HistoryEnded):
             return verify(history)
         time.sleep(0.05)
     raise AssertionError("the server has not ended")
 
 
-def ended(verdict: Verdict) -> str:
+def ended(verdict: AuditResult) -> str:
     """What is broken, for people who read a failed test."""
     return "\n".join(f"law {one.law}: {one.what}\n" + "\n".join(one.story) for one in verdict.violations)
 

@@ -13,8 +13,19 @@ from offbeat.fault_spec import Fault, Link, Process, Stranger
 from offbeat.fault_spec import Script as Within
 from offbeat.lab import launch, runner
 from offbeat.lab.jobs import jobs
-from offbeat.scenario import About, Hosts, HostTable, Impair, LayerTable, Replay, Rounds, Row, Scenario, Script
-from offbeat.straggler_model import Straggle
+from offbeat.scenario import (
+    Hosts,
+    HostTable,
+    Impair,
+    LayerTable,
+    Replay,
+    Rounds,
+    Row,
+    Scenario,
+    ScenarioTable,
+    TrainingScript,
+)
+from offbeat.straggler_model import StragglerLaw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,15 +33,15 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parent.parent.parent / "docs/lab.md").read_text()
 # Where each table of a scenario stands on the page.
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "`[scenario]`": About,
+    "`[scenario]`": ScenarioTable,
     "`[hosts]`": Hosts,
     "`[[host]]`": HostTable,
-    "`[straggle]`": Straggle,
+    "`[straggle]`": StragglerLaw,
     "`[impair]`": Impair,
     "`[[fault]]`": Fault,
     '`[workload]` with `kind = "replay"`': Replay,
     "`[[workload.layer]]`": LayerTable,
-    '`[workload]` with `kind = "script"`': Script,
+    '`[workload]` with `kind = "script"`': TrainingScript,
     "`[run]`": Rounds,
     "`[[row]]`": Row,
 }
@@ -102,7 +113,7 @@ def test_the_script_runs_and_learns(tmp_path: Path, row: int) -> None:
     (script,) = blocks("python")
     (tmp_path / "train.py").write_text(script)
     scenario = Scenario.from_toml(text)
-    assert isinstance(scenario.workload, Script)
+    assert isinstance(scenario.workload, TrainingScript)
     (tmp_path / "runs").mkdir()
     places = launch.loopback_places([host.name for host in scenario.topology.hosts])
     done = runner.run_once(jobs(scenario, tmp_path)[row], places, tmp_path / "runs", 0, None)

@@ -18,18 +18,18 @@ from offbeat.fault_spec import Fault, Fired
 from offbeat.lab import launch, plots, results, runner
 from offbeat.lab.emulator import Direction, Law
 from offbeat.lab.fault_cost import recoveries
-from offbeat.lab.fault_injection import Strikes
+from offbeat.lab.fault_injection import FaultRun
 from offbeat.lab.jobs import jobs
 from offbeat.lab.predictions import known_of, predictions
-from offbeat.lab.recorder import Step
-from offbeat.lab.results import Raw
+from offbeat.lab.recorder import MeasuredStep
+from offbeat.lab.results import RawRun
 from offbeat.lab.timeline_plot import draw_courses, steps_per_s
 from offbeat.scenario import Scenario
 from tests.lab.rights import needs_root
 
 if TYPE_CHECKING:
     from offbeat.lab.recorder import Line
-    from offbeat.lab.run_result import Repeat
+    from offbeat.lab.run_result import RunResult
 
 # Six steps of the smallest model.
 SCRIPT = """
@@ -88,7 +88,7 @@ save_every = 5
 """
 
 
-def run(folder: Path, row: int, *faults: dict[str, Any], steps: int = 20) -> Repeat:
+def run(folder: Path, row: int, *faults: dict[str, Any], steps: int = 20) -> RunResult:
     (folder / "work.py").write_text(SCRIPT.replace("PAUSE_S", "0.04" if steps > 20 else "0.0"))
     scenario = Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("steps = 20", f"steps = {steps}"))
     struck = [msgspec.convert({"worker": 1, "step": 5, **table}, Fault) for table in faults]
@@ -220,7 +220,7 @@ def test_what_a_fault_cost_is_what_the_others_waited_longer() -> None:
     fired = [Fired(number=0, fault=kill, time_s=now_s + 2.5), Fired(number=1, fault=stop, time_s=now_s + 8.5)]
     took_s = [[1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 5.0], [1.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0]]
     lines: list[list[Line]] = [
-        [Step(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)] for own in took_s
+        [MeasuredStep(i, step_s, 0.0, 1, clock_s + sum(own[: i + 1])) for i, step_s in enumerate(own)] for own in took_s
     ]
     job = jobs(Scenario.from_toml(TEXT.replace("BASELINE", "ddp").replace("work.py", __file__)), Path())[0]
     first, second = recoveries(job, 0, fired, lines, [(now_s + 1, "a"), (now_s + 3, "b"), (now_s + 9, "c")])
@@ -233,7 +233,7 @@ def test_what_never_fired_is_no_result(tmp_path: Path) -> None:
     fault = Fault(worker=1, step=5, kind="gil")
     (tmp_path / "work.py").write_text(SCRIPT)
     scenario = msgspec.structs.replace(Scenario.from_toml(TEXT.replace("BASELINE", "ddp")), fault=[fault])
-    strikes = Strikes(jobs(scenario, tmp_path)[0], tmp_path, None)
+    strikes = FaultRun(jobs(scenario, tmp_path)[0], tmp_path, None)
     with pytest.raises(ScenarioError, match="Cannot tell what gil of worker 1 for 1 s at its step 5 does: it never"):
         strikes.events(0.0)
 
@@ -307,7 +307,7 @@ class TestALinkOfTheNetwork:
 
 
 def test_steps_are_counted_in_the_half_second_in_which_they_end() -> None:
-    raw = msgspec.convert(RAW, Raw)
+    raw = msgspec.convert(RAW, RawRun)
     assert steps_per_s([raw, raw], [0.0, 0.5, 1.0, 1.5, 2.0]) == [4.0, 4.0, 0.0, 4.0]
 
 

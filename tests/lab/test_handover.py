@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.lab.recorder import Line, Step
+from offbeat.lab.recorder import Line, MeasuredStep
 from offbeat.lab.swap_cost import course, handovers, swaps
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ AGREED = "decides when workers may go on, not BSP() any more: why not (agreed up
 def lines(took_s: Sequence[float], losses: Sequence[float | None], begin_s: float) -> list[Line]:
     """What a worker's recorder wrote that took so long for each step."""
     return [
-        Step(index, step_s, 0.0, 1, begin_s + sum(took_s[: index + 1]), loss)
+        MeasuredStep(index, step_s, 0.0, 1, begin_s + sum(took_s[: index + 1]), loss)
         for index, (step_s, loss) in enumerate(zip(took_s, losses, strict=True))
     ]
 

@@ -23,8 +23,8 @@ from tests.cli.commands import alive, clean_environment, descendants, offbeat, s
 from tests.lab.rights import needs_root, soon
 
 if TYPE_CHECKING:
-    from offbeat.lab.results import Report
-    from offbeat.lab.run_result import Repeat
+    from offbeat.lab.results import ResultFile
+    from offbeat.lab.run_result import RunResult
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -99,7 +99,7 @@ def scenario(folder: Path, text: str = LOOPBACK, *, digest: str = "'same'", scri
     return path
 
 
-def run_first_row(folder: Path, path: Path) -> Repeat:
+def run_first_row(folder: Path, path: Path) -> RunResult:
     job = jobs(Scenario.from_toml(path.read_text()), folder)[0]
     runs = folder / "runs"
     runs.mkdir()
@@ -374,7 +374,7 @@ class TestInNamespaces:
         self.check(report, Scenario.from_toml(REPLAY))
         assert not list(DIRECTORY.glob("offbeat-*-h[2-9]")), "two hosts are two"
 
-    def check(self, report: Report, wanted: Scenario) -> None:
+    def check(self, report: ResultFile, wanted: Scenario) -> None:
         assert isinstance(wanted.workload, Replay)
         gradient_bytes = size_bytes(wanted.workload.layers())
         wire_s = wanted.topology.allreduce_bound_s(gradient_bytes)
@@ -417,7 +417,7 @@ class TestInNamespaces:
         path = scenario(tmp_path, text, script="import time\ntime.sleep(300)")
         with start("lab", "run", path, "--json", "out.json", folder=tmp_path) as process:
             try:
-                claims: list[lab_registry.Claim] = []
+                claims: list[lab_registry.LabRecord] = []
 
                 def begun() -> bool:
                     claims[:] = [claim for claim in lab_registry.leftovers() if claim.owner_pid == process.pid]
@@ -439,7 +439,7 @@ class TestInNamespaces:
 
     def test_clean_says_what_it_removed_and_what_it_kept(self, tmp_path: Path) -> None:
         """A claim of this living test is kept."""
-        claim = lab_registry.Claim.mine(f"{os.getpid():08x}"[-8:], [])
+        claim = lab_registry.LabRecord.mine(f"{os.getpid():08x}"[-8:], [])
         path = lab_registry.write(claim)
         try:
             code, output = offbeat("lab", "clean", folder=tmp_path)

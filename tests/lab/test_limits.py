@@ -9,7 +9,7 @@ import pytest
 from benchmarks.page import RESULTS, measured
 from offbeat.lab import lower_bounds, results
 from offbeat.lab.jobs import jobs
-from offbeat.lab.results import Raw
+from offbeat.lab.results import RawRun
 from offbeat.scenario import Scenario
 
 TEXT = """
@@ -84,7 +84,7 @@ STOPPED = '[[fault]]\nworker = 2\nstep = 10\nkind = "sigstop"\nseconds = 20'
 def test_a_row_is_bounded_by_what_it_sends(tmp_path: Path, row: str, fault: str, wanted_s: float) -> None:
     text = TEXT.format(servers=1).replace('system = "ddp"', f"{row}\n{fault}\n[run]\nsteps = 40")
     (job,) = jobs(Scenario.from_toml(text), tmp_path)
-    raw = [Raw(**(RAW | {"rank": rank})) for rank in range(8)]  # type: ignore[arg-type]
+    raw = [RawRun(**(RAW | {"rank": rank})) for rank in range(8)]  # type: ignore[arg-type]
     assert lower_bounds.limit(job, raw)[0] == pytest.approx(wanted_s)
 
 

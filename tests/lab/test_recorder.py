@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from offbeat.lab import recorder
-from offbeat.lab.recorder import End, Metric, Note, Recorder, Step, Work, sent_bytes
+from offbeat.lab.recorder import MeasuredStep, Metric, Note, Recorder, RunTotals, Work, sent_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,16 +36,16 @@ def test_only_measured_steps_count(result: Path, monkeypatch: pytest.MonkeyPatch
     own.finish(digest="d", gradient_error=0.5)
     begun, *steps, end = recorder.read(result)
     assert isinstance(begun, recorder.Begun)
-    assert [step.step for step in steps if isinstance(step, Step)] == [0, 1, 2]
+    assert [step.step for step in steps if isinstance(step, MeasuredStep)] == [0, 1, 2]
     for step in steps:
-        assert isinstance(step, Step)
+        assert isinstance(step, MeasuredStep)
         assert step.step_s >= 0.01
         assert step.wait_s == pytest.approx(step.step_s - 0.004, abs=2e-6)
     # Counted once before the first measured step and once after the last.
-    assert isinstance(end, End)
+    assert isinstance(end, RunTotals)
     begin_s, end_s = end.span_s
     assert 0.03 <= end_s - begin_s < 1.0
-    assert msgspec.structs.replace(end, span_s=(0.0, 0.0)) == End(100, 3 * 8, 12, 0.004, "d", 0.5)
+    assert msgspec.structs.replace(end, span_s=(0.0, 0.0)) == RunTotals(100, 3 * 8, 12, 0.004, "d", 0.5)
 
 
 def test_evaluations_cost_no_step_and_no_training_time(result: Path) -> None:
@@ -57,7 +57,7 @@ def test_evaluations_cost_no_step_and_no_training_time(result: Path) -> None:
     own.note("other data")
     own.finish(digest="")
     lines = recorder.read(result)
-    steps = [line for line in lines if isinstance(line, Step)]
+    steps = [line for line in lines if isinstance(line, MeasuredStep)]
     assert len(steps) == 3
     assert all(step.step_s < 0.1 and step.wait_s == 0 for step in steps)
     metrics = [line for line in lines if isinstance(line, Metric)]

@@ -12,8 +12,8 @@ from benchmarks import claims, page
 from benchmarks.claims import Claim
 from offbeat.lab import results
 from offbeat.lab.result_table import table
-from offbeat.lab.results import LinkUse, Report
-from offbeat.lab.run_result import Reached, Repeat, behind_faults, reached, repeats
+from offbeat.lab.results import LinkUse, ResultFile
+from offbeat.lab.run_result import Reached, RunResult, behind_faults, reached, repeats
 from offbeat.scenario import Scenario
 from tests.lab.test_results import raw
 
@@ -52,7 +52,7 @@ def ran(row: str, factor: float, *, metric: float = 2.0) -> list[Any]:
     ]
 
 
-def report(**changes: Any) -> Report:
+def report(**changes: Any) -> ResultFile:
     """`fast` takes half as long as `slow`."""
     rows = [
         msgspec.structs.replace(
@@ -74,7 +74,7 @@ def test_the_target_may_lie_below() -> None:
 
 def test_workers_of_unequal_pace_add_up() -> None:
     workers = [raw("a", 0, 0, 1.0), raw("a", 0, 1, 2.0)]  # two steps of 4 samples each
-    assert Repeat(workers).samples_per_s == 4 / 1.0 + 4 / 2.0
+    assert RunResult(workers).samples_per_s == 4 / 1.0 + 4 / 2.0
 
 
 def test_steps_are_told_apart_by_the_faults_they_follow() -> None:

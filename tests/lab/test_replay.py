@@ -11,7 +11,7 @@ import torch
 
 from offbeat.errors import NumericsError
 from offbeat.lab import gradient_check
-from offbeat.lab.replay import Pace, ReplayModel, emitting
+from offbeat.lab.replay import ReplayModel, SleepPacer, emitting
 from offbeat.model_profiles import TimedLayer
 from offbeat.scenario import Replay
 from offbeat.straggler_model import jitter
@@ -73,7 +73,7 @@ def test_hooks_fire_layer_by_layer_at_their_times(factor: float) -> None:
 
 def test_oversleeping_is_made_up_for() -> None:
     """A layer that took 0.15 s too long leaves the next ones shorter; the sum is what it should be."""
-    pace = Pace(1.0)
+    pace = SleepPacer(1.0)
     start_s = time.perf_counter()
     time.sleep(0.2)
     pace.layer(0.05, start_s)

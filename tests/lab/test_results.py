@@ -9,9 +9,9 @@ import pytest
 
 from offbeat.errors import ScenarioError, WorkerLostError
 from offbeat.lab import plots, results, runner
-from offbeat.lab.recorder import Begun, End, Line, Metric, Note, Step
-from offbeat.lab.results import Raw, Record, Report, Spread
-from offbeat.lab.run_result import Repeat
+from offbeat.lab.recorder import Begun, Line, MeasuredStep, Metric, Note, RunTotals
+from offbeat.lab.results import RawRun, ResultFile, RowResult, Spread
+from offbeat.lab.run_result import RunResult
 from offbeat.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ system = "offbeat"
 """
 
 
-def raw(row: str, repeat: int, rank: int, step_s: float, **changes: Any) -> Raw:
+def raw(row: str, repeat: int, rank: int, step_s: float, **changes: Any) -> RawRun:
     """What a worker might have measured: two steps of 4 samples each, 1 MB of gradients, 10 ms of computation."""
     values: dict[str, Any] = {
         "row": row,
@@ -79,7 +79,7 @@ def raw(row: str, repeat: int, rank: int, step_s: float, **changes: Any) -> Raw:
         "metrics": [],
         "notes": [],
     }
-    return Raw(**(values | changes))
+    return RawRun(**(values | changes))
 
 
 # Seconds per step of each row's three repeats: the machine became slower all the time.
@@ -87,22 +87,22 @@ STEPS = {"ddp": [1.0, 2.0, 4.0], "ours": [0.5, 1.1, 3.9]}
 
 
 @pytest.fixture
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResultFile:
     return measure(tmp_path, monkeypatch, network='network = "loopback"')
 
 
 def measure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, network: str, target: str = "", metrics: Any = None
-) -> Report:
+) -> ResultFile:
     """A report whose workers are made up: `metrics` is, per row, what rank 0 measured in each repeat."""
     order: list[tuple[str, int]] = []
 
-    def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> Repeat:
+    def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> RunResult:
         row = job.row.name
         order.append((row, index))
         own = {} if metrics is None else {"metrics": metrics[row][index]}
         workers = [raw(row, index, rank, STEPS[row][index], **own) for rank in range(2)]
-        return Repeat(workers, events=["a stall"] if row == "ours" else [], buckets=4 if row == "ours" else 0)
+        return RunResult(workers, events=["a stall"] if row == "ours" else [], buckets=4 if row == "ours" else 0)
 
     (folder / "work.py").write_text("")
     text = SCENARIO.format(network=network, path="work.py", target=target)
@@ -131,21 +131,21 @@ class Kept:
     def __init__(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: dict[tuple[str, int], BaseException]
     ) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[ResultFile] = []
         self.failed: dict[str, str] = {}
         self.begun: list[tuple[str, int]] = []
         self._folder = folder
 
-        def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> Repeat:
+        def run_once(job: Any, places: Any, run_folder: Path, index: int, lab: str | None) -> RunResult:
             row = job.row.name
             if (row, index) in ends:
                 raise ends[row, index]
-            return Repeat([raw(row, index, rank, STEPS[row][index]) for rank in range(2)], buckets=4)
+            return RunResult([raw(row, index, rank, STEPS[row][index]) for rank in range(2)], buckets=4)
 
         (folder / "work.py").write_text("")
         monkeypatch.setattr(runner, "run_once", run_once)
 
-    def run(self) -> Report:
+    def run(self) -> ResultFile:
         text = SCENARIO.format(network='network = "loopback"', path="work.py", target="")
         return runner.run(
             Scenario.from_toml(text),
@@ -199,7 +199,7 @@ def test_where_every_row_failed_there_is_no_result(tmp_path: Path, monkeypatch: 
 
 
 def test_a_result_is_written_whole_or_not_at_all(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: ResultFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is ended while it writes leaves what was there before."""
     path = tmp_path / "result.json"
@@ -217,14 +217,14 @@ def test_a_result_is_written_whole_or_not_at_all(
     assert path.read_bytes() == before
 
 
-def test_the_fields_are_the_promised_ones(report: Report) -> None:
+def test_the_fields_are_the_promised_ones(report: ResultFile) -> None:
     for row in report.rows:
         assert list(msgspec.to_builtins(row)) == FIELDS
     assert set(msgspec.to_builtins(report.rows[0].seconds_per_step)) == {"median", "min", "max"}
     assert set(msgspec.to_builtins(report.rows[0].staleness)) == {"mean", "max"}
 
 
-def test_rows_sum_up_what_the_workers_measured(report: Report) -> None:
+def test_rows_sum_up_what_the_workers_measured(report: ResultFile) -> None:
     ddp, ours = report.rows
     assert ddp.seconds_per_step == Spread(median=2.0, min=1.0, max=4.0)
     assert ddp.samples_per_s == pytest.approx(8 / 2.0)
@@ -240,7 +240,7 @@ def test_rows_sum_up_what_the_workers_measured(report: Report) -> None:
     assert report.overhead_us_per_bucket == {"ours": pytest.approx((0.5 - 1.0) / 4 * 1e6)}
 
 
-def test_the_envelope_says_where_it_comes_from(report: Report) -> None:
+def test_the_envelope_says_where_it_comes_from(report: ResultFile) -> None:
     assert report.name == "made-up"
     assert Scenario.from_toml(report.scenario).digest == report.digest
     assert report.command == "offbeat lab run"
@@ -275,7 +275,7 @@ def test_time_to_target(
     assert made.rows[1].ratio_to_baseline == pytest.approx(ratio)
 
 
-def test_what_is_written_can_be_read(report: Report, tmp_path: Path) -> None:
+def test_what_is_written_can_be_read(report: ResultFile, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     results.write(report, path)
     assert results.read(path) == report
@@ -286,35 +286,35 @@ def test_what_is_written_can_be_read(report: Report, tmp_path: Path) -> None:
     ("field", "value"),
     [("bound_s", -1.0), ("bound_s", float("nan")), ("samples_per_s", "many"), ("repeats", 0), ("events", None)],
 )
-def test_a_bad_value_is_not_written(report: Report, tmp_path: Path, field: str, value: Any) -> None:
+def test_a_bad_value_is_not_written(report: ResultFile, tmp_path: Path, field: str, value: Any) -> None:
     bad = msgspec.structs.replace(report, rows=[msgspec.structs.replace(report.rows[0], **{field: value})])
     with pytest.raises(msgspec.ValidationError, match=field):
         results.write(bad, tmp_path / "result.json")
     assert not (tmp_path / "result.json").exists()
 
 
-def test_an_unknown_field_is_not_read(report: Report) -> None:
+def test_an_unknown_field_is_not_read(report: ResultFile) -> None:
     table = msgspec.to_builtins(report.rows[0]) | {"speedup": 2}
     with pytest.raises(msgspec.ValidationError, match="speedup"):
-        msgspec.convert(table, Record)
+        msgspec.convert(table, RowResult)
 
 
 def test_a_worker_that_recorded_no_end_measured_nothing() -> None:
     with pytest.raises(ScenarioError, match="Cannot measure row 'ddp': the worker program on h0 ended well but"):
-        Raw.from_lines([Step(0, 1.0, 0.0)], row="ddp", repeat=0, rank=0, host="h0")
+        RawRun.from_lines([MeasuredStep(0, 1.0, 0.0)], row="ddp", repeat=0, rank=0, host="h0")
     with pytest.raises(ScenarioError, match="recorded no result"):
-        Raw.from_lines([], row="ddp", repeat=0, rank=0, host="h0")
+        RawRun.from_lines([], row="ddp", repeat=0, rank=0, host="h0")
 
 
 def test_lines_become_a_record() -> None:
     lines: list[Line] = [
         Note("n"),
-        Step(0, 1.0, 0.25),
+        MeasuredStep(0, 1.0, 0.25),
         Metric(4, 2.5, 0.9),
-        Step(1, 2.0, 0.5),
-        End(7, 16, 40, 0.5, "d", 0.1),
+        MeasuredStep(1, 2.0, 0.5),
+        RunTotals(7, 16, 40, 0.5, "d", 0.1),
     ]
-    made = Raw.from_lines(lines, row="ddp", repeat=2, rank=1, host="h1")
+    made = RawRun.from_lines(lines, row="ddp", repeat=2, rank=1, host="h1")
     assert (made.step_s, made.wait_s, made.metrics, made.notes) == ([1.0, 2.0], [0.25, 0.5], [(2.5, 0.9)], ["n"])
     assert (made.bytes_sent, made.samples, made.gradient_bytes, made.gradient_error) == (7, 16, 40, 0.1)
 
@@ -323,15 +323,15 @@ def test_a_step_that_is_done_again_counts_once_and_hides_no_time() -> None:
     """Steps 0 and 1; killed in step 2, 10 s after the beginning; started again from the end of step 0."""
     lines: list[Line] = [
         Begun(3, 0.0, 0.5),
-        Step(0, 1.0, 0.5, 4, 1.0),
-        Step(1, 1.0, 0.5, 4, 2.0),
+        MeasuredStep(0, 1.0, 0.5, 4, 1.0),
+        MeasuredStep(1, 1.0, 0.5, 4, 2.0),
         Begun(4, 10.0, 0.5),
-        Step(1, 1.5, 1.0, 4, 11.5),
-        Step(2, 1.0, 0.5, 4, 12.5),
-        Step(3, 1.0, 0.5, 4, 13.5),
-        End(7, 16, 40, 0.5, "d", None),
+        MeasuredStep(1, 1.5, 1.0, 4, 11.5),
+        MeasuredStep(2, 1.0, 0.5, 4, 12.5),
+        MeasuredStep(3, 1.0, 0.5, 4, 13.5),
+        RunTotals(7, 16, 40, 0.5, "d", None),
     ]
-    made = Raw.from_lines(lines, row="ddp", repeat=0, rank=0, host="h0")
+    made = RawRun.from_lines(lines, row="ddp", repeat=0, rank=0, host="h0")
     assert made.step_s == [1.0, 1.0, 10.5, 1.0]
     assert sum(made.step_s) == 13.5
     assert made.wait_s == [0.5, 0.5, 10.0, 0.5]

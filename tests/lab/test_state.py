@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_a_claim_comes_back(tmp_path: Path) -> None:
-    claim = lab_registry.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"])
+    claim = lab_registry.LabRecord.mine("0123abcd", ["offbeat-0123abcd-h0"])
     path = lab_registry.write(claim, tmp_path / "new")
     assert path == lab_registry.path_of("0123abcd", tmp_path / "new")
     assert lab_registry.read(path) == claim
@@ -25,7 +25,7 @@ def test_a_claim_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_number_used_again_is_not_the_owner() -> None:
-    mine = lab_registry.Claim.mine("0123abcd", [])
+    mine = lab_registry.LabRecord.mine("0123abcd", [])
     assert mine.owner_pid == os.getpid()
     assert not msgspec.structs.replace(mine, owner_started_ticks=mine.owner_started_ticks - 1).owner_lives
 
@@ -34,11 +34,11 @@ def test_an_owner_that_ended_but_was_not_buried_does_not_live() -> None:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write_end, msgspec.json.encode(lab_registry.Claim.mine("0123abcd", [])))
+        os.write(write_end, msgspec.json.encode(lab_registry.LabRecord.mine("0123abcd", [])))
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as written:
-        claim = msgspec.json.decode(written.read(), type=lab_registry.Claim)
+        claim = msgspec.json.decode(written.read(), type=lab_registry.LabRecord)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert claim.owner_pid == child
     assert not claim.owner_lives
@@ -57,7 +57,7 @@ def test_an_owner_that_ended_but_was_not_buried_does_not_live() -> None:
     ],
 )
 def test_a_forged_record_is_not_obeyed(tmp_path: Path, change: dict[str, object]) -> None:
-    claim = msgspec.structs.replace(lab_registry.Claim.mine("0123abcd", ["offbeat-0123abcd-h0"]), **change)
+    claim = msgspec.structs.replace(lab_registry.LabRecord.mine("0123abcd", ["offbeat-0123abcd-h0"]), **change)
     path = lab_registry.path_of("0123abcd", tmp_path)
     path.write_bytes(msgspec.json.encode(claim))
     with pytest.raises(NetworkError, match="Cannot trust the record"):

@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.batching.balance import Cost, shares
+from offbeat.batching.balance import CycleCost, shares
 
 if TYPE_CHECKING:
-    from offbeat.batching import BatchTuning, Tuning
+    from offbeat.batching import BatchTuning, TuningState
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Cluster:
     noise: float = 0.0
     late: float = 0.0
     seed: int = 0
-    state: Tuning = field(init=False)
+    state: TuningState = field(init=False)
     round: int = -1
     round_s: float = 0.0
     batches: dict[int, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Cluster:
     def best_s(self) -> float:
         """The shortest round there can be, without noise, if all take part in each."""
         costs = [
-            Cost(self.fixed_s * slow + self.transfer_s, self.sample_s * slow, 1, self.total)
+            CycleCost(self.fixed_s * slow + self.transfer_s, self.sample_s * slow, 1, self.total)
             for slow in self.slowness.values()
         ]
         return max(cost.cycle_s(share) for cost, share in zip(costs, shares(costs, self.total), strict=True))

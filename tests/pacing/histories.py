@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from offbeat.batching import Lease, Leases, Over, Wait
+from offbeat.batching import EndOfEpoch, Lease, Leases, NoDataYet
 from offbeat.batching.lease_state import audit
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class History:
         self.happened["back" if worker in self.workers else "come"] += 1
         self.join(worker)
 
-    def take(self, worker: int | None = None) -> Lease | Over | Wait | None:
+    def take(self, worker: int | None = None) -> Lease | EndOfEpoch | NoDataYet | None:
         asking = self.unfinished() if worker is None else [worker]
         if not asking:
             return None
@@ -114,7 +114,7 @@ class History:
             assert all(piece.epoch <= answer.epoch == one.first + len(one.told) for piece in answer.pieces)
             self.happened["second hand"] += any(piece.epoch < answer.epoch for piece in answer.pieces)
             one.in_hand.append(answer)
-        elif isinstance(answer, Over):
+        elif isinstance(answer, EndOfEpoch):
             one.told.append(answer.epoch)
             assert one.told == list(range(one.first, one.first + len(one.told))), "each end once, in order"
         else:
@@ -193,7 +193,7 @@ class History:
             assert rounds < 2000, "somebody waits for ever"
             for worker in unfinished:
                 answer = self.take(worker)
-                if isinstance(answer, Wait):
+                if isinstance(answer, NoDataYet):
                     while self.workers[worker].in_hand:
                         self.contribute(worker)
                     # Those that finished with leases in hand have stopped: only time takes these back.

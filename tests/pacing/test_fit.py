@@ -7,12 +7,14 @@ import random
 
 import pytest
 
-from offbeat.batching.cost_model import Fit
+from offbeat.batching.cost_model import CostFit
 
 
-def steps(batches: list[int], a: float, s: float, *, noise: float = 0.0, seed: int = 0, fit: Fit | None = None) -> Fit:
+def steps(
+    batches: list[int], a: float, s: float, *, noise: float = 0.0, seed: int = 0, fit: CostFit | None = None
+) -> CostFit:
     """A fit after steps that truly take a + s b."""
-    luck, fit = random.Random(seed), fit or Fit()
+    luck, fit = random.Random(seed), fit or CostFit()
     for batch in batches:
         fit = fit.observe(batch, (a + s * batch) * luck.lognormvariate(0, noise))
     return fit
@@ -31,7 +33,7 @@ def test_it_is_least_squares_with_forgetting() -> None:
     luck, memory = random.Random(3), 50
     batches = [luck.choice([40, 50, 60, 70, 80]) for _ in range(400)]
     seconds = [(0.1 + 0.004 * b) * luck.lognormvariate(0, 0.01) for b in batches]
-    fit = Fit()
+    fit = CostFit()
     for batch, second in zip(batches, seconds, strict=True):
         fit = fit.observe(batch, second, memory=memory)
     weights = [(1 - 1 / memory) ** (len(batches) - 1 - k) for k in range(len(batches))]
@@ -78,7 +80,7 @@ def test_a_straggling_step_moves_it_little(factor: float) -> None:
 
 def test_many_straggling_steps_do_not_either() -> None:
     """One step in twenty takes three times as long, for ever; the usual step is what is fitted."""
-    luck, fit, worst = random.Random(5), Fit(), 0.0
+    luck, fit, worst = random.Random(5), CostFit(), 0.0
     for step in range(2000):
         batch = luck.choice([60, 64, 68])
         late = 3 if luck.random() < 0.05 else 1
@@ -121,7 +123,7 @@ def test_a_slow_drift_is_followed() -> None:
     ],
 )
 def test_an_absurd_fit_is_kept_within_reason(pairs: list[tuple[int, float]], why: str) -> None:
-    fit = Fit()
+    fit = CostFit()
     for _ in range(200):
         for batch, seconds in pairs:
             fit = fit.observe(batch, seconds)
@@ -134,7 +136,7 @@ def test_an_absurd_fit_is_kept_within_reason(pairs: list[tuple[int, float]], why
 
 
 def test_what_is_no_time_is_not_looked_at_and_the_first_steps_are_not_counted() -> None:
-    fit = Fit()
+    fit = CostFit()
     for seconds in (math.nan, math.inf, -1.0):
         assert fit.observe(64, seconds) is fit
     assert fit.observe(0, 1.0) is fit

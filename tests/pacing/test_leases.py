@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.batching import Lease, Leases, Over, Piece, Pool, Tally, Wait
-from offbeat.batching.lease_state import Held, audit
+from offbeat.batching import EndOfEpoch, Lease, LeasePool, Leases, NoDataYet, PositionRange, SampleCounts
+from offbeat.batching.lease_state import HeldLease, audit
 from offbeat.errors import ModelError
 from tests.pacing.histories import History
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 HISTORIES = 1200
 
 
-def took(pool: Pool, leases: Leases, worker: int, count: int, now_s: float = 0.0) -> tuple[Pool, Lease]:
+def took(pool: LeasePool, leases: Leases, worker: int, count: int, now_s: float = 0.0) -> tuple[LeasePool, Lease]:
     pool, answer = leases.take(pool, worker, count, now_s)
     assert isinstance(answer, Lease), answer
     return pool, answer
 
 
-def begun(leases: Leases, workers: int) -> Pool:
+def begun(leases: Leases, workers: int) -> LeasePool:
     pool = leases.init()
     for worker in range(workers):
         pool = leases.join(pool, worker)
@@ -56,7 +56,7 @@ def test_every_sample_of_every_epoch_is_used_once_in_any_history() -> None:
             raise AssertionError(f"history {seed}: {error}") from error
         happened += history.happened
     assert min(happened[what] for what in (
-        "Lease", "Over", "Wait", "second hand", "valid", "void", "lost with leases", "come", "back"
+        "Lease", "EndOfEpoch", "NoDataYet", "second hand", "valid", "void", "lost with leases", "come", "back"
     )) > 100, happened  # fmt: skip
 
 
@@ -77,19 +77,25 @@ def test_indices_of_an_epoch_are_all_samples_in_any_cut() -> None:
             pool, lease = took(pool, leases, 0, count)
             drawn += leases.indices(lease).tolist()
         assert sorted(drawn) == list(range(1000))
-        assert drawn == Leases(1000, seed=4).indices(Lease(0, 0, (Piece(0, 0, 1000),))).tolist(), "whatever the cut"
+        assert drawn == Leases(1000, seed=4).indices(Lease(0, 0, (PositionRange(0, 0, 1000),))).tolist(), (
+            "whatever the cut"
+        )
 
 
 def test_epochs_and_seeds_give_other_orders_and_a_lease_keeps_those_of_its_pieces() -> None:
-    def whole(seed: int, *pieces: Piece) -> list[int]:
+    def whole(seed: int, *pieces: PositionRange) -> list[int]:
         made: list[int] = Leases(50, seed=seed).indices(Lease(0, 9, pieces)).tolist()
         return made
 
-    first, second, other = (whole(0, Piece(0, 0, 50)), whole(0, Piece(1, 0, 50)), whole(1, Piece(0, 0, 50)))
+    first, second, other = (
+        whole(0, PositionRange(0, 0, 50)),
+        whole(0, PositionRange(1, 0, 50)),
+        whole(1, PositionRange(0, 0, 50)),
+    )
     assert first != second
     assert first != other
-    assert whole(0, Piece(0, 10, 12), Piece(1, 3, 5)) == first[10:12] + second[3:5]
-    assert Leases(50, shuffle=False).indices(Lease(0, 0, (Piece(0, 7, 9),))).tolist() == [7, 8]
+    assert whole(0, PositionRange(0, 10, 12), PositionRange(1, 3, 5)) == first[10:12] + second[3:5]
+    assert Leases(50, shuffle=False).indices(Lease(0, 0, (PositionRange(0, 7, 9),))).tolist() == [7, 8]
 
 
 def test_a_lease_may_be_of_a_dataset_that_fits_in_no_memory() -> None:
@@ -107,7 +113,7 @@ def test_a_lost_workers_samples_go_to_the_next_that_asks_and_fill_its_lease() ->
     pool = leases.lose(pool, 0)
     assert pool.left_over == 10
     pool, lease = took(pool, leases, 1, 16)
-    assert lease.pieces == (*lost.pieces, Piece(0, 20, 26))
+    assert lease.pieces == (*lost.pieces, PositionRange(0, 20, 26))
     assert pool.left_over == 0
     assert pool.came_back == 10
     assert kept.count == 10
@@ -120,15 +126,15 @@ def test_when_the_last_holder_dies_its_samples_are_used_in_the_next_epoch_and_co
     pool, rest = took(pool, leases, 0, 8)
     pool, _ = leases.acknowledge(pool, [rest.number])
     pool, answer = leases.take(pool, 0, 8, 1.0)
-    assert answer == Over(0), "nobody waits for worker 1"
+    assert answer == EndOfEpoch(0), "nobody waits for worker 1"
     pool, _ = took(pool, leases, 0, 8)
     pool = leases.lose(pool, 1)
-    assert pool.open == {0: Tally(used=8), 1: Tally()}
+    assert pool.open == {0: SampleCounts(used=8), 1: SampleCounts()}
     pool, again = took(pool, leases, 0, 16)
-    assert (again.epoch, again.pieces) == (1, (Piece(0, 0, 12), Piece(1, 8, 12)))
+    assert (again.epoch, again.pieces) == (1, (PositionRange(0, 0, 12), PositionRange(1, 8, 12)))
     pool, right = leases.acknowledge(pool, [again.number])
     assert right
-    assert (pool.complete, pool.settled, pool.open) == (1, Tally(used=20), {1: Tally(used=4)})
+    assert (pool.complete, pool.settled, pool.open) == (1, SampleCounts(used=20), {1: SampleCounts(used=4)})
 
 
 def test_a_worker_that_slept_is_told_the_end_of_every_epoch() -> None:
@@ -138,13 +144,13 @@ def test_a_worker_that_slept_is_told_the_end_of_every_epoch() -> None:
         pool, lease = took(pool, leases, 0, 4)
         pool, _ = leases.acknowledge(pool, [lease.number])
         pool, answer = leases.take(pool, 0, 4, 0.0)
-        assert answer == Over(epoch)
+        assert answer == EndOfEpoch(epoch)
     pool, lease = took(pool, leases, 0, 2)
     said = []
     for _ in range(3):
         pool, answer = leases.take(pool, 1, 4, 0.0)
         said.append(answer)
-    assert said == [Over(0), Over(1), Lease(3, 2, (Piece(2, 2, 4),))]
+    assert said == [EndOfEpoch(0), EndOfEpoch(1), Lease(3, 2, (PositionRange(2, 2, 4),))]
 
 
 def test_in_the_last_epoch_one_waits_for_what_may_return_and_no_longer_than_the_term() -> None:
@@ -152,21 +158,21 @@ def test_in_the_last_epoch_one_waits_for_what_may_return_and_no_longer_than_the_
     pool = begun(leases, 3)
     pool, mine = took(pool, leases, 0, 4, now_s=5.0)
     pool, hung = took(pool, leases, 1, 4, now_s=7.0)
-    assert leases.take(pool, 2, 4, 8.0)[1] == Wait((0, 1), 35.0)
-    assert leases.take(pool, 0, 4, 8.0)[1] == Wait((1,), 37.0), "not for itself"
+    assert leases.take(pool, 2, 4, 8.0)[1] == NoDataYet((0, 1), 35.0)
+    assert leases.take(pool, 0, 4, 8.0)[1] == NoDataYet((1,), 37.0), "not for itself"
     delivered, _ = leases.deliver(pool, 0, [mine.number])
-    assert leases.take(delivered, 2, 4, 8.0)[1] == Wait((1,), 37.0), "what has arrived does not return"
+    assert leases.take(delivered, 2, 4, 8.0)[1] == NoDataYet((1,), 37.0), "what has arrived does not return"
     done, _ = leases.deliver(delivered, 1, [hung.number])
-    assert leases.take(done, 2, 4, 8.0)[1] == Over(0)
+    assert leases.take(done, 2, 4, 8.0)[1] == EndOfEpoch(0)
     pool, again = took(delivered, leases, 2, 4, now_s=37.0)
     assert again.pieces == hung.pieces
     pool, valid = leases.deliver(pool, 1, [hung.number])
     assert not valid, "another has it now"
-    assert leases.take(pool, 0, 4, 38.0)[1] == Wait((2,), 67.0)
+    assert leases.take(pool, 0, 4, 38.0)[1] == NoDataYet((2,), 67.0)
     pool, _ = leases.deliver(pool, 2, [again.number])
     pool, answer = leases.take(pool, 0, 4, 38.0)
-    assert answer == Over(0)
-    assert leases.take(pool, 0, 4, 38.0)[1] == Over(0), "and stays so"
+    assert answer == EndOfEpoch(0)
+    assert leases.take(pool, 0, 4, 38.0)[1] == EndOfEpoch(0), "and stays so"
 
 
 def test_a_late_contribution_counts_as_long_as_nobody_else_was_given_its_samples() -> None:
@@ -174,13 +180,13 @@ def test_a_late_contribution_counts_as_long_as_nobody_else_was_given_its_samples
     pool = begun(leases, 2)
     pool, slow = took(pool, leases, 0, 10, now_s=0.0)
     pool, other = took(pool, leases, 1, 10, now_s=1000.0)
-    assert other.pieces == (Piece(0, 10, 20),), "there is enough without it"
+    assert other.pieces == (PositionRange(0, 10, 20),), "there is enough without it"
     pool, valid = leases.deliver(pool, 0, [slow.number])
     assert valid
     assert leases.lose(pool, 0).left_over == 0, "what has arrived is not lost with its worker"
     pool, right = leases.acknowledge(leases.lose(pool, 0), [slow.number], dropped=True)
     assert right
-    assert pool.open == {0: Tally(dropped=10)}
+    assert pool.open == {0: SampleCounts(dropped=10)}
 
 
 def test_a_contribution_is_used_whole_or_not_at_all() -> None:
@@ -212,23 +218,23 @@ def test_with_drop_last_all_leases_are_full_and_the_rest_is_counted() -> None:
     pool, lost = took(pool, leases, 0, 4)
     pool, _ = took(pool, leases, 1, 4)
     pool, answer = leases.take(pool, 1, 4, 0.0)
-    assert answer == Over(0)
-    assert pool.open[0] == Tally(skipped=2)
+    assert answer == EndOfEpoch(0)
+    assert pool.open[0] == SampleCounts(skipped=2)
     pool = leases.lose(pool, 0)
     pool, again = took(pool, leases, 1, 6)
-    assert again.pieces == (*lost.pieces, Piece(1, 0, 2)), "what was lost is not what is skipped"
+    assert again.pieces == (*lost.pieces, PositionRange(1, 0, 2)), "what was lost is not what is skipped"
     pool = leases.init()
     for worker in range(2):
         pool = leases.join(pool, worker)
     pool, lost = took(pool, leases, 0, 7)
     pool, _ = took(pool, leases, 1, 3)
     pool, answer = leases.take(leases.lose(pool, 0), 1, 8, 0.0)
-    assert answer == Over(0)
+    assert answer == EndOfEpoch(0)
     pool, again = took(pool, leases, 1, 8)
-    assert again.pieces == (*lost.pieces, Piece(1, 0, 1)), "nor is it skipped where an epoch ends"
+    assert again.pieces == (*lost.pieces, PositionRange(1, 0, 1)), "nor is it skipped where an epoch ends"
     pool, answer = leases.take(pool, 1, 10, 0.0)
-    assert answer == Over(1)
-    assert pool.open[1] == Tally(skipped=9), "behind the last epoch nothing comes"
+    assert answer == EndOfEpoch(1)
+    assert pool.open[1] == SampleCounts(skipped=9), "behind the last epoch nothing comes"
     with pytest.raises(ModelError, match=r"Cannot fill batches of 11 from 10 samples with drop_last"):
         leases.take(pool, 1, 11, 0.0)
 
@@ -239,9 +245,9 @@ def test_a_loop_that_ends_early_can_close_its_epoch() -> None:
     pool = leases.close(pool, 0)
     assert leases.close(pool, 0) == pool
     assert leases.close(pool, 1) == pool, "not begun"
-    assert [leases.take(pool, worker, 4, 0.0)[1] for worker in (0, 1)] == [Over(0), Over(0)]
+    assert [leases.take(pool, worker, 4, 0.0)[1] for worker in (0, 1)] == [EndOfEpoch(0), EndOfEpoch(0)]
     pool, _ = leases.acknowledge(pool, [lease.number])
-    assert (pool.complete, pool.settled) == (1, Tally(used=4, skipped=6))
+    assert (pool.complete, pool.settled) == (1, SampleCounts(used=4, skipped=6))
 
 
 def test_a_clock_that_jumps_back_makes_no_lease_older() -> None:
@@ -249,7 +255,7 @@ def test_a_clock_that_jumps_back_makes_no_lease_older() -> None:
     pool = begun(leases, 2)
     pool, _ = took(pool, leases, 0, 2, now_s=100.0)
     pool, _ = took(pool, leases, 0, 2, now_s=-1e9)
-    assert leases.take(pool, 1, 4, 105.0)[1] == Wait((0,), 110.0)
+    assert leases.take(pool, 1, 4, 105.0)[1] == NoDataYet((0,), 110.0)
 
 
 def test_nobody_is_given_its_own_lease_again_nor_one_of_an_epoch_it_has_not_reached() -> None:
@@ -257,11 +263,11 @@ def test_nobody_is_given_its_own_lease_again_nor_one_of_an_epoch_it_has_not_reac
     pool = begun(leases, 2)
     pool, own = took(pool, leases, 0, 4, now_s=0.0)
     pool, answer = leases.take(pool, 0, 4, 100.0)
-    assert answer == Over(0)
+    assert answer == EndOfEpoch(0)
     pool, _ = took(pool, leases, 0, 4, now_s=100.0)
     pool, valid = leases.deliver(pool, 0, [own.number])
     assert valid
-    assert leases.take(pool, 1, 4, 200.0)[1] == Over(0), "what is overdue is of epoch 1"
+    assert leases.take(pool, 1, 4, 200.0)[1] == EndOfEpoch(0), "what is overdue is of epoch 1"
     assert leases.take(pool, 1, 4, 200.0)[0].returned == ()
 
 
@@ -273,7 +279,7 @@ def test_what_comes_back_in_pieces_is_made_whole() -> None:
         numbers.append(lease.number)
     pool = leases.give_back(pool, 0, numbers[::2])
     assert len(pool.returned) == 5
-    assert leases.lose(pool, 0).returned == (Piece(0, 0, 70),)
+    assert leases.lose(pool, 0).returned == (PositionRange(0, 0, 70),)
 
 
 def test_after_a_restart_leases_are_as_old_as_they_were() -> None:
@@ -282,7 +288,7 @@ def test_after_a_restart_leases_are_as_old_as_they_were() -> None:
     pool, _ = took(pool, leases, 0, 4, now_s=1000.0)
     pool, _ = took(pool, leases, 0, 4, now_s=1010.0)
     loaded = leases.from_plain(leases.to_plain(pool), now_s=3.0)
-    assert leases.take(loaded, 1, 4, 3.0)[1] == Wait((0,), 23.0)
+    assert leases.take(loaded, 1, 4, 3.0)[1] == NoDataYet((0,), 23.0)
 
 
 @pytest.mark.parametrize("samples", range(1, 12))
@@ -314,16 +320,16 @@ def test_one_sample_that_comes_back_late_is_used_in_the_next_epoch() -> None:
     pool, rest = took(pool, leases, 1, 2)
     pool = leases.lose(leases.acknowledge(pool, [rest.number])[0], 0)
     pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
-    assert answer == Over(0)
+    assert answer == EndOfEpoch(0)
     pool, answer = leases.take(pool, 1, 2, 0.0, least=2)
     assert isinstance(answer, Lease)
-    assert answer.pieces == (*single.pieces, Piece(1, 0, 1))
+    assert answer.pieces == (*single.pieces, PositionRange(1, 0, 1))
 
 
-def holding(count: int) -> Pool:
+def holding(count: int) -> LeasePool:
     """Worker 0 has every other sample of an epoch, each in a lease of its own."""
-    held = {n: Held(Lease(n, 0, (Piece(0, 2 * n, 2 * n + 1),)), 0, 0.0) for n in range(count)}
-    return Pool(fresh=2 * count, number=count, held=held, at={0: 0, 1: 0})
+    held = {n: HeldLease(Lease(n, 0, (PositionRange(0, 2 * n, 2 * n + 1),)), 0, 0.0) for n in range(count)}
+    return LeasePool(fresh=2 * count, number=count, held=held, at={0: 0, 1: 0})
 
 
 def computing_s(do: Callable[[], object]) -> float:
@@ -366,7 +372,7 @@ def test_a_lease_of_what_came_back_is_never_in_too_many_pieces() -> None:
     pool, lease = took(pool, leases, 1, 1500)
     assert len(lease.pieces) == 1000
     pool, lease = took(pool, leases, 1, 1500)
-    assert lease.pieces[-1] == Piece(0, 3998, 3999)
+    assert lease.pieces[-1] == PositionRange(0, 3998, 3999)
     assert not pool.returned
 
 
@@ -470,7 +476,7 @@ def test_a_description_is_a_value_and_a_lease_travels() -> None:
     leases = Leases(10, seed=3, epochs=2)
     assert eval(repr(leases), {"Leases": Leases, "datetime": __import__("datetime")}) == leases
     assert pickle.loads(pickle.dumps(leases)) == leases
-    lease = Lease(3, 1, (Piece(0, 1, 2), Piece(1, 0, 5)))
+    lease = Lease(3, 1, (PositionRange(0, 1, 2), PositionRange(1, 0, 5)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(lease), type=Lease) == lease
     assert lease.count == 6
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.batching import BatchTuning, Machine, Tuning
+from offbeat.batching import BatchTuning, TuningState, WorkerSpeed
 from offbeat.errors import ModelError, PlanError
 from tests.pacing.cluster import Cluster
 
@@ -289,7 +289,7 @@ def test_any_history_keeps_the_sum_the_bounds_and_the_pace_of_change() -> None:
     )
 
 
-def all_known(tuning: BatchTuning, state: Tuning) -> bool:
+def all_known(tuning: BatchTuning, state: TuningState) -> bool:
     """Whether all were known: what is not is not held to the pace of change, since the sum is."""
     return all(m.compute.steps >= tuning.first_rounds for m in state.machines.values())
 
@@ -409,7 +409,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         tuning.from_plain({}, 512)
     with pytest.raises(ModelError, match="damaged"):
         tuning.from_plain({"version": 1, "tuning": {"total": "x"}}, 512)
-    machine: Machine = cluster.state.machines[0]
+    machine: WorkerSpeed = cluster.state.machines[0]
     for bad in (replace(machine, most=0), replace(machine, compute=replace(machine.compute, seconds=-1.0))):
         state = replace(cluster.state, machines={0: bad})
         with pytest.raises(ModelError, match="damaged"):

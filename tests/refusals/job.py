@@ -13,13 +13,24 @@ import offbeat
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.layout import arrange
 from offbeat.protocol.messages import pack, to_worker
-from offbeat.protocol.training import About, Announce, BlockOf, Details, Go, Open, Part, PieceOf, Pulled, Values
+from offbeat.protocol.training import (
+    Announce,
+    BlockOf,
+    ContributionInfo,
+    ModelInfo,
+    OpenModel,
+    PieceOf,
+    PullBlock,
+    PullDone,
+    PushBlock,
+    ReleaseWorker,
+)
 from offbeat.server.blocks import cut
 from offbeat.server.client.client import Client
-from offbeat.server.launch import Settings, start_shard
+from offbeat.server.launch import ShardSettings, start_shard
 from offbeat.server.optimizers import describe
 from offbeat.wire.credentials import Token
-from offbeat.wire.loop_thread import Loop
+from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.tcp import connect
 from tests.fabric.test_shard import Worker
 
@@ -28,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.wire.credentials import Credentials
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.messages import Role
 
 JOB, SECRET = "digits", "a secret of more than sixteen bytes"
@@ -52,8 +63,8 @@ class Job:
         self._log, self._credentials = folder / "server.log", credentials
         known: Any = {"job": JOB, "token": SECRET, "patience_s": 20.0, **settings}
         with self._log.open("wb") as log:
-            self.process, self.address = start_shard(Settings(**known), output=log)
-        self.loop = Loop()
+            self.process, self.address = start_shard(ShardSettings(**known), output=log)
+        self.loop = LoopThread()
         self.clients: list[Client] = []
         self.workers: list[Worker] = []
         self._velocity, self._seen = 0.0, 0
@@ -78,9 +89,9 @@ class Job:
                 moved += 0.5 * self._velocity
         return moved
 
-    def dial(self, accept: Callable[[Link], Any], rank: int, **options: Any) -> Link:
+    def dial(self, accept: Callable[[PeerLink], Any], rank: int, **options: Any) -> PeerLink:
         known = {"job": JOB, "credentials": self._credentials, **options}
-        link: Link = self.loop.run(connect(self.address, accept=accept, rank=rank, **known))
+        link: PeerLink = self.loop.run(connect(self.address, accept=accept, rank=rank, **known))
         return link
 
     def goes_on(self) -> None:
@@ -138,7 +149,7 @@ def told(job: Job, *frames: tuple[Any, bytes], rank: int = BAD, role: Role = "wo
     return str(heard.error), address
 
 
-def own_address(link: Link) -> str:
+def own_address(link: PeerLink) -> str:
     assert link._stream is not None
     host, port = link._stream.sock.getsockname()
     return f"{host}:{port}"
@@ -160,7 +171,7 @@ def in_log(job: Job, address: str, says: str) -> None:
     wait_for(lambda: any(says in line for line in lines()), f"{says!r} is not logged of {address}")
 
 
-def details(**changes: Any) -> Details:
+def details(**changes: Any) -> ModelInfo:
     """What a `Worker` says when it opens its model."""
     parameters = {"a": torch.nn.Parameter(torch.zeros(30)), "b": torch.nn.Parameter(torch.zeros(70))}
     layout = arrange(parameters, bucket_bytes=1 << 20)
@@ -180,7 +191,7 @@ def details(**changes: Any) -> Details:
         ),
         "optimizer": describe(optimizer, {id(p): name for name, p in parameters.items()}),
     }
-    return Details(**{**known, **changes})
+    return ModelInfo(**{**known, **changes})
 
 
 HYPER = details().optimizer.groups
@@ -191,24 +202,24 @@ def block(index: int = 0, dtype: str = "float32", *pieces: PieceOf) -> BlockOf:
 
 
 def announce(clock: int, **changes: Any) -> Announce:
-    return Announce(0, clock, About(**{"weight": 1.0, "hyper": HYPER, **changes}))
+    return Announce(0, clock, ContributionInfo(**{"weight": 1.0, "hyper": HYPER, **changes}))
 
 
-def part(clock: int, block: int = 0, dtype: str = "float32") -> Part:
-    return Part(0, clock, block, dtype)
+def part(clock: int, block: int = 0, dtype: str = "float32") -> PushBlock:
+    return PushBlock(0, clock, block, dtype)
 
 
 # What it says when its contribution n is next, and what is said to that; block 0 has 14 elements of 4 bytes.
 
 
-def join(job: Job, rank: int = BAD) -> tuple[Link, Heard, int]:
+def join(job: Job, rank: int = BAD) -> tuple[PeerLink, Heard, int]:
     """A worker that comes later, and has got the parameters; the number of its next contribution."""
     heard = Heard()
     link = job.dial(lambda link: heard, rank)
-    job.loop.call(link.send, pack(Open(0)), pack(details()))
+    job.loop.call(link.send, pack(OpenModel(0)), pack(details()))
     wait_for(
-        lambda: sum(isinstance(message, Values) for message in heard.messages) == len(details().blocks), "no values"
+        lambda: sum(isinstance(message, PullBlock) for message in heard.messages) == len(details().blocks), "no values"
     )
-    (go,) = [message for message in heard.messages if isinstance(message, Go)]
-    job.loop.call(link.send, pack(Pulled(0, go.step)))
+    (go,) = [message for message in heard.messages if isinstance(message, ReleaseWorker)]
+    job.loop.call(link.send, pack(PullDone(0, go.step)))
     return link, heard, go.step

@@ -9,8 +9,8 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, PeerError
-from offbeat.protocol.shards import Filled, Save, Whole
-from offbeat.server.launch import Settings, start_shard
+from offbeat.protocol.shards import ModelFilled, PushDone, SaveLastSnapshot
+from offbeat.server.launch import ShardSettings, start_shard
 from offbeat.wire.credentials import Certificates, Token
 from tests.cli.commands import offbeat as command
 from tests.refusals.job import (
@@ -78,7 +78,7 @@ def test_a_shard_that_nobody_named(tmp_path: Path, keeps: bool) -> None:
     job = Job(tmp_path, snapshots=str(tmp_path / "first") if keeps else "")
     try:
         job.begin()
-        second = Settings(
+        second = ShardSettings(
             job=JOB, token=SECRET, coordinator=job.address, snapshots=str(tmp_path / "second") if keeps else ""
         )
         with pytest.raises(NetworkError) as caught:
@@ -95,7 +95,9 @@ def test_a_shard_that_nobody_named(tmp_path: Path, keeps: bool) -> None:
         job.close()
 
 
-@pytest.mark.parametrize("message", [Filled(0), Whole(0, 1, 3), Save()], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize(
+    "message", [ModelFilled(0), PushDone(0, 1, 3), SaveLastSnapshot()], ids=lambda message: type(message).__name__
+)
 def test_a_shard_that_does_not_follow_says_nothing(job: Job, message: Any) -> None:
     said, address = told(job, (message, b""), role="shard")
     assert f"Cannot take {type(message).__name__} from this shard: it does not follow this one" in said

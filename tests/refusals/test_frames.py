@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from offbeat.protocol.data_leases import Books, Crowded, Enrol, Return, Take
+from offbeat.protocol.data_leases import GetDataState, MemoryExhausted, RegisterLoader, RequestLease, ReturnLease
 from offbeat.protocol.messages import pack
-from offbeat.protocol.shards import Admit, Enlist, Filled, Gone, Whole
-from offbeat.protocol.status import Look
-from offbeat.protocol.training import About, Announce, Ask, Fill, Open, Part, Pulled
+from offbeat.protocol.shards import AdmitWorker, ModelFilled, PushDone, RegisterShard, WorkerRemoved
+from offbeat.protocol.status import GetStatus
+from offbeat.protocol.training import (
+    Announce,
+    AskAllWorkers,
+    ContributionInfo,
+    InitBlock,
+    OpenModel,
+    PullDone,
+    PushBlock,
+)
 from offbeat.wire.frame import HEADER_BYTES, VERSION, Frame, Kind, encode
-from offbeat.wire.messages import Claim, Welcome
-from offbeat.wire.messages import Refused as TurnedAway
+from offbeat.wire.messages import HandshakeClaim, Welcome
+from offbeat.wire.messages import HandshakeRefused as TurnedAway
 from tests.refusals.job import (
     BAD,
     GOOD,
@@ -56,7 +64,7 @@ def test_a_frame_that_is_none(job: Job, name: str) -> None:
     stream, says = FRAMES[name]
 
     async def story() -> tuple[Any, str]:
-        peer = ByHand(Claim(rank=BAD, job=JOB, session=b"s" * 16), SECRET.encode())
+        peer = ByHand(HandshakeClaim(rank=BAD, job=JOB, session=b"s" * 16), SECRET.encode())
         for _ in range(3):
             answer = await peer.enter(job.address)
             assert isinstance(answer, Welcome)
@@ -80,11 +88,11 @@ def test_a_frame_that_is_none(job: Job, name: str) -> None:
 
 def test_a_body_with_a_wrong_checksum(job: Job) -> None:
     """Whatever was received of it is not taken for values."""
-    stream = frame(pack(Open(1)), pack(details()))
+    stream = frame(pack(OpenModel(1)), pack(details()))
     stream[-1] ^= 1
 
     async def story() -> Any:
-        peer = ByHand(Claim(rank=BAD, job=JOB, session=b"s" * 16), SECRET.encode())
+        peer = ByHand(HandshakeClaim(rank=BAD, job=JOB, session=b"s" * 16), SECRET.encode())
         for _ in range(3):
             assert isinstance(await peer.enter(job.address), Welcome)
             peer.claim = msgspec.structs.replace(peer.claim, resumes=True)
@@ -104,20 +112,28 @@ def test_a_body_with_a_wrong_checksum(job: Job) -> None:
 STRAY: dict[str, tuple[Any, bytes, str]] = {
     "no message": (b"\xc1", b"", "Cannot understand this peer"),
     "nothing": (b"", b"", "Cannot understand this peer"),
-    "a decision": (Admit(0, BAD, 0), b"", "Cannot understand this peer: Invalid value 'Admit'"),
-    "an eviction of another": (Gone(0, 1), b"", "Cannot understand this peer: Invalid value 'Gone'"),
+    "a decision": (AdmitWorker(0, BAD, 0), b"", "Cannot understand this peer: Invalid value 'Admit'"),
+    "an eviction of another": (WorkerRemoved(0, 1), b"", "Cannot understand this peer: Invalid value 'Gone'"),
     "too large a number": (b"\x82\xa4type\xa4Look\xa6number\xcf" + b"\xff" * 8, b"", "Expected `int` <"),
     "no text": (b"\x81\xa4type\xa2\xff\xfe", b"", "Cannot understand this peer"),
-    "a body where none belongs": (Pulled(0, 1), b"body", "Pulled has no body"),
-    "a shard's enlisting": (Enlist(), b"", "Enlist is not for a worker to say."),
-    "a shard's filled": (Filled(0), b"", "Filled is not for a worker to say."),
-    "a shard's whole": (Whole(0, 1, 3), b"", "Whole is not for a worker to say."),
-    "another's values": (Fill(0, 0), bytes(64), "Rank 0 was not asked for the values of block 0."),
-    "values without a body": (Fill(0, 0), b"", "Rank 0 sends values of block 0 without a body."),
-    "values of nothing": (Fill(3, 0), bytes(64), "Model 3 has not been opened."),
-    "a gradient unasked": (Part(0, 0, 0, "float32"), bytes(64), "Rank 0 does not take part in model 0."),
-    "a contribution of a stranger": (Announce(0, 3, About(1.0, ())), b"", "Announce from rank 0: it trains no"),
-    "a question of a stranger": (Ask(0, "the mean", False, (1.0,)), b"", "it trains no model yet. Call run.prepare"),
+    "a body where none belongs": (PullDone(0, 1), b"body", "Pulled has no body"),
+    "a shard's enlisting": (RegisterShard(), b"", "Enlist is not for a worker to say."),
+    "a shard's filled": (ModelFilled(0), b"", "Filled is not for a worker to say."),
+    "a shard's whole": (PushDone(0, 1, 3), b"", "Whole is not for a worker to say."),
+    "another's values": (InitBlock(0, 0), bytes(64), "Rank 0 was not asked for the values of block 0."),
+    "values without a body": (InitBlock(0, 0), b"", "Rank 0 sends values of block 0 without a body."),
+    "values of nothing": (InitBlock(3, 0), bytes(64), "Model 3 has not been opened."),
+    "a gradient unasked": (PushBlock(0, 0, 0, "float32"), bytes(64), "Rank 0 does not take part in model 0."),
+    "a contribution of a stranger": (
+        Announce(0, 3, ContributionInfo(1.0, ())),
+        b"",
+        "Announce from rank 0: it trains no",
+    ),
+    "a question of a stranger": (
+        AskAllWorkers(0, "the mean", False, (1.0,)),
+        b"",
+        "it trains no model yet. Call run.prepare",
+    ),
 }
 
 
@@ -131,10 +147,17 @@ def test_what_no_worker_says_when_it_has_just_come(job: Job, name: str) -> None:
     job.goes_on()
 
 
-ENROL = Enrol(loader=0, plan="", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=10)
+ENROL = RegisterLoader(loader=0, plan="", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=10)
 SPEAKS: list[Any] = [
-    ENROL, Take(0), Return(0, (0,)), Crowded(0, 5), Books(0), Announce(0, 3, About(1.0, ())), Pulled(0, 3), Ask(0, "a")
-]  # fmt: skip
+    ENROL,
+    RequestLease(0),
+    ReturnLease(0, (0,)),
+    MemoryExhausted(0, 5),
+    GetDataState(0),
+    Announce(0, 3, ContributionInfo(1.0, ())),
+    PullDone(0, 3),
+    AskAllWorkers(0, "a"),
+]
 
 
 @pytest.mark.parametrize("message", SPEAKS, ids=lambda message: type(message).__name__)
@@ -148,14 +171,14 @@ def test_nobody_speaks_for_a_worker_that_is_here(job: Job, message: Any) -> None
 @pytest.mark.parametrize(
     ("role", "message"),
     [
-        ("onlooker", Open(0)),
-        ("onlooker", Announce(0, 3, About(1.0, ()))),
-        ("onlooker", Ask(0, "the mean")),
-        ("onlooker", Whole(0, 1, 3)),
-        ("onlooker", Part(0, 3, 0, "float32")),
-        ("shard", Open(0)),
-        ("shard", Look(0)),
-        ("shard", Pulled(0, 3)),
+        ("onlooker", OpenModel(0)),
+        ("onlooker", Announce(0, 3, ContributionInfo(1.0, ()))),
+        ("onlooker", AskAllWorkers(0, "the mean")),
+        ("onlooker", PushDone(0, 1, 3)),
+        ("onlooker", PushBlock(0, 3, 0, "float32")),
+        ("shard", OpenModel(0)),
+        ("shard", GetStatus(0)),
+        ("shard", PullDone(0, 3)),
     ],
     ids=str,
 )
@@ -174,7 +197,7 @@ def test_a_role_is_part_of_the_claim(job: Job) -> None:
     """A session that began as an onlooker's cannot go on as a worker's."""
 
     async def story() -> Any:
-        peer = ByHand(Claim(rank=1, role="onlooker", job=JOB, session=b"s" * 16), SECRET.encode())
+        peer = ByHand(HandshakeClaim(rank=1, role="onlooker", job=JOB, session=b"s" * 16), SECRET.encode())
         assert isinstance(await peer.enter(job.address), Welcome)
         peer.hang_up()
         peer.claim = msgspec.structs.replace(peer.claim, role="worker", resumes=True)

@@ -13,7 +13,7 @@ import pytest
 
 import offbeat
 from offbeat.protocol.messages import pack
-from offbeat.protocol.training import Back, Fill, Go, Open, Opened, PieceOf, Refused
+from offbeat.protocol.training import InitBlock, ModelOpened, OpenModel, PieceOf, Reconnect, Refused, ReleaseWorker
 from offbeat.server.shard.model_shard import _memory_bytes
 from tests.refusals.job import (
     BAD,
@@ -40,7 +40,7 @@ def opened(job: Job, rank: int = BAD, **changes: Any) -> tuple[Any, str, str]:
     heard = Heard()
     link = job.dial(lambda link: heard, rank)
     address = own_address(link)
-    job.loop.call(link.send, pack(Open(0)), pack(details(**changes)))
+    job.loop.call(link.send, pack(OpenModel(0)), pack(details(**changes)))
     assert heard.over.wait(10)
     return heard.messages, str(heard.error), address
 
@@ -124,10 +124,10 @@ def test_who_comes_back_before_it_is_missed(server: Job) -> None:
     heard = Heard()
     client = server.clients[0]
     known, secret = client.place(0), client._secrets[0]
-    back = Back(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True, secret=secret)
+    back = Reconnect(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True, secret=secret)
     link = server.dial(lambda link: heard, GOOD[0])
-    server.loop.call(link.send, pack(Open(0, 1)), pack(details(back=back)))
-    wait_for(lambda: any(isinstance(message, Go) for message in heard.messages), "it is not let in")
+    server.loop.call(link.send, pack(OpenModel(0, 1)), pack(details(back=back)))
+    wait_for(lambda: any(isinstance(message, ReleaseWorker) for message in heard.messages), "it is not let in")
     server.loop.run(link.close())
 
 
@@ -183,7 +183,7 @@ def test_the_first_that_comes_may_be_wrong(server: Job) -> None:
         "optimizer": SGD,
     }
     for name, (changes, says) in FIRST.items():
-        said, address = told(server, (Open(0), msgspec.msgpack.encode({**known, **changes})))
+        said, address = told(server, (OpenModel(0), msgspec.msgpack.encode({**known, **changes})))
         assert says in said, name
         assert len(said.splitlines()) == 1
         in_log(server, address, says[:40])
@@ -204,10 +204,10 @@ def test_models_count_together_and_are_made_at_once(server: Job) -> None:
     link = server.dial(lambda link: heard, BAD)
     known = msgspec.to_builtins(details())
     began_s = time.monotonic()
-    server.loop.call(link.send, pack(Open(0)), msgspec.msgpack.encode({**known, **large(0.6)}))
-    wait_for(lambda: any(isinstance(m, Opened) for m in heard.messages), "the first one is not taken")
+    server.loop.call(link.send, pack(OpenModel(0)), msgspec.msgpack.encode({**known, **large(0.6)}))
+    wait_for(lambda: any(isinstance(m, ModelOpened) for m in heard.messages), "the first one is not taken")
     assert time.monotonic() - began_s < 5, "zeroing it would take as long as reading so much memory"
-    server.loop.call(link.send, pack(Open(1)), msgspec.msgpack.encode({**known, **large(0.6)}))
+    server.loop.call(link.send, pack(OpenModel(1)), msgspec.msgpack.encode({**known, **large(0.6)}))
     assert heard.over.wait(10)
     assert re.search(
         r"Cannot hold parameters of [\d,]+ bytes, and [\d,]+ of other models: this server's", str(heard.error)
@@ -218,7 +218,7 @@ def test_models_count_together_and_are_made_at_once(server: Job) -> None:
 
 
 def test_models_come_only_from_those_that_train(job: Job) -> None:
-    said, address = told(job, (Open(1), msgspec.msgpack.encode({**msgspec.to_builtins(details()), **large(0.2)})))
+    said, address = told(job, (OpenModel(1), msgspec.msgpack.encode({**msgspec.to_builtins(details()), **large(0.2)})))
     assert "Cannot open model 1: rank 0 takes part in none of this job's models. Prepare the models" in said
     in_log(job, address, "Cannot open model 1")
     job.goes_on()
@@ -228,9 +228,9 @@ def test_the_first_that_comes_may_leave_before_it_has_sent_its_parameters(server
     """One of those that wait for them sends its own instead, and nothing is left of the first one's."""
     heard = Heard()
     link = server.dial(lambda link: heard, BAD)
-    server.loop.call(link.send, pack(Open(0)), pack(details(world=3)))
-    server.loop.call(link.send, pack(Fill(0, 0)), bytes(56))
-    wait_for(lambda: any(isinstance(m, Opened) and m.wants_values for m in heard.messages), "no values are wanted")
+    server.loop.call(link.send, pack(OpenModel(0)), pack(details(world=3)))
+    server.loop.call(link.send, pack(InitBlock(0, 0)), bytes(56))
+    wait_for(lambda: any(isinstance(m, ModelOpened) and m.wants_values for m in heard.messages), "no values are wanted")
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(server.begin, 3)
         wait_for(lambda: len(server.clients) == 2 and all(c._places for c in server.clients), "the others do not come")

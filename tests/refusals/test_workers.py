@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offbeat.protocol.messages import pack
-from offbeat.protocol.status import Look
-from offbeat.protocol.training import Ask, Fill, Go, Open, Pulled, Refused
+from offbeat.protocol.status import GetStatus
+from offbeat.protocol.training import AskAllWorkers, InitBlock, OpenModel, PullDone, Refused, ReleaseWorker
 from tests.refusals.job import (
     BAD,
     HYPER,
@@ -102,13 +102,13 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
     ),
     "a weight that is none": (lambda n: [(announce(n, weight=float("nan")), b"")], "Expected `float` >= 0.0"),
     "a step it was not let go for": (
-        lambda n: [(Pulled(0, n + 9), b"")],
+        lambda n: [(PullDone(0, n + 9), b"")],
         "it has pulled step {n+9}, but is at step {n}",
     ),
-    "a model twice": (lambda n: [(Open(0), pack(details()))], "Rank 0 opens model 0 for a second time"),
-    "values again": (lambda n: [(Fill(0, 0), bytes(56))], "Rank 0 was not asked for the values of block 0"),
+    "a model twice": (lambda n: [(OpenModel(0), pack(details()))], "Rank 0 opens model 0 for a second time"),
+    "values again": (lambda n: [(InitBlock(0, 0), bytes(56))], "Rank 0 was not asked for the values of block 0"),
     "two questions at once": (
-        lambda n: [(Ask(5, "one"), b""), (Ask(6, "two"), b"")],
+        lambda n: [(AskAllWorkers(5, "one"), b""), (AskAllWorkers(6, "two"), b"")],
         "Rank 0 asks 'two' before its last question is answered",
     ),
 }
@@ -156,7 +156,9 @@ def test_hyper_parameters_that_no_optimizer_reads_do_no_harm(job: Job) -> None:
         ones = torch.ones(sum(piece.numel for piece in one.pieces)).numpy().tobytes()
         job.loop.call(link.send, pack(part(number, index)), ones)
     job.step(1)
-    wait_for(lambda: any(isinstance(m, Go) and m.step == number + 1 for m in heard.messages), "it is not let go")
+    wait_for(
+        lambda: any(isinstance(m, ReleaseWorker) and m.step == number + 1 for m in heard.messages), "it is not let go"
+    )
     job.loop.call(link.abort)
     job.goes_on()
 
@@ -170,7 +172,7 @@ def test_who_asks_and_does_not_listen(job: Job) -> None:
     def ask_and_ask() -> None:
         link.pause_reading()
         for number in range(1000):
-            link.send(pack(Look(number)))
+            link.send(pack(GetStatus(number)))
 
     job.loop.call(ask_and_ask)
     in_log(job, address, "it asks for what it does not take in")

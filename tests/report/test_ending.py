@@ -11,7 +11,7 @@ import pytest
 from offbeat.cli.report import conclusion, write_report
 from offbeat.report import Records
 from offbeat.report.nonfinite import nonfinite
-from offbeat.report.outcome import Ending, ending, read_stalls
+from offbeat.report.outcome import RunOutcome, ending, read_stalls
 from tests.report.made_up import end, log, start, step, write
 
 if TYPE_CHECKING:
@@ -34,25 +34,25 @@ def stall(folder: Path, rank: int, *culprits: dict[str, Any], **about: Any) -> P
     return path
 
 
-def how(folder: Path, records: Sequence[dict[str, Any]]) -> Ending:
+def how(folder: Path, records: Sequence[dict[str, Any]]) -> RunOutcome:
     return ending(Records(write(folder, list(records))).all(), read_stalls(folder, since_s=0))
 
 
 def test_all_ended_well(tmp_path: Path) -> None:
-    assert how(tmp_path, [*trained(6, 6), end(0, 6), end(1, 6)]) == Ending(
+    assert how(tmp_path, [*trained(6, 6), end(0, 6), end(1, 6)]) == RunOutcome(
         True, "All 2 workers ended well after 6 steps."
     )
-    assert how(tmp_path, [*trained(1), end(0, 1)]) == Ending(True, "The worker ended well after 1 step.")
+    assert how(tmp_path, [*trained(1), end(0, 1)]) == RunOutcome(True, "The worker ended well after 1 step.")
     told = {"kind": "event", "rank": 0, "step": 3, "time_s": 101.0, "what": "stall", "text": "step 3: ..."}
     stall(tmp_path, 0, DEAD, fatal=False, step=3)  # it was waited for, and came
-    assert how(tmp_path, [*trained(6), told, end(0, 6)]) == Ending(
+    assert how(tmp_path, [*trained(6), told, end(0, 6)]) == RunOutcome(
         True, "The worker ended well after 6 steps. 1 stall was reported on the way."
     )
 
 
 def test_a_job_whose_workers_were_all_told_to_leave_did_not_come_to_its_end(tmp_path: Path) -> None:
     ends = [end(rank, 6) | {"left": True} for rank in (0, 1)]
-    assert how(tmp_path, [*trained(6, 6), *ends]) == Ending(
+    assert how(tmp_path, [*trained(6, 6), *ends]) == RunOutcome(
         True, "All 2 workers were told to stop, and left in order after 6 steps."
     )
     assert how(tmp_path, [*trained(6, 6), ends[0], end(1, 6)]).text == "All 2 workers ended well after 6 steps."
@@ -79,7 +79,7 @@ def test_what_was_warned_of_is_said_again_once(tmp_path: Path) -> None:
 def test_who_joined_a_job_does_not_miss_those_of_the_beginning(tmp_path: Path) -> None:
     """They are in another folder; whose rank is missing in this one is missed all the same."""
     joined = [start(rank) | {"world": 1} for rank in (3, 4)]
-    assert how(tmp_path, [*joined, step(3, 0), step(4, 0), end(3, 1), end(4, 1)]) == Ending(
+    assert how(tmp_path, [*joined, step(3, 0), step(4, 0), end(3, 1), end(4, 1)]) == RunOutcome(
         True, "All 2 workers ended well after 1 step."
     )
     text = how(tmp_path, [*joined, step(3, 0), end(3, 1)]).text
@@ -96,7 +96,7 @@ def test_who_raised_is_named_before_who_waited_for_it(tmp_path: Path) -> None:
     stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:"})
     ends = [end(0, 6, LOST), end(1, 6, "ValueError: a bad batch.\nmore"), end(2, 6, "KeyboardInterrupt: SIGTERM")]
     found = how(tmp_path, [*trained(6, 6, 6), *ends])
-    assert found == Ending(
+    assert found == RunOutcome(
         False,
         "Rank 1 ended after 6 steps with ValueError: a bad batch. Rank 2 was told to stop after 6 steps, "
         "by SIGTERM or Ctrl-C. Rank 0 gave up waiting after 6 steps (WorkerLostError).",

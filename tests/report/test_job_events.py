@@ -11,7 +11,7 @@ from offbeat.cli.report import conclusion, write_report
 from offbeat.report import Records
 from offbeat.report.html_report import page
 from offbeat.report.job_events import job_events, trained_s
-from offbeat.report.records import OF_JOB, Event, append, has_ended
+from offbeat.report.records import OF_JOB, EventRecord, append, has_ended
 from offbeat.report.trace import trace
 from tests.report.made_up import end, start, step, write
 
@@ -103,10 +103,10 @@ def test_cards_do_not_mix_workers(tmp_path: Path) -> None:
 
 def test_the_launcher_writes_what_workers_cannot(tmp_path: Path) -> None:
     path = write(tmp_path, [*steps(1), end(0, 50)])
-    append(path, Event(rank=OF_JOB, step=-1, time_s=120.0, what="interrupted", text="SIGINT."))
+    append(path, EventRecord(rank=OF_JOB, step=-1, time_s=120.0, what="interrupted", text="SIGINT."))
     assert has_ended(path), "what is of the whole job is no worker's record"
     assert [one.what for one in job_events(Records(path).all())] == ["interrupted"]
-    append(tmp_path / "nowhere" / "metrics.jsonl", Event(rank=0, step=0, time_s=0.0, what="killed", text=""))
+    append(tmp_path / "nowhere" / "metrics.jsonl", EventRecord(rank=0, step=0, time_s=0.0, what="killed", text=""))
     assert not (tmp_path / "nowhere").exists()
 
 

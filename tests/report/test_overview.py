@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
-from offbeat.protocol.worker_status import Status
+from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.report.hub_status import scene_of
 from offbeat.report.job_status import pacemaker
-from offbeat.wire.messages import Overview, Words
+from offbeat.wire.messages import Overview, WorkerReport
 
-KNOWN = Status(step=40, exchanges=50, policy="BSP()", fabric="Elastic()", computing_s=0.1, waited_s=5.0, here_s=20.0)
+KNOWN = TrainingStatus(
+    step=40, exchanges=50, policy="BSP()", fabric="Elastic()", computing_s=0.1, waited_s=5.0, here_s=20.0
+)
 
 
-def overview(*words: dict[str, Any], statuses: dict[int, Status] | None = None, world: int = 0) -> Overview:
-    said = tuple(Words(rank=rank, **{"host": "a", **one}) for rank, one in enumerate(words))
+def overview(*words: dict[str, Any], statuses: dict[int, TrainingStatus] | None = None, world: int = 0) -> Overview:
+    said = tuple(WorkerReport(rank=rank, **{"host": "a", **one}) for rank, one in enumerate(words))
     return Overview(1, said, statuses or {}, world or max(1, len(words)), 30.0)
 
 
@@ -32,10 +34,10 @@ def overview(*words: dict[str, Any], statuses: dict[int, Status] | None = None, 
         ({"phase": "raised", "process": "dead"}, KNOWN, "failed", 0.0),
         ({"phase": "lost"}, KNOWN, "failed", 0.0),
         ({"phase": "finished", "process": "dead"}, KNOWN, "done", 0.0),
-        ({"phase": "finished"}, Status(left=True), "left", 0.0),
+        ({"phase": "finished"}, TrainingStatus(left=True), "left", 0.0),
     ],
 )
-def test_what_a_worker_does(words: dict[str, Any], status: Status | None, phase: str, since_s: float) -> None:
+def test_what_a_worker_does(words: dict[str, Any], status: TrainingStatus | None, phase: str, since_s: float) -> None:
     (seen,) = scene_of(overview(words, statuses={} if status is None else {0: status})).workers
     assert (seen.phase, seen.since_s) == (phase, since_s)
     assert seen.gone == (phase in ("gone", "failed", "done", "left"))
@@ -45,7 +47,7 @@ def test_its_step_is_that_of_its_script_now() -> None:
     """Also where that began with a checkpoint, or has several models, of which all exchanges are counted."""
     (seen,) = scene_of(overview({"phase": "computing", "step": 53}, statuses={0: KNOWN})).workers
     assert seen.made == 43, "the words are newer"
-    twice = Status(step=40, exchanges=80, models=2)
+    twice = TrainingStatus(step=40, exchanges=80, models=2)
     (seen,) = scene_of(overview({"phase": "computing", "step": 85}, statuses={0: twice})).workers
     assert seen.made == 42
     (seen,) = scene_of(overview({"phase": "starting", "step": -1})).workers
@@ -53,7 +55,7 @@ def test_its_step_is_that_of_its_script_now() -> None:
 
 
 def test_the_whole() -> None:
-    slow = Status(step=40, exchanges=50, computing_s=0.2, here_s=20.0, policy="BSP()", fabric="Elastic()")
+    slow = TrainingStatus(step=40, exchanges=50, computing_s=0.2, here_s=20.0, policy="BSP()", fabric="Elastic()")
     scene = scene_of(
         overview({"phase": "exchanging", "step": 50}, {"phase": "computing", "step": 50}, statuses={0: KNOWN, 1: slow})
     )

@@ -11,21 +11,21 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offbeat.protocol.worker_status import Status
+from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.report.prometheus import PHASES, Figures
 from tests.report.scenes import a_scene, seen
 
 if TYPE_CHECKING:
-    from offbeat.report.job_status import Scene
+    from offbeat.protocol.status import ModelStatus
 
-SAID = Status(
+SAID = TrainingStatus(
     epochs=3.5, total_epochs=12.0, epochs_per_s=0.5, samples_per_s=320.0, cpu_cores=1.25, memory_bytes=300_000_000,
     sent_bytes_per_s=1e6, values={"loss": 0.5},
 )  # fmt: skip
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposed(*scenes: Scene) -> str:
+def exposed(*scenes: ModelStatus) -> str:
     registry = CollectorRegistry()
     registry.register(Figures(scenes, 1700000000.0))
     return generate_latest(registry).decode()
@@ -91,7 +91,7 @@ def test_it_is_what_prometheus_expects() -> None:
 
 
 def test_what_the_workers_say_themselves() -> None:
-    found = samples(exposed(a_scene(seen(0, status=SAID), seen(1), seen(2, status=Status(), phase="paused"))))
+    found = samples(exposed(a_scene(seen(0, status=SAID), seen(1), seen(2, status=TrainingStatus(), phase="paused"))))
 
     def value(name: str, worker: int, /, **labels: str) -> float | None:
         return found.get((f"offbeat_worker_{name}", frozenset({"model": "0", "worker": str(worker), **labels}.items())))

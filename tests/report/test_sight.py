@@ -9,55 +9,46 @@ import pytest
 
 from offbeat.errors import PeerError
 from offbeat.protocol import messages
-from offbeat.protocol.worker_status import Happening, Status
-from offbeat.report import job_status
-from offbeat.report.job_status import look, pacemaker, sight_of
+from offbeat.protocol.status import GetStatus, ModelStatus, StatusReply, WorkerStatus
+from offbeat.protocol.worker_status import StatusEvent, TrainingStatus
+from offbeat.report.job_status import pacemaker
 from tests.report.scenes import a_scene, seen
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(job_status.Seen, messages.Seen), (job_status.Scene, messages.Scene)])
-def test_nothing_that_the_server_says_is_passed_over(ours: Any, theirs: Any) -> None:
-    assert set(theirs.__struct_fields__) <= set(ours.__struct_fields__)
-
-
 def test_both_ends_understand_each_other() -> None:
-    assert messages.from_guest(look(7)) == messages.Look(7)
-    usual: dict[str, Any] = {name: 3 for name in messages.Seen.__struct_fields__ if name not in ("worker", "phase")}
-    usual["status"] = Status(step=3, epochs=1.5, values={"loss": 0.5}, events=(Happening(1.0, "x"),))
-    worker = messages.Seen(worker=1, phase="held", **usual)
-    scene = messages.Scene(model=2, policy="BSP()", version=9, started=False, running_s=1.5, workers=(worker,))
-    got = sight_of(messages.pack(messages.Sight(7)), messages.pack((scene,)))
-    assert got.number == 7
-    for field in messages.Scene.__struct_fields__:
-        if field != "workers":
-            assert getattr(got.scenes[0], field) == getattr(scene, field)
-    for field in messages.Seen.__struct_fields__:
-        assert getattr(got.scenes[0].workers[0], field) == getattr(worker, field)
+    assert messages.from_guest(messages.pack(GetStatus(7))) == GetStatus(7)
+    usual: dict[str, Any] = {name: 3 for name in WorkerStatus.__struct_fields__ if name not in ("worker", "phase")}
+    usual["status"] = TrainingStatus(step=3, epochs=1.5, values={"loss": 0.5}, events=(StatusEvent(1.0, "x"),))
+    worker = WorkerStatus(worker=1, phase="held", **usual)
+    model = ModelStatus(model=2, policy="BSP()", version=9, started=False, running_s=1.5, workers=(worker,))
+    assert messages.status_reply_of(messages.pack(StatusReply(7)), messages.pack((model,))) == (7, (model,))
 
 
 def raw(**changes: Any) -> bytes:
     worker = {"worker": 0, "phase": "held", **changes.pop("seen", {})}
-    scene = {"model": 0, "policy": "BSP()", "version": 0, "started": True, "running_s": 0.0, "workers": [worker]}
-    return msgspec.msgpack.encode({"type": "Sight", "number": 1, "scenes": [{**scene, **changes}]})
+    model = {"model": 0, "policy": "BSP()", "version": 0, "started": True, "running_s": 0.0, "workers": [worker]}
+    return msgspec.msgpack.encode([{**model, **changes}])
+
+
+REPLY = messages.pack(StatusReply(1))
 
 
 def test_server_and_onlooker_need_not_be_of_one_version() -> None:
-    got = sight_of(raw(colour="red", seen={"mood": 3}))
-    assert got.scenes[0].workers[0] == job_status.Seen(worker=0, phase="held")
+    _, (model,) = messages.status_reply_of(REPLY, raw(colour="red", seen={"mood": 3}))
+    assert model.workers[0] == WorkerStatus(worker=0, phase="held")
 
 
-def test_many_scenes_come_as_a_body() -> None:
-    scenes = (a_scene(),)
-    metadata = msgspec.msgpack.encode({"type": "Sight", "number": 1})
-    assert sight_of(metadata, memoryview(msgspec.msgpack.encode(scenes))).scenes == scenes
+@pytest.mark.parametrize("metadata", [b"", b"\xc1", messages.pack(GetStatus(1)), b"\x91" * 20_000], ids=range(4))
+def test_another_answer_is_refused(metadata: bytes) -> None:
+    with pytest.raises(PeerError, match="Cannot understand what this server sees"):
+        messages.status_reply_of(metadata, raw())
 
 
 @pytest.mark.parametrize(
-    "metadata",
+    "body",
     [
         b"",
         b"\xc1",
-        msgspec.msgpack.encode({"type": "Go", "number": 1}),
         raw(version=-1),
         raw(running_s=float("nan")),
         raw(policy="x" * 70_000),
@@ -67,11 +58,11 @@ def test_many_scenes_come_as_a_body() -> None:
         raw(seen={"applied": 1 << 50}),
         b"\x91" * 20_000,
     ],
-    ids=range(11),
+    ids=range(10),
 )
-def test_nonsense_is_refused(metadata: bytes) -> None:
+def test_nonsense_is_refused(body: bytes) -> None:
     with pytest.raises(PeerError, match="Cannot understand what this server sees"):
-        sight_of(metadata)
+        messages.status_reply_of(REPLY, body)
 
 
 def test_figures_of_a_worker() -> None:

@@ -14,7 +14,7 @@ from offbeat.report.buckets import bucket_times
 from offbeat.report.compare import ComparedRun, figures
 from offbeat.report.per_worker import tally
 from offbeat.report.plots import draw
-from offbeat.report.records import Record, Step
+from offbeat.report.records import Record, StepRecord
 from offbeat.report.time_bins import band, edges_of, spread, with_gaps
 from tests.report.made_up import log, start, step, write
 
@@ -28,7 +28,7 @@ def made(*records: object) -> list[Record]:
 
 def test_samples_of_a_long_step_are_spread_over_it() -> None:
     long = [{**step(0, n, compute_s=5.0, wait_s=0.0), "time_s": 5.0 * n, "samples": 100} for n in range(4)]
-    steps = [msgspec.convert(record, Step) for record in long]
+    steps = [msgspec.convert(record, StepRecord) for record in long]
     sums, covered = spread(steps, edges_of(0, 20), [one.samples for one in steps])
     assert sums == pytest.approx([20.0] * 20)
     assert covered == pytest.approx([1.0] * 20)

@@ -18,13 +18,13 @@ from torch import nn
 import offbeat
 from offbeat.fabric import ParameterServer
 from offbeat.protocol.messages import pack
-from offbeat.protocol.training import Part
+from offbeat.protocol.training import PushBlock
 from offbeat.tensors import bytes_of
 from tests.cli.commands import descendants
 
 if TYPE_CHECKING:
-    from offbeat.protocol.status import Seen
-    from offbeat.server.client.model_state import Place
+    from offbeat.protocol.status import WorkerStatus
+    from offbeat.server.client.model_state import ModelState
     from offbeat.sync import Policy
 
 TOKEN = "t" * 32
@@ -37,7 +37,7 @@ def serve(folder: Path, shards: int = 1, **settings: Any) -> list[int]:
     Args:
         settings: of each shard; `snapshots` is a folder that holds one for each.
     """
-    from offbeat.server.launch import Settings, start_shard
+    from offbeat.server.launch import ShardSettings, start_shard
 
     where, pids = folder / "addresses", []
     if os.environ["RANK"] == "0":
@@ -48,7 +48,7 @@ def serve(folder: Path, shards: int = 1, **settings: Any) -> list[int]:
                 own["snapshots"] = f"{own['snapshots']}/{number}"
             chief = addresses[0] if addresses else ""
             process, address = start_shard(
-                Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, coordinator=chief, **own)
+                ShardSettings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, coordinator=chief, **own)
             )
             addresses.append(address)
             pids.append(process.pid)
@@ -103,12 +103,12 @@ def die_half_way(run: offbeat.Run) -> None:
     assert server is not None
     client, hear = server.client, server.client.hear
 
-    def push(place: Place, clock: int) -> None:
+    def push(place: ModelState, clock: int) -> None:
         assert place.parts is not None
         place.await_all()
         for block, part in list(place.parts.items())[:-1]:
             link = client._links[place.shards[block]]
-            link.send(pack(Part(place.model, clock, block, "float32")), bytes_of(part))
+            link.send(pack(PushBlock(place.model, clock, block, "float32")), bytes_of(part))
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)
@@ -137,7 +137,7 @@ def wait_for_snapshot(folder: Path) -> None:
         time.sleep(0.005)
 
 
-def look(run: offbeat.Run) -> list[Seen]:
+def look(run: offbeat.Run) -> list[WorkerStatus]:
     """What the server knows of each worker."""
     server = run._server
     assert server is not None

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer, ProcessGroup
-from offbeat.server.launch import Settings, start_shard
+from offbeat.server.launch import ShardSettings, start_shard
 from offbeat.sync import ASP, BSP, SSP, LocalSGD
 from tests.adding import Adding, added
 from tests.workers import listen, run_workers
@@ -37,7 +37,7 @@ IN_GROUP = (BSP(), LocalSGD(2), LocalSGD(3))
 @contextlib.contextmanager
 def a_server() -> Iterator[ParameterServer]:
     """One that waits for workers."""
-    process, address = start_shard(Settings(job="default"))
+    process, address = start_shard(ShardSettings(job="default"))
     try:
         yield ParameterServer(addresses=(address,), block_bytes=4096)
     finally:

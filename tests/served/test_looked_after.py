@@ -44,14 +44,14 @@ def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_cannot_be_started_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Refusing(0))
     with pytest.raises(NetworkError, match=r"Cannot start a parameter server: .*Resource temporarily unavailable"):
-        launch.start_shard(launch.Settings(job="j"))
+        launch.start_shard(launch.ShardSettings(job="j"))
 
 
 def test_a_server_goes_on_if_there_can_be_no_spare_one(monkeypatch: pytest.MonkeyPatch) -> None:
     said, there = listen(), list[str]()
     popen = Refusing(1)
     monkeypatch.setattr(subprocess, "Popen", popen)
-    shard_main.look_after(launch.Settings(job="j", restarts=5), there.append)
+    shard_main.look_after(launch.ShardSettings(job="j", restarts=5), there.append)
     assert there == ["127.0.0.1:7070"]
     assert any("None stands by in case that the parameter server is lost. Cannot start" in text for text in said)
     assert popen.room == 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import offbeat
-    from offbeat.protocol.status import Seen
+    from offbeat.protocol.status import WorkerStatus
 
 STEPS = 40
 OUT = ("gone", "evicted")  # lost, or taken out by the policy
@@ -184,7 +184,7 @@ def test_nobody_waits_for_a_server_that_will_not_come_back(tmp_path: Path) -> No
 # -- a worker is left behind -------------------------------------------------------------------------------------------
 
 
-def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, float, list[Seen]]:
+def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, float, list[WorkerStatus]]:
     """Rank 1 does nothing for a while, stopped or busy; the others go on, and wake it when it has been given up."""
     serve(folder)
     rank, pid = int(os.environ["RANK"]), folder / "pid"
@@ -225,14 +225,14 @@ def test_who_was_left_behind_comes_back(tmp_path: Path, policy: Policy, stops: b
     assert seen[1].applied == STEPS - 1
 
 
-def left_behind_job(folder: Path, policy: Policy, stops: bool) -> tuple[int, float, list[Seen]]:
+def left_behind_job(folder: Path, policy: Policy, stops: bool) -> tuple[int, float, list[WorkerStatus]]:
     return left_behind(folder, policy, stops=stops)
 
 
 # -- a worker dies while it pushes -------------------------------------------------------------------------------------
 
 
-def half_way(folder: Path, policy: Policy, shards: int, at: int) -> tuple[int, float, list[Seen]]:
+def half_way(folder: Path, policy: Policy, shards: int, at: int) -> tuple[int, float, list[WorkerStatus]]:
     """Rank 1 dies in the middle of a push that would move the parameters by ten times as much as others."""
     serve(folder, shards)
     with join(policy) as run:

@@ -367,10 +367,10 @@ def test_what_does_not_fit_the_codec_does_not_reach_the_parameters() -> None:
 
 
 def server_dies() -> tuple[str, str, float]:
-    from offbeat.server.launch import Settings, start_shard
+    from offbeat.server.launch import ShardSettings, start_shard
 
     rank = int(os.environ["RANK"])
-    settings = Settings(job="j", token="t" * 32, timeout_s=2.0)
+    settings = ShardSettings(job="j", token="t" * 32, timeout_s=2.0)
     shared = os.environ["OFFBEAT_STORE"] + ".server"
     process = None
     if rank == 0:

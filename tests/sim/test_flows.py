@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.sim.flows import Flows
-from offbeat.sim.max_min_fair import Way, shares
+from offbeat.sim.max_min_fair import FlowPath, shares
 from offbeat.sim.timeline import Timeline
 
 LINKS = ("a", "b", "c")
 ways = st.builds(
-    Way,
+    FlowPath,
     st.lists(st.sampled_from(LINKS), unique=True).map(lambda names: tuple(sorted(names))),
     st.floats(0.5, 50),
     st.sampled_from([0.5, 1.0, 2.0]),
@@ -25,7 +25,7 @@ ways = st.builds(
     st.dictionaries(ways, st.integers(1, 20), min_size=1, max_size=8),
     st.fixed_dictionaries({link: st.floats(1, 100) for link in LINKS}),
 )
-def test_shares_are_max_min_fair(counts: dict[Way, int], rates: dict[str, float]) -> None:
+def test_shares_are_max_min_fair(counts: dict[FlowPath, int], rates: dict[str, float]) -> None:
     found = shares(counts, rates)
     load = {link: sum(n * found[way] for way, n in counts.items() if link in way.links) for link in LINKS}
     assert all(load[link] <= rates[link] * (1 + 1e-9) for link in LINKS)
@@ -40,7 +40,7 @@ def test_shares_are_max_min_fair(counts: dict[Way, int], rates: dict[str, float]
             ), f"{way} could have more than {speed}: {found}"
 
 
-def _level(item: tuple[Way, float]) -> float:
+def _level(item: tuple[FlowPath, float]) -> float:
     return item[1] / item[0].weight
 
 
@@ -52,10 +52,10 @@ class Sent:
         self.flows = Flows(self.timeline, rates or {"link": 100.0})
         self.done_s: dict[str, float] = {}
 
-    def start(self, name: str, size_bytes: float, way: Way = Way(("link",)), at_s: float = 0.0) -> None:  # noqa: B008
+    def start(self, name: str, size_bytes: float, way: FlowPath = FlowPath(("link",)), at_s: float = 0.0) -> None:  # noqa: B008
         self.timeline.at(at_s, lambda: self._start(name, size_bytes, way))
 
-    def _start(self, name: str, size_bytes: float, way: Way) -> None:
+    def _start(self, name: str, size_bytes: float, way: FlowPath) -> None:
         self.flows.start(way, size_bytes, lambda: self.done_s.update({name: self.timeline.now_s}))
 
 
@@ -77,15 +77,15 @@ def test_a_flow_that_comes_later_slows_the_first() -> None:
 
 def test_a_flow_with_more_weight_has_more() -> None:
     sent = Sent()
-    sent.start("heavy", 200, Way(("link",), weight=2.0))
-    sent.start("light", 100, Way(("link",), weight=1.0))
+    sent.start("heavy", 200, FlowPath(("link",), weight=2.0))
+    sent.start("light", 100, FlowPath(("link",), weight=1.0))
     sent.timeline.run()
     assert sent.done_s == pytest.approx({"heavy": 3.0, "light": 3.0})
 
 
 def test_a_flow_is_bounded_by_its_own_link() -> None:
     sent = Sent()
-    sent.start("slow", 20, Way(("link",), most=10.0))
+    sent.start("slow", 20, FlowPath(("link",), most=10.0))
     sent.start("fast", 180)
     sent.timeline.run()
     assert sent.done_s == pytest.approx({"slow": 2.0, "fast": 2.0})
@@ -93,7 +93,7 @@ def test_a_flow_is_bounded_by_its_own_link() -> None:
 
 def test_who_stops_leaves_the_link_to_the_others() -> None:
     sent = Sent()
-    stopped = sent.flows.start(Way(("link",)), 1000, lambda: sent.done_s.update(stopped=math.nan))
+    stopped = sent.flows.start(FlowPath(("link",)), 1000, lambda: sent.done_s.update(stopped=math.nan))
     sent.start("other", 150)
     sent.timeline.at(1.0, lambda: sent.flows.stop(stopped))
     sent.timeline.at(1.5, lambda: sent.flows.stop(stopped))  # again: nothing happens
@@ -110,7 +110,7 @@ def test_a_link_is_never_faster_than_it_is_nor_idle_while_there_is_work(
 ) -> None:
     sent = Sent()
     for index, (size_bytes, at_s, weight) in enumerate(flows):
-        sent.start(str(index), size_bytes, Way(("link",), weight=weight), at_s)
+        sent.start(str(index), size_bytes, FlowPath(("link",), weight=weight), at_s)
     sent.timeline.run()
     assert len(sent.done_s) == len(flows)
     # A link that serves whoever is there ends as one that serves them in turn.

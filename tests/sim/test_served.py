@@ -8,9 +8,9 @@ from offbeat.batching import BatchTuning
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
 from offbeat.sim import Known
-from offbeat.sim.compute_time import Course
+from offbeat.sim.compute_time import ComputeTimes
 from offbeat.sim.links import GOODPUT, Links
-from offbeat.sim.parameter_server import Served
+from offbeat.sim.parameter_server import SimulatedServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.sim.worlds import played, world
 
@@ -37,9 +37,9 @@ def served(policy: Policy, **changes: object) -> Plan:
 def test_every_worker_takes_every_step_with_every_policy(policy: Policy) -> None:
     scenario = world(workload="jitter = 0.3", extra="[straggle]\nprobability = 0.2")
     known = Known.of(scenario)
-    courses = [Course(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+    courses = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
     size_bytes = known.gradient_bytes
-    game = Served(
+    game = SimulatedServer(
         served(policy), courses, Links.of(scenario), size_bytes=size_bytes, pull_bytes=size_bytes, steps=30, batch=32
     )
     result = game.play()

@@ -9,9 +9,9 @@ import pytest
 from offbeat.control import ByProgress, WaitThreshold
 from offbeat.plan import Plan
 from offbeat.sim import allreduce
-from offbeat.sim.compute_time import Course
+from offbeat.sim.compute_time import ComputeTimes
 from offbeat.sim.links import GOODPUT, Links
-from offbeat.sim.message_sizes import Bucket
+from offbeat.sim.message_sizes import BucketSize
 from offbeat.straggler_model import jitter
 from offbeat.sync import BSP, LocalSGD
 from tests.sim.worlds import played, world
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.control import Controller
-    from offbeat.sim.result import Played
+    from offbeat.sim.result import SimResult
 
 WORLD, COMPUTE_S = 8, 0.1
 
 
-class Steps(Course):
+class Steps(ComputeTimes):
     """So many seconds, by the number of the step."""
 
     def __init__(self, rank: int, slow: Callable[[int, int], float]) -> None:
@@ -36,7 +36,7 @@ class Steps(Course):
         return COMPUTE_S * self._slow(self._rank, self._step), 0.0
 
 
-def play(controller: Controller, slow: Callable[[int, int], float], steps: int = 400) -> Played:
+def play(controller: Controller, slow: Callable[[int, int], float], steps: int = 400) -> SimResult:
     """BSP at first.
 
     Args:
@@ -45,7 +45,7 @@ def play(controller: Controller, slow: Callable[[int, int], float], steps: int =
     return allreduce.play(
         [Steps(rank, slow) for rank in range(WORLD)],
         Links(worker=(125e6,) * WORLD, servers=125e6, shards=1, queue_s=0.0),
-        buckets=[Bucket(250_000.0, 1.0)],
+        buckets=[BucketSize(250_000.0, 1.0)],
         policy=BSP(),
         steps=steps,
         batch=32,

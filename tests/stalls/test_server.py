@@ -71,7 +71,7 @@ def starts_slowly(folder: Path) -> list[str]:
     if os.environ["RANK"] == "0":
         begun = launch.start_shard
 
-        def start(settings: launch.Settings) -> Any:
+        def start(settings: launch.ShardSettings) -> Any:
             time.sleep(5 * TIMEOUT_S)
             return begun(settings)
 
@@ -98,7 +98,7 @@ def dials_early(folder: Path) -> list[str]:
         port = free_port()
         where.with_suffix(".new").write_text(str(port))
         where.with_suffix(".new").rename(where)
-        settings = launch.Settings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, port=port)
+        settings = launch.ShardSettings(job="j", token=TOKEN, timeout_s=TIMEOUT_S, port=port)
         threading.Timer(FAULT_S, launch.start_shard, (settings,)).start()
     while not where.exists():
         time.sleep(0.01)

@@ -20,17 +20,17 @@ from offbeat.sync import (
     Apply,
     Deadline,
     Drop,
-    Ending,
     Evict,
     Grant,
     Joined,
     Left,
-    Paced,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     State,
+    TakesEveryNth,
     adoption,
     on,
 )
@@ -126,7 +126,7 @@ class Server:
 
     def pace(self, rank: int, every: int) -> None:
         """The worker takes part in every `every`-th round only."""
-        self._tell(Paced(rank, every, self.now_s))
+        self._tell(TakesEveryNth(rank, every, self.now_s))
 
     def join(self, rank: int) -> None:
         self._tell(Joined(rank, self.now_s))
@@ -162,7 +162,7 @@ class Server:
             worker.sent += 1
             self._arrived[worker.push] = worker.sent
             if worker.sent == self.blocks - max(1, self.blocks // 10):
-                self._tell(Ending(rank, worker.push[1], self.now_s))
+                self._tell(PushEnding(rank, worker.push[1], self.now_s))
             if worker.sent == self.blocks:
                 worker.granted = False
                 self._tell(Pushed(rank, worker.push[1], self.now_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.sync import BSP, DSSP, SSP, Apply, Drop, Hybrid, KSync, Member, Paced, Policy, RoundRobin, State
+from offbeat.sync import BSP, DSSP, SSP, Apply, Drop, Hybrid, KSync, Member, Policy, RoundRobin, State, TakesEveryNth
 from offbeat.sync.state import observe
 from tests.sync.link import Server
 
@@ -79,5 +79,5 @@ def test_who_is_off_and_who_is_not() -> None:
     assert [m.pace for m in state.members.values()] == [5, 7]
     off = [state.members[1].is_off(low) for low in range(3, 9)]
     assert off == [False, True, True, True, False, False]
-    assert observe(state, Paced(0, 3, 1.0)).members[0].every == 3
-    assert observe(state, Paced(9, 3, 1.0)).members == state.members
+    assert observe(state, TakesEveryNth(0, 3, 1.0)).members[0].every == 3
+    assert observe(state, TakesEveryNth(9, 3, 1.0)).members == state.members

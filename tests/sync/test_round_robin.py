@@ -15,7 +15,6 @@ from offbeat.sync import (
     BSP,
     Apply,
     Deadline,
-    Ending,
     Event,
     Evict,
     Grant,
@@ -25,6 +24,7 @@ from offbeat.sync import (
     Policy,
     Pulled,
     Pushed,
+    PushEnding,
     Ready,
     Release,
     Remember,
@@ -149,7 +149,7 @@ def test_a_turn_is_everything_at_once_in_order() -> None:
     ]
 
 
-def most_at_once(server: Server, end: type[Ending | Pushed | Pulled]) -> int:
+def most_at_once(server: Server, end: type[PushEnding | Pushed | Pulled]) -> int:
     """From `Grant` to `end`, how many at most."""
     holders: set[int] = set()
     most = 0
@@ -164,14 +164,14 @@ def most_at_once(server: Server, end: type[Ending | Pushed | Pulled]) -> int:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_more_push_at_the_same_time_than_slots(slots: int) -> None:
     server = Server(RoundRobin(slots=slots, warmup=2), jitter(sigma=0.5), 6, 0.5, 4).run(200)
-    assert most_at_once(server, Ending) == slots
+    assert most_at_once(server, PushEnding) == slots
     assert slots < most_at_once(server, Pulled) <= 2 * slots, "the next pushes while one still pulls"
 
 
 @pytest.mark.parametrize(("policy", "slots"), [(RoundRobin(warmup=2), 2), (RoundRobin(strict=True, warmup=2), 1)])
 def test_there_are_as_many_slots_as_hosts_with_shards_but_one_in_strict_order(policy: RoundRobin, slots: int) -> None:
     server = Server(policy, jitter(sigma=0.5), 6, 0.5, 4, state=State(hosts=2)).run(200)
-    assert most_at_once(server, Ending) == slots
+    assert most_at_once(server, PushEnding) == slots
 
 
 def test_the_moment_between_two_turns_is_hidden() -> None:

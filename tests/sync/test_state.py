@@ -14,9 +14,9 @@ from offbeat.sync import (
     Drop,
     Evict,
     Grant,
+    InvalidDecision,
     Joined,
     Left,
-    PolicyMisstep,
     Pulled,
     Pushed,
     Ready,
@@ -152,7 +152,7 @@ def test_levelling_forgets_who_is_ahead() -> None:
 )
 def test_what_is_not_possible_is_refused_with_the_story(action: Action, why: str) -> None:
     state = after(Joined(0, 0.0), Joined(1, 0.0), Ready(1, 0, 1.0))
-    with pytest.raises(PolicyMisstep, match=why) as caught:
+    with pytest.raises(InvalidDecision, match=why) as caught:
         enact(state, action)
     assert "worker 1: held" in str(caught.value)
 

@@ -7,7 +7,17 @@ from pathlib import Path
 import msgspec
 
 from offbeat.wire.frame import Frame, Kind, encode
-from offbeat.wire.messages import Ask, Claim, Hello, Join, Message, Refused, Report, Welcome, Words
+from offbeat.wire.messages import (
+    AskRoster,
+    HandshakeClaim,
+    HandshakeRefused,
+    Hello,
+    Join,
+    Message,
+    ReportWords,
+    Welcome,
+    WorkerReport,
+)
 
 CORPUS = Path(__file__).parent.parent.parent / "fuzz" / "corpus"
 _NONCE = bytes(range(32))
@@ -30,10 +40,17 @@ GOLDEN = {
     ],
     "failure": [Frame(b"there are four buckets", kind=Kind.FAIL)],
     "hello": [_message(Hello(_NONCE))],
-    "join": [_message(Join(Claim(rank=3, job="mnist", session=_NONCE[:16], received=9, resumes=True), _NONCE, _NONCE))],
+    "join": [
+        _message(
+            Join(HandshakeClaim(rank=3, job="mnist", session=_NONCE[:16], received=9, resumes=True), _NONCE, _NONCE)
+        )
+    ],
     "welcome": [_message(Welcome(_NONCE, 9)), Frame(b"1", b"first", kind=Kind.DATA, number=1)],
-    "refused": [_message(Refused(_NONCE, "its session is over"))],
-    "report": [_message(Report(Words(rank=1, host="a", phase="exchanging", step=7))), _message(Ask(1, (0, 2)))],
+    "refused": [_message(HandshakeRefused(_NONCE, "its session is over"))],
+    "report": [
+        _message(ReportWords(WorkerReport(rank=1, host="a", phase="exchanging", step=7))),
+        _message(AskRoster(1, (0, 2))),
+    ],
 }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.wire import handshake
 from offbeat.wire.frame import Reader
-from offbeat.wire.messages import Claim, Hello, Refused, Welcome, unpack
+from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Welcome, unpack
 from offbeat.wire.messages import pack as packed
 from offbeat.wire.session import Limits
 from offbeat.wire.tcp import connect, listen
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from offbeat.errors import OffbeatError
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.listener import Listener
 
 JOB = "test"
@@ -31,7 +31,7 @@ SOON = Limits(timeout=timedelta(seconds=2))
 class Taker:
     """A `Receiver` that copies what it gets, and sees to it that its callbacks come in the promised order."""
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, link: PeerLink | None = None) -> None:
         self.link = link
         self.frames: list[tuple[bytes, bytes]] = []
         self.asked: list[bytes] = []
@@ -39,7 +39,7 @@ class Taker:
         self.refuses: OffbeatError | None = None
         self._place: tuple[bytes, memoryview] | None = None
 
-    def begin(self, link: Link) -> Taker:
+    def begin(self, link: PeerLink) -> Taker:
         self.link = link
         return self
 
@@ -73,7 +73,7 @@ class Server:
         self.takers: list[Taker] = []
         self.listener: Listener
 
-    def accept(self, link: Link) -> Taker:
+    def accept(self, link: PeerLink) -> Taker:
         self.takers.append(Taker(link))
         return self.takers[-1]
 
@@ -99,7 +99,7 @@ async def serving(bind: str = "127.0.0.1", **options: Any) -> AsyncIterator[Serv
         server.listener.close()
 
 
-async def dial(address: str, taker: Taker | None = None, **options: Any) -> Link:
+async def dial(address: str, taker: Taker | None = None, **options: Any) -> PeerLink:
     taker = taker or Taker()
     return await connect(address, accept=taker.begin, **{"job": JOB, "rank": 1, "limits": SOON, **options})
 
@@ -112,12 +112,12 @@ class ByHand:
         token: that it says it knows.
     """
 
-    def __init__(self, claim: Claim, token: bytes = b"") -> None:
+    def __init__(self, claim: HandshakeClaim, token: bytes = b"") -> None:
         self.claim, self._token = claim, token
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
 
-    async def enter(self, address: str, context: ssl.SSLContext | None = None) -> Welcome | Refused | None:
+    async def enter(self, address: str, context: ssl.SSLContext | None = None) -> Welcome | HandshakeRefused | None:
         """Come in, or come back; what the last word of the handshake was, None if there was none."""
         host, _, port = address.rpartition(":")
         self.reader, self.writer = await asyncio.open_connection(host, int(port), ssl=context)
@@ -125,7 +125,7 @@ class ByHand:
         assert isinstance(hello, Hello)
         self.writer.write(packed(handshake.join(self._token, hello, self.claim)))
         answer = await self._hear()
-        assert answer is None or isinstance(answer, (Welcome, Refused))
+        assert answer is None or isinstance(answer, (Welcome, HandshakeRefused))
         return answer
 
     async def _hear(self) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.cli.rpc import Answerer, Asker
+from offbeat.cli.rpc import RpcClient, RpcServer
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.testing.chaos_proxy import Proxy
 from offbeat.wire.tcp import connect, listen
@@ -17,14 +17,14 @@ from tests.wire.peers import JOB, SOON, play
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 
 @contextlib.asynccontextmanager
-async def asking(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[Asker, Link, Proxy]]:
-    listener = await listen("127.0.0.1", 0, accept=lambda link: Answerer(link, answer), job=JOB, limits=SOON)
+async def asking(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[RpcClient, PeerLink, Proxy]]:
+    listener = await listen("127.0.0.1", 0, accept=lambda link: RpcServer(link, answer), job=JOB, limits=SOON)
     async with Proxy(listener.address) as proxy:
-        asker = Asker()
+        asker = RpcClient()
         link = await connect(proxy.address, accept=asker.begin, job=JOB, rank=0, limits=SOON)
         yield asker, link, proxy
         await link.close()
@@ -102,7 +102,7 @@ def test_closing_does_not_leave_anybody_waiting() -> None:
 
 def test_without_a_link_nothing_is_asked() -> None:
     with pytest.raises(NetworkError, match="connect first"):
-        asyncio.run(Asker().ask(b"1"))
+        asyncio.run(RpcClient().ask(b"1"))
 
 
 def test_bodies_are_refused() -> None:

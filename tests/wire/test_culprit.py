@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from offbeat.diagnosis.explain import END_OF_RUN, Diagnosis, explain
-from offbeat.wire.messages import Roster, Words
+from offbeat.wire.messages import ClusterReport, WorkerReport
 
 HERE = {"phase": "exchanging", "operation": "all-reduce", "step": 7}
 
 
 def look(*others: dict[str, Any], waited_s: float = 4.5, hub_lost_s: float | None = None, me: Any = HERE) -> Diagnosis:
     """Rank 0 waits in an exchange; the others are as given."""
-    words = [Words(rank=0, host="a", **me)]
-    words += [Words(rank=rank, host=f"host{rank}", **other) for rank, other in enumerate(others, 1)]
+    words = [WorkerReport(rank=0, host="a", **me)]
+    words += [WorkerReport(rank=rank, host=f"host{rank}", **other) for rank, other in enumerate(others, 1)]
     return explain(
-        Roster(1, tuple(words), hub_lost_s),
+        ClusterReport(1, tuple(words), hub_lost_s),
         rank=0,
         step=me["step"],
         phase=me["phase"],
@@ -89,8 +89,8 @@ def test_the_one_that_is_late(name: str) -> None:
 def test_one_waits_in_an_exchange_and_for_anything_else(
     phase: str, step: int, place: str, says: str, hub_lost_s: float | None
 ) -> None:
-    words = Words(rank=1, host="b", phase=phase, operation=place, step=step)
-    roster = Roster(1, (words,), hub_lost_s)
+    words = WorkerReport(rank=1, host="b", phase=phase, operation=place, step=step)
+    roster = ClusterReport(1, (words,), hub_lost_s)
     found = explain(roster, rank=0, step=step, phase=phase, operation=place, place=place, waited_s=4.5)
     assert says in found.text
 
@@ -187,7 +187,7 @@ def test_the_hub_is_out_of_reach() -> None:
     found = look(hub_lost_s=4.0, me={**HERE})
     assert found.culprits == ()
     lost = explain(
-        Roster(1, (Words(rank=1),), 4.0),
+        ClusterReport(1, (WorkerReport(rank=1),), 4.0),
         rank=1,
         step=7,
         phase="exchanging",

@@ -21,7 +21,7 @@ from offbeat.testing.chaos_proxy import Damage, Proxy
 from offbeat.wire import handshake, listener
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.frame import VERSION, Frame, Reader, encode
-from offbeat.wire.messages import Claim, Hello, Message, Refused, pack, unpack
+from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Message, pack, unpack
 from offbeat.wire.tcp import connect, listen
 from tests.wire.peers import SOON, Taker, dial, play, serving, until
 
@@ -174,7 +174,7 @@ def test_a_session_belongs_to_its_rank() -> None:
             link = await dial(server.address)
             (session,) = server.listener._door.links
             answer = await say(server.address, lambda hello: join(hello, rank=2, session=session))
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, HandshakeRefused)
             assert link.connected, "the one it belongs to is not disturbed"
             assert not server.one.losses
             link.abort()
@@ -367,7 +367,7 @@ def test_a_server_may_start_later() -> None:
 
 
 def join(hello: Hello, *, rank: int = 1, session: bytes = b"s" * 16, job: str = "test") -> bytes:
-    return pack(handshake.join(b"", hello, Claim(rank=rank, job=job, session=session)))
+    return pack(handshake.join(b"", hello, HandshakeClaim(rank=rank, job=job, session=session)))
 
 
 async def say(address: str, answer: Any) -> Message | None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
 from offbeat.wire.frame import HEADER_BYTES, SCRATCH_BYTES, VERSION, Frame, Reader, encode
-from offbeat.wire.messages import Ask, Hello, Report, Roster, Words, pack, unpack
+from offbeat.wire.messages import AskRoster, ClusterReport, Hello, ReportWords, WorkerReport, pack, unpack
 from tests.wire.golden import CORPUS, GOLDEN
 
 FRAMES = st.lists(st.builds(Frame, st.binary(max_size=200), st.binary(max_size=200)), max_size=5)
@@ -97,17 +97,23 @@ def test_metadata_that_is_no_text_or_too_deep(data: bytes) -> None:
 
 
 def test_messages_come_back() -> None:
-    words = Words(rank=3, host="h", phase="exchanging", step=7, traceback="x" * 8192)
-    for message in (Report(words), Ask(1, (2, 3)), Roster(4, (words,), 1.5), Hello(b"n" * 32)):
+    words = WorkerReport(rank=3, host="h", phase="exchanging", step=7, traceback="x" * 8192)
+    for message in (ReportWords(words), AskRoster(1, (2, 3)), ClusterReport(4, (words,), 1.5), Hello(b"n" * 32)):
         (frame,) = Reader().feed(pack(message))
         assert unpack(frame) == message
 
 
 @pytest.mark.parametrize(
-    "words", [Words(rank=0, traceback="x" * 8193), Words(rank=-1), Words(rank=5000), Words(rank=0, host="h" * 257)]
+    "words",
+    [
+        WorkerReport(rank=0, traceback="x" * 8193),
+        WorkerReport(rank=-1),
+        WorkerReport(rank=5000),
+        WorkerReport(rank=0, host="h" * 257),
+    ],
 )
-def test_bounds_of_fields_are_checked(words: Words) -> None:
-    (frame,) = Reader().feed(pack(Report(words)))
+def test_bounds_of_fields_are_checked(words: WorkerReport) -> None:
+    (frame,) = Reader().feed(pack(ReportWords(words)))
     with pytest.raises(PeerError):
         unpack(frame)
 

@@ -10,19 +10,32 @@ import pytest
 
 from offbeat.diagnosis import hub as hub_module
 from offbeat.diagnosis.hub import Hub
-from offbeat.diagnosis.hub_client import Uplink, enter
+from offbeat.diagnosis.hub_client import HubClient, enter
 from offbeat.errors import NetworkError, PeerError
-from offbeat.protocol.worker_status import Status
+from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.wire import handshake
 from offbeat.wire.frame import Frame, Reader, encode
-from offbeat.wire.message_stream import Talk
-from offbeat.wire.messages import Ask, AskAll, Bye, Claim, Hello, Join, Overview, Report, Roster, Words, pack, unpack
+from offbeat.wire.message_stream import MessageStream
+from offbeat.wire.messages import (
+    AskAll,
+    AskRoster,
+    Bye,
+    ClusterReport,
+    HandshakeClaim,
+    Hello,
+    Join,
+    Overview,
+    ReportWords,
+    WorkerReport,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 TOKEN = b"t" * 32
-talks: list[Talk] = []  # of those who look; closed with the hub
+talks: list[MessageStream] = []  # of those who look; closed with the hub
 
 
 def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> None:
@@ -41,8 +54,10 @@ def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> No
     asyncio.run(play())
 
 
-async def join(address: str, rank: int, token: bytes = TOKEN, shown: Any = None) -> tuple[Uplink, asyncio.Task[None]]:
-    uplink = Uplink(address, token=token, rank=rank)
+async def join(
+    address: str, rank: int, token: bytes = TOKEN, shown: Any = None
+) -> tuple[HubClient, asyncio.Task[None]]:
+    uplink = HubClient(address, token=token, rank=rank)
     uplink.on_show = shown or uplink.on_show
     task = asyncio.create_task(uplink.run())
     for _ in range(200):
@@ -60,8 +75,8 @@ def test_reports_meet_in_the_roster() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task_one = await join(address, 1)
         two, task_two = await join(address, 2)
-        one.report(Words(rank=1, host="b", phase="computing", step=4))
-        two.report(Words(rank=2, host="c", phase="exchanging", step=5))
+        one.report(WorkerReport(rank=1, host="b", phase="computing", step=4))
+        two.report(WorkerReport(rank=2, host="c", phase="exchanging", step=5))
         await settle()
         words = await one.ask(())
         assert [(w.rank, w.phase, w.step) for w in words[1:]] == [(1, "computing", 4), (2, "exchanging", 5)]
@@ -101,9 +116,9 @@ async def speak(address: str, data: bytes) -> bytes:
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        pack(Report(Words(rank=1))),
-        pack(Join(Claim(rank=9), b"n" * 32, b"p" * 32)),
-        pack(Join(Claim(rank=1), b"n" * 32, b"p" * 32)),
+        pack(ReportWords(WorkerReport(rank=1))),
+        pack(Join(HandshakeClaim(rank=9), b"n" * 32, b"p" * 32)),
+        pack(Join(HandshakeClaim(rank=1), b"n" * 32, b"p" * 32)),
         encode(Frame(b"\x81\xa4type\xa2\xff\xfe")),
         b"OFFB\x02\x00\x00\x00" + (2**31).to_bytes(4, "big") + bytes(28),
     ],
@@ -126,7 +141,7 @@ def test_a_proof_cannot_be_used_again() -> None:
         (frame,) = Reader().feed(await reader.read(1000))
         hello = unpack(frame)
         assert isinstance(hello, Hello)
-        recorded = pack(handshake.join(TOKEN, hello, Claim(rank=1)))
+        recorded = pack(handshake.join(TOKEN, hello, HandshakeClaim(rank=1)))
         writer.write(recorded)
         assert await reader.read(1000), "the first time it is welcome"
         writer.close()
@@ -138,7 +153,7 @@ def test_a_proof_cannot_be_used_again() -> None:
 def test_a_rank_speaks_for_itself_only() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task = await join(address, 1)
-        one.report(Words(rank=2, phase="raised", traceback="forged"))
+        one.report(WorkerReport(rank=2, phase="raised", traceback="forged"))
         await settle()
         assert (await hub.roster())[2].phase == "starting"
         assert hub.peers == 0, "and is cut off"
@@ -153,7 +168,7 @@ def test_silence_becomes_unreachable_but_good_byes_do_not(monkeypatch: pytest.Mo
     async def story(hub: Hub, address: str) -> None:
         for rank, last in ((1, None), (2, Bye())):
             uplink, task = await join(address, rank)
-            uplink.report(Words(rank=rank, host="h", phase="computing", step=3))
+            uplink.report(WorkerReport(rank=rank, host="h", phase="computing", step=3))
             await settle()
             await uplink.leave(well=last is not None)
             task.cancel()
@@ -168,7 +183,7 @@ def test_silence_becomes_unreachable_but_good_byes_do_not(monkeypatch: pytest.Mo
 def test_stacks_are_asked_for_and_waited_for() -> None:
     async def story(hub: Hub, address: str) -> None:
         def show() -> None:
-            one.report(Words(rank=1, stack="in f"))
+            one.report(WorkerReport(rank=1, stack="in f"))
 
         one, task = await join(address, 1, shown=show)
         words = await hub.roster((1,))
@@ -181,7 +196,7 @@ def test_stacks_are_asked_for_and_waited_for() -> None:
 def test_the_uplink_comes_back() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task = await join(address, 1)
-        one.report(Words(rank=1, step=3))
+        one.report(WorkerReport(rank=1, step=3))
         await settle()
         hub._links[1].close()  # the fault: the connection breaks
         await settle()
@@ -207,7 +222,7 @@ def test_questions_faster_than_answers_are_cut_off() -> None:
         one, task = await join(address, 1)
         assert one._talk is not None
         for number in range(50):
-            one._talk.say(Ask(number, (1,)))  # each waits for a stack that never comes
+            one._talk.say(AskRoster(number, (1,)))  # each waits for a stack that never comes
         await asyncio.sleep(0.2)
         assert hub.peers == 0
         task.cancel()
@@ -217,8 +232,8 @@ def test_questions_faster_than_answers_are_cut_off() -> None:
 
 def test_roster_of_the_hub_has_every_rank() -> None:
     async def story(hub: Hub, address: str) -> None:
-        hub.report(Words(rank=0, phase="computing"))
-        roster = Roster(1, await hub.roster())
+        hub.report(WorkerReport(rank=0, phase="computing"))
+        roster = ClusterReport(1, await hub.roster())
         assert [w.rank for w in roster.words] == [0, 1, 2]
 
     with_hub(story)
@@ -227,15 +242,15 @@ def test_roster_of_the_hub_has_every_rank() -> None:
 class Onlooker:
     """Somebody who only looks, over a connection of its own."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: MessageStream) -> None:
         self.talk = talk
 
     @classmethod
     async def come(cls, address: str, token: bytes = TOKEN, role: Any = "onlooker") -> Onlooker:
         host, _, port = address.rpartition(":")
-        talk = Talk(*await asyncio.open_connection(host, int(port)), max_bytes=1 << 20)
+        talk = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=1 << 20)
         talks.append(talk)
-        await enter(talk, token, Claim(rank=0, role=role))
+        await enter(talk, token, HandshakeClaim(rank=0, role=role))
         return cls(talk)
 
     async def look(self, number: int = 1) -> Overview:
@@ -248,8 +263,10 @@ class Onlooker:
 def test_who_looks_sees_all_and_is_no_peer() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task = await join(address, 1)
-        one.report(Words(rank=1, host="b", phase="computing", step=4), Status(step=4, values={"loss": 0.5}))
-        hub.report(Words(rank=0, host="a", phase="exchanging", step=5), Status(step=5))
+        one.report(
+            WorkerReport(rank=1, host="b", phase="computing", step=4), TrainingStatus(step=4, values={"loss": 0.5})
+        )
+        hub.report(WorkerReport(rank=0, host="a", phase="exchanging", step=5), TrainingStatus(step=5))
         onlooker = await Onlooker.come(address)
         await settle()
         assert hub.peers == 1
@@ -258,8 +275,8 @@ def test_who_looks_sees_all_and_is_no_peer() -> None:
         assert [(w.rank, w.phase, w.process) for w in told.words] == [
             (0, "exchanging", "running"), (1, "computing", "running"), (2, "starting", "unreachable")
         ]  # fmt: skip
-        assert told.statuses == {0: Status(step=5), 1: Status(step=4, values={"loss": 0.5})}
-        one.report(Words(rank=1, host="b", phase="exchanging", step=4))
+        assert told.statuses == {0: TrainingStatus(step=5), 1: TrainingStatus(step=4, values={"loss": 0.5})}
+        one.report(WorkerReport(rank=1, host="b", phase="exchanging", step=4))
         await settle()
         assert (await onlooker.look()).statuses[1].step == 4, "who says nothing new of it has said it before"
         hub.leave(0)
@@ -270,7 +287,9 @@ def test_who_looks_sees_all_and_is_no_peer() -> None:
     with_hub(story)
 
 
-@pytest.mark.parametrize("message", [Ask(1), Report(Words(rank=1)), Bye()], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize(
+    "message", [AskRoster(1), ReportWords(WorkerReport(rank=1)), Bye()], ids=lambda message: type(message).__name__
+)
 def test_who_looks_may_say_nothing_else(message: Any) -> None:
     async def story(hub: Hub, address: str) -> None:
         onlooker = await Onlooker.come(address)
@@ -316,7 +335,7 @@ def test_a_peer_cannot_look_and_only_some_can_at_once(monkeypatch: pytest.Monkey
 def test_a_status_that_cannot_be_closes_its_own_connection_only() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task = await join(address, 1)
-        one.report(Words(rank=1, host="b"), Status(step=-5))
+        one.report(WorkerReport(rank=1, host="b"), TrainingStatus(step=-5))
         await settle()
         assert hub.peers == 0
         assert (await (await Onlooker.come(address)).look()).statuses == {}

@@ -16,18 +16,18 @@ from offbeat.errors import NetworkError, PeerError
 from offbeat.testing.chaos_proxy import Damage, Proxy
 from offbeat.wire.credentials import Certificates
 from offbeat.wire.frame import HEADER_BYTES, Frame, Kind, encode
-from offbeat.wire.messages import Claim, Hello, Join, Welcome, pack
+from offbeat.wire.messages import HandshakeClaim, Hello, Join, Welcome, pack
 from offbeat.wire.session import FRAME_COST_BYTES, TICKS, Limits
 from tests.wire.peers import SOON, ByHand, Taker, dial, play, serving, until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from tests.wire.peers import Server
 
 NONCE = b"n" * 32
-JOIN_BYTES = len(pack(Join(Claim(rank=1, job="test", session=NONCE[:16]), NONCE, NONCE)))
+JOIN_BYTES = len(pack(Join(HandshakeClaim(rank=1, job="test", session=NONCE[:16]), NONCE, NONCE)))
 HELLO_BYTES = len(pack(Hello(NONCE)))
 WELCOME_BYTES = len(pack(Welcome(NONCE)))
 
@@ -38,7 +38,7 @@ for metadata, body in FRAMES:
     ENDS.append(ENDS[-1] + HEADER_BYTES + len(metadata) + len(body))
 
 
-async def deliver(link: Link, taker: Taker) -> None:
+async def deliver(link: PeerLink, taker: Taker) -> None:
     """Send `FRAMES`, and see them come once and in order."""
     acknowledged: list[bytes] = []
     for metadata, body in FRAMES:
@@ -49,9 +49,9 @@ async def deliver(link: Link, taker: Taker) -> None:
     assert taker.asked == [metadata for metadata, body in FRAMES if body], "once per body, however often it came"
 
 
-def through(faults: list[list[Damage]]) -> list[Link]:
+def through(faults: list[list[Damage]]) -> list[PeerLink]:
     """Deliver through a proxy with `faults`; returns both links."""
-    links: list[Link] = []
+    links: list[PeerLink] = []
 
     async def story() -> None:
         async with serving() as server, Proxy(server.address, faults) as proxy:
@@ -215,9 +215,9 @@ def test_both_directions_while_everything_is_cut() -> None:
 GRACE_S = SOON.grace.total_seconds()
 
 
-async def come_in(server: Server, **claim: Any) -> tuple[ByHand, Link]:
+async def come_in(server: Server, **claim: Any) -> tuple[ByHand, PeerLink]:
     """One by hand, and the server's link to it."""
-    peer = ByHand(Claim(**{"rank": 1, "job": "test", "session": NONCE[:16], **claim}))
+    peer = ByHand(HandshakeClaim(**{"rank": 1, "job": "test", "session": NONCE[:16], **claim}))
     assert isinstance(await peer.enter(server.address), Welcome)
     link = server.one.link
     assert link is not None
@@ -388,7 +388,7 @@ def test_the_last_bytes_of_a_body_come_at_once(last_bytes: int, tls: bool, tmp_p
             ]
             ours, theirs = pairs[0], pairs[1].client_context()
         async with serving(limits=SLOW_TICKS, credentials=ours) as server:
-            peer = ByHand(Claim(rank=1, job="test", session=NONCE[:16]))
+            peer = ByHand(HandshakeClaim(rank=1, job="test", session=NONCE[:16]))
             await peer.enter(server.address, theirs)
             stream = encode(Frame(b"large", LARGE, kind=Kind.DATA, number=1))
             link = server.one.link

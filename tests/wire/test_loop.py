@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import NetworkError
-from offbeat.wire.loop_thread import Loop
+from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.session import Limits
 from tests.wire.peers import SOON, Taker, dial, serving
 
@@ -35,12 +35,12 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    with Loop() as loop:
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as loop:
         yield loop
 
 
-def test_coroutines_and_calls(loop: Loop) -> None:
+def test_coroutines_and_calls(loop: LoopThread) -> None:
     seen: list[int] = []
     for number in range(100):
         loop.call(seen.append, number)
@@ -54,7 +54,7 @@ async def raising() -> None:
     raise ZeroDivisionError
 
 
-def test_it_does_not_wait_for_itself(loop: Loop) -> None:
+def test_it_does_not_wait_for_itself(loop: LoopThread) -> None:
     async def inner() -> None:
         loop.run(asyncio.sleep(0))
 
@@ -63,7 +63,7 @@ def test_it_does_not_wait_for_itself(loop: Loop) -> None:
 
 
 def test_closing() -> None:
-    loop = Loop("one that is closed")
+    loop = LoopThread("one that is closed")
     waited: list[NetworkError] = []
 
     def wait() -> None:
@@ -85,7 +85,7 @@ def test_closing() -> None:
         loop.run(asyncio.sleep(0))
 
 
-def test_links_of_a_training_process(loop: Loop) -> None:
+def test_links_of_a_training_process(loop: LoopThread) -> None:
     """Two loops in two threads, as a worker and its server would have."""
 
     async def serve() -> None:
@@ -99,7 +99,7 @@ def test_links_of_a_training_process(loop: Loop) -> None:
     address: list[str] = []
     frames: list[tuple[bytes, bytes]] = []
     ready = threading.Event()
-    with Loop() as far:
+    with LoopThread() as far:
         thread = threading.Thread(target=lambda: far.run(serve()))
         thread.start()
         assert ready.wait(5)
@@ -111,7 +111,7 @@ def test_links_of_a_training_process(loop: Loop) -> None:
     assert [metadata for metadata, _ in frames] == [b"%d" % number for number in range(50)]
 
 
-def test_a_forked_child_is_refused(loop: Loop) -> None:
+def test_a_forked_child_is_refused(loop: LoopThread) -> None:
     if (child := os.fork()) == 0:
         code = 1
         try:

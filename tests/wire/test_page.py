@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from offbeat.diagnosis.status_page import PAGE_BYTES, Page, State
+from offbeat.diagnosis.status_page import PAGE_BYTES, PageState, StatusPage
 
 
 @pytest.fixture
-def page() -> Page:
-    return Page()
+def page() -> StatusPage:
+    return StatusPage()
 
 
-def test_what_is_said_is_read(page: Page) -> None:
+def test_what_is_said_is_read(page: StatusPage) -> None:
     page.say("exchanging", step=7, bucket=1, buckets=3, stamp=9, operation=b"all-reduce")
-    other = Page(os.dup(page.fd))
+    other = StatusPage(os.dup(page.fd))
     state = other.read()
     assert (state.phase, state.step, state.bucket, state.buckets, state.stamp) == ("exchanging", 7, 1, 3, 9)
     assert state.operation == "all-reduce"
@@ -26,12 +26,12 @@ def test_what_is_said_is_read(page: Page) -> None:
     page.close()
 
 
-def test_fresh(page: Page) -> None:
-    assert page.read() == State(step=0, bucket=0)
+def test_fresh(page: StatusPage) -> None:
+    assert page.read() == PageState(step=0, bucket=0)
     assert page.text() == ""
 
 
-def test_long_texts_are_cut(page: Page) -> None:
+def test_long_texts_are_cut(page: StatusPage) -> None:
     page.say("waiting", step=1, operation=("é" * 200).encode())
     assert page.read().operation.startswith("éé")
     page.last_words("raised", "é" * 10_000 + "the end")
@@ -41,20 +41,20 @@ def test_long_texts_are_cut(page: Page) -> None:
     assert page.read().step == 1
 
 
-def test_a_page_gone_wild_is_still_read(page: Page) -> None:
+def test_a_page_gone_wild_is_still_read(page: StatusPage) -> None:
     os.pwrite(page.fd, b"\xff" * PAGE_BYTES, 0)
     state = page.read()
     assert isinstance(state.phase, str)
     assert len(page.text()) <= 8192
 
 
-def test_a_writer_that_died_half_way_is_read(page: Page) -> None:
+def test_a_writer_that_died_half_way_is_read(page: StatusPage) -> None:
     page.say("computing", step=3)
     os.pwrite(page.fd, (5).to_bytes(8, "little"), 0)  # odd: in the middle of writing
     assert page.read().step == 3
 
 
-def test_to_say_something_takes_microseconds(page: Page) -> None:
+def test_to_say_something_takes_microseconds(page: StatusPage) -> None:
     rounds = 20_000
     began_s = time.process_time()
     for step in range(rounds):

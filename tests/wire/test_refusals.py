@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.wire.rate_limited_log import Refusals
+from offbeat.wire.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     import pytest
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def test_of_a_crowd_the_first_are_told_of_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 100.0
-    refusals = Refusals(lambda: now_s)
+    refusals = RateLimitedLog(lambda: now_s)
     for number in range(1000):
         now_s += 0.01
         refusals.tell(f"stranger {number}: it did not prove who it is")

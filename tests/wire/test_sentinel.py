@@ -19,10 +19,10 @@ from offbeat.diagnosis.explain import Diagnosis, explain
 from offbeat.diagnosis.hub import Hub
 from offbeat.diagnosis.process_state import catches
 from offbeat.diagnosis.sentinel import STACK_SIGNAL
-from offbeat.diagnosis.sentinel_client import Watch
-from offbeat.diagnosis.status_page import Page
+from offbeat.diagnosis.sentinel_client import SentinelClient
+from offbeat.diagnosis.status_page import StatusPage
 from offbeat.errors import NetworkError
-from offbeat.wire.messages import Roster, Words
+from offbeat.wire.messages import ClusterReport, WorkerReport
 from tests.cli.commands import alive, descendants
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ BOUND_S = 5.0
 # The other worker: reports, waits for a line, does `deed`, and closes.
 WORKER = """
 import itertools, os, signal, sys, time
-from offbeat.wire import Watch
-watch = Watch.start(rank={rank}, world=2, token=b"x" * 32, hub={hub!r})
+from offbeat.diagnosis.sentinel_client import SentinelClient
+watch = SentinelClient.start(rank={rank}, world=2, token=b"x" * 32, hub={hub!r})
 watch.say("computing", step=7)
 print(watch.hub, watch._process.pid, flush=True)
 
@@ -102,9 +102,9 @@ def begin() -> Iterator[Callable[..., Other]]:
 
 
 @pytest.fixture
-def hub() -> Iterator[Watch]:
+def hub() -> Iterator[SentinelClient]:
     """The watch of rank 0, in this process."""
-    watch = Watch.start(rank=0, world=2, token=TOKEN, hub=None)
+    watch = SentinelClient.start(rank=0, world=2, token=TOKEN, hub=None)
     watch.say("exchanging", step=7, operation=b"all-reduce")
     yield watch
     watch.close()
@@ -118,12 +118,12 @@ def until(condition: Callable[[], object], otherwise: str) -> None:
         time.sleep(0.05)
 
 
-def look(watch: Watch, rank: int, stacks: tuple[int, ...] = ()) -> Diagnosis:
+def look(watch: SentinelClient, rank: int, stacks: tuple[int, ...] = ()) -> Diagnosis:
     """What `rank` finds out while it waits in the exchange of step 7."""
     return judge(watch.roster(ASK, stacks), rank)
 
 
-def judge(roster: Roster, rank: int) -> Diagnosis:
+def judge(roster: ClusterReport, rank: int) -> Diagnosis:
     here = {"step": 7, "phase": "exchanging", "operation": "all-reduce", "place": "all-reduce of bucket 1/1"}
     return explain(roster, rank=rank, waited_s=4.0, **here)  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ DEEDS = {
 
 
 @pytest.mark.parametrize("reason", DEEDS)
-def test_it_speaks_for_its_worker(reason: str, hub: Watch, begin: Callable[..., Other]) -> None:
+def test_it_speaks_for_its_worker(reason: str, hub: SentinelClient, begin: Callable[..., Other]) -> None:
     other = begin(1, DEEDS[reason], hub.hub)
     until(lambda: hub.roster(ASK).words[1].step == 7, "it has not reported")
     # A process that has just started was busy a moment ago.
@@ -158,7 +158,7 @@ def test_it_speaks_for_its_worker(reason: str, hub: Watch, begin: Callable[..., 
 
 def test_the_stack_of_the_hubs_own_worker_is_shown(begin: Callable[..., Other]) -> None:
     first = begin(0, DEEDS["gil"])
-    watch = Watch.start(rank=1, world=2, token=TOKEN, hub=first.hub)
+    watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=first.hub)
     try:
         until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
         first.go()
@@ -171,7 +171,7 @@ def test_the_stack_of_the_hubs_own_worker_is_shown(begin: Callable[..., Other]) 
 def test_how_rank_0_ended_is_known_long_after_its_hub_is_gone(begin: Callable[..., Other]) -> None:
     """Who was busy meanwhile, and comes to wait only now, learns it as well."""
     first = begin(0, DEEDS["raised"])
-    watch = Watch.start(rank=1, world=2, token=TOKEN, hub=first.hub)
+    watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=first.hub)
     try:
         until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
         first.go()
@@ -185,8 +185,8 @@ def test_how_rank_0_ended_is_known_long_after_its_hub_is_gone(begin: Callable[..
         watch.close()
 
 
-def test_a_wrong_token_ends_in_no_roster(hub: Watch) -> None:
-    stranger = Watch.start(rank=1, world=2, token=b"y" * 32, hub=hub.hub)
+def test_a_wrong_token_ends_in_no_roster(hub: SentinelClient) -> None:
+    stranger = SentinelClient.start(rank=1, world=2, token=b"y" * 32, hub=hub.hub)
     try:
         began_s = time.monotonic()
         assert stranger.roster(ASK).hub_lost_s is not None
@@ -196,9 +196,9 @@ def test_a_wrong_token_ends_in_no_roster(hub: Watch) -> None:
         stranger.close()
 
 
-def test_a_frozen_hub_is_given_up_in_time(hub: Watch) -> None:
+def test_a_frozen_hub_is_given_up_in_time(hub: SentinelClient) -> None:
     """The caller's timeout decides, so that a report can be out within the run's."""
-    watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
+    watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
     try:
         until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
         os.kill(hub._process.pid, signal.SIGSTOP)
@@ -218,7 +218,9 @@ def test_a_frozen_hub_is_given_up_in_time(hub: Watch) -> None:
 # -- it does no harm -------------------------------------------------------------------------------------------------
 
 
-def test_a_question_for_the_stack_does_not_end_a_worker_that_closes(hub: Watch, begin: Callable[..., Other]) -> None:
+def test_a_question_for_the_stack_does_not_end_a_worker_that_closes(
+    hub: SentinelClient, begin: Callable[..., Other]
+) -> None:
     """The signal comes while the worker closes: its sentinel was asleep and finds question and good-bye together."""
     other = begin(1, "pass", hub.hub)
     until(lambda: hub.roster(ASK).words[1].step == 7, "it has not reported")
@@ -250,8 +252,8 @@ def test_all_who_ask_at_once_get_one_stack() -> None:
         def show() -> None:
             nonlocal shown
             shown += 1
-            ours.report(Words(rank=0, step=8))
-            asyncio.get_running_loop().call_later(0.1, ours.report, Words(rank=0, step=8, stack="in forward"))
+            ours.report(WorkerReport(rank=0, step=8))
+            asyncio.get_running_loop().call_later(0.1, ours.report, WorkerReport(rank=0, step=8, stack="in forward"))
 
         ours = Hub(token=TOKEN, world=2)
         ours.on_show = show
@@ -263,8 +265,8 @@ def test_all_who_ask_at_once_get_one_stack() -> None:
     assert shown == 1
 
 
-def test_a_closed_watch_is_silent(hub: Watch) -> None:
-    watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
+def test_a_closed_watch_is_silent(hub: SentinelClient) -> None:
+    watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
     watch.close()
     watch.say("computing", step=8)
     watch.last_words("raised", "too late")
@@ -273,10 +275,10 @@ def test_a_closed_watch_is_silent(hub: Watch) -> None:
     assert (last.phase, last.traceback) == ("finished", "")
 
 
-def test_a_worker_that_is_done_before_its_sentinel_has_reached_the_hub(hub: Watch) -> None:
+def test_a_worker_that_is_done_before_its_sentinel_has_reached_the_hub(hub: SentinelClient) -> None:
     os.kill(hub._process.pid, signal.SIGSTOP)
     try:
-        watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
+        watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
         closer = threading.Thread(target=watch.close)
         closer.start()
         time.sleep(0.3)
@@ -286,8 +288,8 @@ def test_a_worker_that_is_done_before_its_sentinel_has_reached_the_hub(hub: Watc
     assert hub.roster(ASK).words[1].phase == "finished"
 
 
-def test_a_watch_that_is_closed_while_another_thread_asks(hub: Watch) -> None:
-    watch = Watch.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
+def test_a_watch_that_is_closed_while_another_thread_asks(hub: SentinelClient) -> None:
+    watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
     until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
     os.kill(hub._process.pid, signal.SIGSTOP)  # so that there is no answer
     outcome: list[object] = []
@@ -309,7 +311,7 @@ def test_a_watch_that_is_closed_while_another_thread_asks(hub: Watch) -> None:
         os.kill(hub._process.pid, signal.SIGCONT)
 
 
-def test_a_forked_child_says_nothing_for_the_worker(hub: Watch) -> None:
+def test_a_forked_child_says_nothing_for_the_worker(hub: SentinelClient) -> None:
     if (child := os.fork()) == 0:
         hub.say("waiting", step=99)
         try:
@@ -323,7 +325,7 @@ def test_a_forked_child_says_nothing_for_the_worker(hub: Watch) -> None:
 
 
 def test_a_traceback_with_a_file_name_that_is_no_text() -> None:
-    page = Page()
+    page = StatusPage()
     page.last_words("raised", "FileNotFoundError: 'cat\udcff.png'")
     assert page.text() == "FileNotFoundError: 'cat\\udcff.png'"
     page.close()
@@ -333,7 +335,7 @@ def test_the_users_modules_do_not_get_in_the_way(tmp_path: Path, monkeypatch: py
     (tmp_path / "secrets.py").write_text("raise ImportError('the user has a module of this name')\n")
     monkeypatch.chdir(tmp_path)
     assert subprocess.run([sys.executable, "-c", "import secrets"], capture_output=True, check=False).returncode == 1
-    watch = Watch.start(rank=0, world=1, token=TOKEN, hub=None)
+    watch = SentinelClient.start(rank=0, world=1, token=TOKEN, hub=None)
     assert [words.rank for words in watch.roster(ASK).words] == [0]
     watch.close()
 
@@ -341,15 +343,15 @@ def test_the_users_modules_do_not_get_in_the_way(tmp_path: Path, monkeypatch: py
 def test_the_page_needs_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk the first write into a mapped file is a SIGBUS; without a disk there is none."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    page = Page()
+    page = StatusPage()
     assert "memfd:" in os.readlink(f"/proc/self/fd/{page.fd}")
     page.close()
 
 
 def test_words_without_a_hub_are_judged_by_the_farewell() -> None:
-    gone = Words(rank=0, host="a", phase="finished", step=8, process="dead")
-    ahead = judge(Roster(1, (gone, Words(rank=1)), 3.0), 1)
+    gone = WorkerReport(rank=0, host="a", phase="finished", step=8, process="dead")
+    ahead = judge(ClusterReport(1, (gone, WorkerReport(rank=1)), 3.0), 1)
     assert ahead.culprits == (), "it is done and owes nothing"
     assert not ahead.fatal
-    silent = judge(Roster(1, (Words(rank=1),), 3.0), 1)
+    silent = judge(ClusterReport(1, (WorkerReport(rank=1),), 3.0), 1)
     assert [(c.rank, c.reason) for c in silent.culprits] == [(0, "unreachable")]

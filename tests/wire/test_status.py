@@ -8,29 +8,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from offbeat.diagnosis.status_page import PAGE_BYTES, Page
-from offbeat.protocol.worker_status import MOST_BYTES, Happening, Status, pack_status, read_status
+from offbeat.diagnosis.status_page import PAGE_BYTES, StatusPage
+from offbeat.protocol.worker_status import MOST_BYTES, StatusEvent, TrainingStatus, pack_status, read_status
 
-FULL = Status(
+FULL = TrainingStatus(
     host="h" * 64,
     step=1 << 50,
     values={f"{number}{'n' * 62}": float(number) for number in range(16)},
     policy="p" * 256,
     fabric="f" * 256,
-    events=tuple(Happening(1e9, "e" * 320) for _ in range(4)),
+    events=tuple(StatusEvent(1e9, "e" * 320) for _ in range(4)),
 )
 
 
 def test_what_is_said_is_heard() -> None:
     assert read_status(pack_status(FULL)) == FULL
-    told = read_status(pack_status(Status(values={"loss": math.nan})))
+    told = read_status(pack_status(TrainingStatus(values={"loss": math.nan})))
     assert told is not None
     assert math.isnan(told.values["loss"]), "which is worth knowing"
     assert len(pack_status(FULL)) <= MOST_BYTES
 
 
 def test_one_that_is_too_long_goes_without_its_events() -> None:
-    long = msgspec.structs.replace(FULL, events=tuple(Happening(1e9, "\U0001f600" * 1600) for _ in range(4)))
+    long = msgspec.structs.replace(FULL, events=tuple(StatusEvent(1e9, "\U0001f600" * 1600) for _ in range(4)))
     assert pack_status(long) == pack_status(msgspec.structs.replace(FULL, events=()))
 
 
@@ -45,8 +45,8 @@ def test_one_that_is_too_long_goes_without_its_events() -> None:
         {"epochs": math.nan},
         {"values": {str(number): 0.0 for number in range(17)}},
         {"values": {"n" * 65: 0.0}},
-        {"events": tuple(Happening(1e9, "") for _ in range(5))},
-        {"events": (Happening(1e9, "e" * 321),)},
+        {"events": tuple(StatusEvent(1e9, "") for _ in range(5))},
+        {"events": (StatusEvent(1e9, "e" * 321),)},
         {"policy": "p" * 257},
     ],
     ids=str,
@@ -61,28 +61,28 @@ def test_nonsense_is_nothing(data: bytes) -> None:
 
 
 def test_what_is_left_is_told_only_where_it_is_known() -> None:
-    assert Status(step=10, epochs=1.5).left_s is None
-    assert Status(step=10, epochs=1.5, epochs_per_s=0.25).epoch_left_s == 2.0
-    assert Status(epochs=1.5, total_epochs=4, epochs_per_s=0.5).left_s == 5.0
-    assert Status(epochs=1.5, total_epochs=4).left_s is None, "it stands still"
-    assert Status(epochs=4.5, total_epochs=4).left_s == 0.0
-    assert Status(step=10, total_steps=30, steps_per_s=4.0).left_s == 5.0
-    assert Status(total_epochs=4, epochs_per_s=0.5).left_s is None, "no loader says how far it is"
+    assert TrainingStatus(step=10, epochs=1.5).left_s is None
+    assert TrainingStatus(step=10, epochs=1.5, epochs_per_s=0.25).epoch_left_s == 2.0
+    assert TrainingStatus(epochs=1.5, total_epochs=4, epochs_per_s=0.5).left_s == 5.0
+    assert TrainingStatus(epochs=1.5, total_epochs=4).left_s is None, "it stands still"
+    assert TrainingStatus(epochs=4.5, total_epochs=4).left_s == 0.0
+    assert TrainingStatus(step=10, total_steps=30, steps_per_s=4.0).left_s == 5.0
+    assert TrainingStatus(total_epochs=4, epochs_per_s=0.5).left_s is None, "no loader says how far it is"
 
 
 def test_it_is_on_the_page() -> None:
-    page = Page()
+    page = StatusPage()
     assert page.status() is None
     page.say_status(pack_status(FULL))
     assert read_status(page.status() or b"") == FULL
     page.say("computing", step=3)
-    page.say_status(pack_status(Status(step=4)))
-    assert read_status(page.status() or b"") == Status(step=4), "of a longer one nothing is left"
+    page.say_status(pack_status(TrainingStatus(step=4)))
+    assert read_status(page.status() or b"") == TrainingStatus(step=4), "of a longer one nothing is left"
     page.close()
 
 
 def test_half_of_one_on_the_page_is_nothing() -> None:
-    page = Page()
+    page = StatusPage()
     page.say_status(pack_status(FULL))
     page._memory[-MOST_BYTES : -MOST_BYTES + 3] = b"abc"
     assert page.status() is None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.diagnosis.sentinel import STACK_SIGNAL
-from offbeat.diagnosis.sentinel_client import Watch
+from offbeat.diagnosis.sentinel_client import SentinelClient
 from offbeat.errors import NetworkError
 from tests.cli.commands import alive, descendants
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 WORKER = """
 import os, sys, time
-from offbeat.wire import Watch
-watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+from offbeat.diagnosis.sentinel_client import SentinelClient
+watch = SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None)
 watch.say("computing", step=3)
 print("ready", flush=True)
 sys.stdin.read()
@@ -61,7 +61,7 @@ def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
         assert worker.stdout is not None
         assert worker.stdin is not None
         hub, pid = worker.stdout.readline().split()
-        other = Watch.start(rank=1, world=2, token=b"x" * 32, hub=hub)
+        other = SentinelClient.start(rank=1, world=2, token=b"x" * 32, hub=hub)
         try:
             until(lambda: other.roster(timedelta(seconds=5)).hub_lost_s is None)
             worker.stdin.close()
@@ -87,7 +87,7 @@ def until(condition: Callable[[], object]) -> None:
 
 BUSY = """
 import asyncio, threading
-from offbeat.wire import Watch
+from offbeat.diagnosis.sentinel_client import SentinelClient
 
 def go_deep(levels):
     return [go_deep(levels - 1) for _ in range(2)] if levels else [0]
@@ -100,7 +100,7 @@ async def serve():
     while True:
         await asyncio.gather(*(take_turns() for _ in range(5)))
 
-watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+watch = SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None)
 threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
 print("ready", flush=True)
 while True:
@@ -125,7 +125,7 @@ def command_of(pid: int) -> str:
 
 
 def test_a_dead_sentinel_is_no_hang() -> None:
-    watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+    watch = SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None)
     try:
         assert len(watch.roster(timedelta(seconds=5)).words) == 2
         watch._process.kill()
@@ -141,7 +141,7 @@ def test_a_dead_sentinel_is_no_hang() -> None:
 
 def test_a_hub_that_is_not_there() -> None:
     """The worker's own sentinel answers for itself."""
-    watch = Watch.start(rank=1, world=2, token=b"x" * 32, hub="127.0.0.1:9")
+    watch = SentinelClient.start(rank=1, world=2, token=b"x" * 32, hub="127.0.0.1:9")
     try:
         roster = watch.roster(timedelta(seconds=5))
         assert roster.hub_lost_s is not None
@@ -152,11 +152,11 @@ def test_a_hub_that_is_not_there() -> None:
 
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(NetworkError, match=r"control connection on 192\.0\.2\.1"):
-        Watch.start(rank=0, world=2, token=b"x" * 32, hub=None, bind="192.0.2.1")
+        SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None, bind="192.0.2.1")
 
 
 def test_a_forked_child_is_not_the_worker() -> None:
-    watch = Watch.start(rank=0, world=2, token=b"x" * 32, hub=None)
+    watch = SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None)
     try:
         if (child := os.fork()) == 0:
             watch.close()

@@ -10,7 +10,7 @@ import pytest
 from offbeat.cli.swap import _wish
 from offbeat.errors import NetworkError
 from offbeat.wire import swap_request
-from offbeat.wire.swap_request import Granted
+from offbeat.wire.swap_request import SwapReply
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +23,13 @@ def test_a_wish_is_taken_once_and_answered(tmp_path: Path) -> None:
     assert swap_request.take(tmp_path) == left
     assert swap_request.take(tmp_path) is None
     assert swap_request.answered(tmp_path, left) is None
-    granted = Granted(left.number, "done")
+    granted = SwapReply(left.number, "done")
     swap_request.answer(tmp_path, granted)
     assert swap_request.answered(tmp_path, left) == granted
 
 
 def test_of_many_at_once_one_is_left_and_the_others_are_told(tmp_path: Path) -> None:
-    def leave(part: str) -> swap_request.Wish | str:
+    def leave(part: str) -> swap_request.SwapRequest | str:
         try:
             return swap_request.leave(tmp_path, part)
         except NetworkError as error:

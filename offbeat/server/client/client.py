@@ -17,40 +17,40 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
-from offbeat.protocol.checkpoints import Done, MayPut
-from offbeat.protocol.data_leases import Dealt
+from offbeat.protocol.checkpoints import MayPut, TransferDone
+from offbeat.protocol.data_leases import LeaseGrants
 from offbeat.protocol.messages import pack
-from offbeat.protocol.plan_swap import Adopt, Agreed, Proposed, Swap, Swapped
-from offbeat.protocol.status import Look, TellStatus
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapPlan, SwapResult
+from offbeat.protocol.status import GetStatus, TellStatus
 from offbeat.protocol.training import (
     MOST_REFUSAL,
-    About,
+    AllWorkersAnswer,
     Announce,
-    Answer,
     Answered,
-    Ask,
-    Back,
-    Details,
+    AskAllWorkers,
+    ContributionInfo,
     Evicted,
-    Fill,
-    Go,
     Granted,
-    Leaves,
-    Open,
-    Opened,
-    Part,
-    Pulled,
+    InitBlock,
+    LeaveAfter,
+    ModelInfo,
+    ModelOpened,
+    Notice,
+    OpenModel,
+    PullBlock,
+    PullDone,
+    PushBlock,
+    Reconnect,
     Refused,
-    Safe,
-    Told,
-    Values,
+    ReleaseWorker,
+    SnapshotAck,
 )
-from offbeat.server.client.connections import Route
-from offbeat.server.client.lease_queue import Hands
-from offbeat.server.client.model_state import Place
-from offbeat.server.client.receiver import ShardSide
-from offbeat.server.client.requests import Exchange
-from offbeat.server.client.state_transfer import Due, Load, Transfers
+from offbeat.server.client.connections import ShardConnections
+from offbeat.server.client.lease_queue import LeaseQueues
+from offbeat.server.client.model_state import ModelState
+from offbeat.server.client.receiver import ShardReceiver
+from offbeat.server.client.requests import ServerRequest
+from offbeat.server.client.state_transfer import QueuedTransfer, StateTransfers, StateUpload
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -58,22 +58,22 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.protocol.data_leases import Enrol, FromData
+    from offbeat.protocol.data_leases import FromData, RegisterLoader
     from offbeat.protocol.messages import ToWorker
     from offbeat.protocol.optimizer_spec import OptimizerSpec
-    from offbeat.protocol.status import Scene
-    from offbeat.protocol.worker_status import Status
+    from offbeat.protocol.status import ModelStatus
+    from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.server.blocks import Block
     from offbeat.server.client.connections import Dial
-    from offbeat.server.client.lease_queue import Hand
+    from offbeat.server.client.lease_queue import LeaseQueue
     from offbeat.server.optimizer_checkpoint import Portion
-    from offbeat.wire.link import Link
-    from offbeat.wire.loop_thread import Loop
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.loop_thread import LoopThread
 
 _MOST_ANSWERED = 16
 
 
-class Plans(Protocol):
+class PlanJudge(Protocol):
     """Knows which plans a worker can go by. Called on the event loop's thread."""
 
     def judge(self, plan: str) -> tuple[str, str, int]:
@@ -104,7 +104,7 @@ class Client:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: LoopThread,
         *,
         rank: int,
         world: int,
@@ -112,35 +112,35 @@ class Client:
         hosts: Sequence[str] = (),
         patience: timedelta = timedelta(seconds=60),
         tell: Callable[[str], None] = lambda text: None,
-        plans: Plans | None = None,
+        plans: PlanJudge | None = None,
     ) -> None:
         self._loop = loop
         self._plans = plans
-        self._swaps: dict[int, Exchange] = {}
+        self._swaps: dict[int, ServerRequest] = {}
         self.rank, self.world = rank, world
         self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
         self._shard_hosts = tuple(hosts)
         self._tell = tell
-        self._route = Route(self, rank=rank, dials=dials, patience=patience)
+        self._route = ShardConnections(self, rank=rank, dials=dials, patience=patience)
         self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
         self._links = self._route.links
-        self._places: dict[int, Place] = {}
-        self._questions: dict[int, tuple[Ask, Exchange]] = {}
-        self._looks: dict[int, Exchange] = {}
-        self._hands = Hands(self._say_if_up)
+        self._places: dict[int, ModelState] = {}
+        self._questions: dict[int, tuple[AskAllWorkers, ServerRequest]] = {}
+        self._looks: dict[int, ServerRequest] = {}
+        self._hands = LeaseQueues(self._say_if_up)
         self._enrolled = 0  # the entry in which it has enrolled
-        self._draws: dict[int, Exchange] = {}  # by loader
-        self.transfers = Transfers(self._links)
-        self._transfers_due: list[Due] = []
+        self._draws: dict[int, ServerRequest] = {}  # by loader
+        self.transfers = StateTransfers(self._links)
+        self._transfers_due: list[QueuedTransfer] = []
         self._asked_swaps = 0
         self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
         self._asked = self._looked = 0  # questions are numbered alike on all workers
         self._error: OffbeatError | None = None
 
-    def accept(self, link: Link) -> ShardSide:
+    def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
         self._links.append(link)
-        return ShardSide(self, len(self._links) - 1, self._route.entry)
+        return ShardReceiver(self, len(self._links) - 1, self._route.entry)
 
     async def connect(self, patience: timedelta) -> None:
         """Dial all shards for the first time.
@@ -163,7 +163,7 @@ class Client:
         shards: Sequence[int],
         values: Sequence[torch.Tensor],
         optimizer: OptimizerSpec,
-    ) -> Exchange:
+    ) -> ServerRequest:
         """Take part in training a model; done when this worker has the parameters.
 
         Args:
@@ -172,7 +172,7 @@ class Client:
             shards: which shard holds each block.
             values: [D] of each block; the first worker's are taken, and all are overwritten.
         """
-        place = Place(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
+        place = ModelState(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
         self._loop.call(self._open, place)
         return place.exchange
 
@@ -181,9 +181,9 @@ class Client:
         model: int,
         parts: Sequence[torch.Tensor],
         *,
-        about: About,
+        about: ContributionInfo,
         unused: tuple[str, ...] = (),
-    ) -> Exchange:
+    ) -> ServerRequest:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
@@ -191,95 +191,95 @@ class Client:
             about: what it is; its `unused` is filled in.
             unused: names of parameters without a gradient.
         """
-        exchange = Exchange(sum(part.numel() * part.element_size() for part in parts))
+        exchange = ServerRequest(sum(part.numel() * part.element_size() for part in parts))
         self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
         return exchange
 
-    def enrol(self, about: Enrol) -> Hand:
+    def enrol(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
         hand = self._hands.hold(about)
         self._loop.call(self._enrol, hand)
         return hand
 
-    def draw(self, hand: Hand) -> Exchange:
+    def draw(self, hand: LeaseQueue) -> ServerRequest:
         """Done when there is something in `hand.deals`, from which only the caller takes."""
-        exchange = Exchange()
+        exchange = ServerRequest()
         self._loop.call(self._draw, hand, exchange)
         return exchange
 
-    def give_back(self, hand: Hand, numbers: Sequence[int]) -> None:
+    def give_back(self, hand: LeaseQueue, numbers: Sequence[int]) -> None:
         """These leases will not be used."""
         self._loop.call(self._hands.give_back, hand.about.loader, numbers)
 
-    def crowded(self, hand: Hand, count: int, numbers: Sequence[int]) -> None:
+    def crowded(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
         """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
         self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
-    def books(self) -> Exchange:
-        """Where the data is, for a checkpoint; in `Exchange.place`."""
-        exchange = Exchange()
-        self._loop.call(self._transfer, Due(exchange, self.transfers.books))
+    def books(self) -> ServerRequest:
+        """Where the data is, for a checkpoint; in `ServerRequest.place`."""
+        exchange = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.books))
         return exchange
 
-    def restock(self, place: bytes) -> Exchange:
+    def restock(self, place: bytes) -> ServerRequest:
         """Go on where `books` was called, on all workers; done when all are told so."""
-        exchange = Exchange()
-        self._loop.call(self._transfer, Due(exchange, self.transfers.restock, (place,)))
+        exchange = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.restock, (place,)))
         return exchange
 
-    def reseed(self, hand: Hand, seed: int) -> None:
+    def reseed(self, hand: LeaseQueue, seed: int) -> None:
         """The order of the data is that of another run, from whose checkpoint this one goes on."""
         self._loop.call(self._hands.reseed, hand.about.loader, seed)
 
-    def look(self) -> Exchange:
-        """How it goes, as the coordinator sees it; in `Exchange.scenes`."""
-        exchange = Exchange()
+    def look(self) -> ServerRequest:
+        """How it goes, as the coordinator sees it; in `ServerRequest.scenes`."""
+        exchange = ServerRequest()
         self._loop.call(self._look, exchange)
         return exchange
 
-    def tell_status(self, status: Status) -> None:
+    def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
         self._loop.call(self._tell_status, status)
 
     def ask(
         self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
-    ) -> Exchange:
-        """Ask all workers together; the sums of their numbers are in `Exchange.numbers`.
+    ) -> ServerRequest:
+        """Ask all workers together; the sums of their numbers are in `ServerRequest.numbers`.
 
         Args:
             refresh: take the newest parameters of all models; else only if there were updates in the meantime.
-            refusal: why what all are to do cannot be; the first one is in `Exchange.refused` of all.
+            refusal: why what all are to do cannot be; the first one is in `ServerRequest.refused` of all.
         """
-        exchange = Exchange()
+        exchange = ServerRequest()
         self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
         return exchange
 
-    def swap(self, part: str, *, whole: bool = False) -> Exchange:
-        """Have another plan hold for all; done when it does, or does not: then why is in `Exchange.refused`.
+    def swap(self, part: str, *, whole: bool = False) -> ServerRequest:
+        """Have another plan hold for all; done when it does, or does not: then why is in `ServerRequest.refused`.
 
         Args:
             part: of the plan, as TOML.
             whole: it is all of it.
         """
-        exchange = Exchange()
+        exchange = ServerRequest()
         self._loop.call(self._swap, part, whole, exchange)
         return exchange
 
-    def fetch(self, model: int) -> Exchange:
-        """The optimizer's state at all shards, as it is now; in `Exchange.portions`."""
-        exchange = Exchange()
-        self._loop.call(self._transfer, Due(exchange, self.transfers.fetch, (self.place(model),)))
+    def fetch(self, model: int) -> ServerRequest:
+        """The optimizer's state at all shards, as it is now; in `ServerRequest.portions`."""
+        exchange = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.fetch, (self.place(model),)))
         return exchange
 
-    def put(self, model: int, portions: Sequence[Portion]) -> Exchange:
+    def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
 
-        Done when they have, or when the others do not wait for that: then why is in `Exchange.refused`.
+        Done when they have, or when the others do not wait for that: then why is in `ServerRequest.refused`.
         """
-        exchange, place = Exchange(), self.place(model)
+        exchange, place = ServerRequest(), self.place(model)
         # Copied, since what it is given if it has to come back meanwhile lands there.
         values = tuple(value.clone() for value in place.values)
-        due = Due(exchange, self.transfers.put, (Load(place, values, tuple(portions)),))
+        due = QueuedTransfer(exchange, self.transfers.put, (StateUpload(place, values, tuple(portions)),))
         self._loop.call(self._transfer, due)
         return exchange
 
@@ -306,7 +306,7 @@ class Client:
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: ModelState) -> None:
         place.swaps = max((other.swaps for other in self._places.values()), default=0)
         self._places[place.model] = place
         if self._failed(place.exchange):
@@ -315,7 +315,7 @@ class Client:
         if self._route.is_up:
             self._enter(place)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: ModelState) -> None:
         """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
         place.is_in = place.is_entering = place.is_outdated = False
         place.going = None
@@ -324,9 +324,9 @@ class Client:
         for shard in place.unopened or {0}:
             self._open_at(place, shard)
 
-    def _open_at(self, place: Place, shard: int) -> None:
+    def _open_at(self, place: ModelState, shard: int) -> None:
         assert place.optimizer is not None
-        details = Details(
+        details = ModelInfo(
             world=self.world,
             shards=len(self._links),
             holders=len(set(place.shards)),
@@ -339,16 +339,16 @@ class Client:
             hosts=self._hosts_of(place),
             ranks=self.ranks,
         )
-        self._links[shard].send(pack(Open(place.model, self._route.entry)), pack(details))
+        self._links[shard].send(pack(OpenModel(place.model, self._route.entry)), pack(details))
 
-    def _hosts_of(self, place: Place) -> int:
+    def _hosts_of(self, place: ModelState) -> int:
         """On how many hosts its blocks are."""
         return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
 
-    def _back(self, place: Place, shard: int) -> Back | None:
+    def _back(self, place: ModelState, shard: int) -> Reconnect | None:
         if not place.life:
             return None
-        return Back(
+        return Reconnect(
             life=place.life,
             clock=place.clock,
             version=place.version,
@@ -364,9 +364,9 @@ class Client:
     def _announce(
         self,
         model: int,
-        exchange: Exchange,
+        exchange: ServerRequest,
         parts: Mapping[int, torch.Tensor],
-        about: About,
+        about: ContributionInfo,
         unused: tuple[str, ...],
     ) -> None:
         place = self._places[model]
@@ -384,11 +384,11 @@ class Client:
         elif place.is_outdated:
             self._come_again(place)
 
-    def _come_again(self, place: Place) -> None:
+    def _come_again(self, place: ModelState) -> None:
         place.is_outdated = False
         self._open_at(place, 0)
 
-    def _swap(self, part: str, whole: bool, exchange: Exchange) -> None:
+    def _swap(self, part: str, whole: bool, exchange: ServerRequest) -> None:
         if self._failed(exchange):
             return
         if not self._places:
@@ -400,15 +400,15 @@ class Client:
             return
         number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
         self._swaps[number] = exchange
-        self._say(Swap(number, part, whole))
+        self._say(SwapPlan(number, part, whole))
 
-    def _look(self, exchange: Exchange) -> None:
+    def _look(self, exchange: ServerRequest) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = exchange
         if not self._failed(exchange) and self._route.is_up:
-            self._say(Look(number))
+            self._say(GetStatus(number))
 
-    def _transfer(self, due: Due) -> None:
+    def _transfer(self, due: QueuedTransfer) -> None:
         if not self._failed(due.exchange):
             self._transfers_due.append(due)
             self._begin_transfers()
@@ -425,7 +425,7 @@ class Client:
             for one in due:
                 self.transfers.begin(one)
 
-    def _enrol(self, hand: Hand | None = None) -> None:
+    def _enrol(self, hand: LeaseQueue | None = None) -> None:
         """Take part in this loader's data; in all loaders' after coming to the job again."""
         if hand is None or self._enrolled != self._route.entry:
             self._enrolled = self._route.entry
@@ -433,7 +433,7 @@ class Client:
         else:
             self._hands.enrol(hand)
 
-    def _draw(self, hand: Hand, exchange: Exchange) -> None:
+    def _draw(self, hand: LeaseQueue, exchange: ServerRequest) -> None:
         if not self._failed(exchange):
             self._draws[hand.about.loader] = exchange
             self._hands.want(hand, exchange.finish)
@@ -443,12 +443,14 @@ class Client:
         if self._route.is_up and self._enrolled == self._route.entry and self._links:
             self._say(message)
 
-    def _ask(self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: Exchange) -> None:
+    def _ask(
+        self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: ServerRequest
+    ) -> None:
         if not self._places:
             exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
         number, self._asked = self._asked, self._asked + 1
-        ask = Ask(number, question, refresh, numbers, refusal)
+        ask = AskAllWorkers(number, question, refresh, numbers, refusal)
         self._questions[number] = (ask, exchange)
         if self._failed(exchange):
             return
@@ -465,13 +467,24 @@ class Client:
 
     def _leave(self, step: int) -> None:
         if self._links:
-            self._say(Leaves(step))
+            self._say(LeaveAfter(step))
 
-    def _tell_status(self, status: Status) -> None:
+    def _tell_status(self, status: TrainingStatus) -> None:
         if self._route.is_up and self._links:
             self._say(TellStatus(status))
 
-    def _say(self, message: Announce | Ask | Look | Pulled | Swap | Agreed | Leaves | TellStatus | FromData) -> None:
+    def _say(
+        self,
+        message: Announce
+        | AskAllWorkers
+        | GetStatus
+        | PullDone
+        | SwapPlan
+        | PlanAgreement
+        | LeaveAfter
+        | TellStatus
+        | FromData,
+    ) -> None:
         """To the coordinator; if that is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))
@@ -498,9 +511,9 @@ class Client:
         for place in self._places.values():
             self._enter(place)
         for number in self._looks:
-            self._say(Look(number))
+            self._say(GetStatus(number))
 
-    def _failed(self, exchange: Exchange) -> bool:
+    def _failed(self, exchange: ServerRequest) -> bool:
         if self._error is not None:
             exchange.finish(self._error)
         return self._error is not None
@@ -525,7 +538,7 @@ class Client:
             if not exchange.done():
                 exchange.finish(self._error)
 
-    def place(self, model: int) -> Place:
+    def place(self, model: int) -> ModelState:
         """The model's.
 
         Raises:
@@ -538,26 +551,28 @@ class Client:
     def hear(self, shard: int, message: ToWorker) -> None:
         """Something a shard said."""
         match message:
-            case Opened(model=model):
+            case ModelOpened(model=model):
                 self._opened(self.place(model), shard, message)
             case Granted(model=model, clock=clock):
                 self._push(self.place(model), clock)
-            case Go(model=model):
+            case ReleaseWorker(model=model):
                 self._go(self.place(model), message)
-            case Safe(model=model, clock=clock):
+            case SnapshotAck(model=model, clock=clock):
                 done = self.place(model).done
                 while done and done[0][0] < clock:
                     done.popleft()
-            case Told(text=text):
+            case Notice(text=text):
                 self._tell(text)
-            case Dealt():
+            case LeaseGrants():
                 self._hands.deal(message)
-            case Values(model=model, block=block, version=version, number=number):
+            case PullBlock(model=model, block=block, version=version, number=number):
                 place = self.place(model)
                 place.versions[block] = version
                 place.take(block, number)
                 self._finish(place)
-            case Answer(number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused):
+            case AllWorkersAnswer(
+                number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused
+            ):
                 _, asked = self._questions.pop(number, (None, None))
                 if asked is not None:
                     asked.numbers, asked.refused = numbers, refused
@@ -566,16 +581,16 @@ class Client:
                     asked.finish(_apart(disagreement) if disagreement else None)
             case MayPut(number=number, refused=refused):
                 self.transfers.may_put(number, refused)
-            case Done(number=number):
+            case TransferDone(number=number):
                 self.transfers.done(number)
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
-            case Proposed(number=number, plan=plan):
+            case PlanProposed(number=number, plan=plan):
                 digest, refusal, passed = self._judge(plan)
-                self._say(Agreed(number, digest, refusal[:MOST_REFUSAL], passed))
-            case Adopt():
+                self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed))
+            case AdoptPlan():
                 self._adopt(message)
-            case Swapped(number=number, refusal=refusal):
+            case SwapResult(number=number, refusal=refusal):
                 if (swap := self._swaps.pop(number, None)) is not None:
                     swap.refused = refusal
                     swap.finish()
@@ -585,13 +600,13 @@ class Client:
     def _judge(self, plan: str) -> tuple[str, str, int]:
         return ("", "it can go by no other", 0) if self._plans is None else self._plans.judge(plan)
 
-    def _adopt(self, adopt: Adopt) -> None:
+    def _adopt(self, adopt: AdoptPlan) -> None:
         for place in self._places.values():
             place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
         if self._plans is not None:
             self._plans.adopt(adopt.plan, adopt.text, adopt.border)
 
-    def _opened(self, place: Place, shard: int, message: Opened) -> None:
+    def _opened(self, place: ModelState, shard: int, message: ModelOpened) -> None:
         self._route.survives = message.survives
         if message.secret:
             self._secrets[shard] = message.secret
@@ -611,7 +626,7 @@ class Client:
                 self._open_at(place, 0)
         place.new_life = message.life
 
-    def _go(self, place: Place, go: Go) -> None:
+    def _go(self, place: ModelState, go: ReleaseWorker) -> None:
         was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
         if not was_in:
             if not place.life:
@@ -642,19 +657,19 @@ class Client:
                 self._say(ask)
             self._begin_transfers()
 
-    def see(self, number: int, scenes: tuple[Scene, ...]) -> None:
+    def see(self, number: int, scenes: tuple[ModelStatus, ...]) -> None:
         """The answer to a look."""
         look = self._looks.pop(number, None)
         if look is not None:
             look.scenes = scenes
             look.finish()
 
-    def _fill(self, place: Place, shard: int) -> None:
+    def _fill(self, place: ModelState, shard: int) -> None:
         for block, holder in enumerate(place.shards):
             if holder == shard:
-                self._links[shard].send(pack(Fill(place.model, block)), bytes_of(place.values[block]))
+                self._links[shard].send(pack(InitBlock(place.model, block)), bytes_of(place.values[block]))
 
-    def _push(self, place: Place, clock: int) -> None:
+    def _push(self, place: ModelState, clock: int) -> None:
         parts = place.parts
         if parts is None or clock != place.clock:
             raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
@@ -662,9 +677,9 @@ class Client:
         for block, part in parts.items():
             dtype = str(part.dtype).removeprefix("torch.")
             link = self._links[place.shards[block]]
-            link.send(pack(Part(place.model, clock, block, dtype)), bytes_of(part))
+            link.send(pack(PushBlock(place.model, clock, block, dtype)), bytes_of(part))
 
-    def _finish(self, place: Place) -> None:
+    def _finish(self, place: ModelState) -> None:
         go = place.going
         if go is None or (go.values and place.missing):
             return
@@ -677,7 +692,7 @@ class Client:
             place.parts, place.version = None, go.version
             place.await_all()
             self._route.progressed()
-            self._say(Pulled(place.model, place.clock))
+            self._say(PullDone(place.model, place.clock))
             place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)
             place.exchange.finish()
         if place.is_entering:

@@ -16,10 +16,10 @@ from offbeat.errors import NetworkError, OffbeatError, PeerError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.session import Receiver
 
-    Dial = Callable[[Callable[[Link], Receiver], timedelta], Awaitable[Link]]
+    Dial = Callable[[Callable[[PeerLink], Receiver], timedelta], Awaitable[PeerLink]]
 
 _log = logging.getLogger("offbeat")
 _RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
@@ -27,14 +27,14 @@ _ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybo
 _QUIET = 0.4  # part of the timeout; a shard that is well says something twice as often
 
 
-class Traveller(Protocol):
+class ConnectionOwner(Protocol):
     """Who goes that way.
 
     1) `accept` for each link, in order of shards; 2) `arrived` when all are there again; `stranded` when they are
     lost; 3) `fail` when they will never be.
     """
 
-    def accept(self, link: Link) -> Receiver:
+    def accept(self, link: PeerLink) -> Receiver:
         """Take a link into use; returns what it hands frames to."""
 
     def arrived(self) -> None:
@@ -47,7 +47,7 @@ class Traveller(Protocol):
         """And there will be none."""
 
 
-class Route:
+class ShardConnections:
     """To all shards of a job.
 
     Args:
@@ -63,10 +63,10 @@ class Route:
         survives: whether the server will be started again if it is killed.
     """
 
-    def __init__(self, traveller: Traveller, *, rank: int, dials: Sequence[Dial], patience: timedelta) -> None:
+    def __init__(self, traveller: ConnectionOwner, *, rank: int, dials: Sequence[Dial], patience: timedelta) -> None:
         self._traveller, self._rank = traveller, rank
         self._dials, self._patience = dials, patience
-        self.links: list[Link] = []
+        self.links: list[PeerLink] = []
         self.entry = 0
         self.is_up = not dials
         self.survives = False
@@ -176,7 +176,7 @@ class Route:
         self.links.clear()
 
 
-def _trouble_with(link: Link) -> str:
+def _trouble_with(link: PeerLink) -> str:
     """What is wrong with a shard, as a sentence; "" if it has been heard lately."""
     silent = f"The parameter server at {link.peer} has been silent for {link.silent_s:.1f} s"
     if not link.connected:

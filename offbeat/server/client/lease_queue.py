@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.batching import Lease, Over
+from offbeat.batching import EndOfEpoch, Lease
 from offbeat.errors import PeerError
-from offbeat.protocol.data_leases import Crowded, Enrol, Return, Take, leases_of
+from offbeat.protocol.data_leases import MemoryExhausted, RegisterLoader, RequestLease, ReturnLease, leases_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from offbeat.protocol.data_leases import Dealt, FromData
+    from offbeat.protocol.data_leases import FromData, LeaseGrants
 
 
 @dataclass
-class Hand:
+class LeaseQueue:
     """One loader's leases.
 
     Args:
@@ -35,9 +35,9 @@ class Hand:
         has_begun: whether the first have come; they come unasked, and who asks for more would get too many.
     """
 
-    about: Enrol
-    deals: deque[Lease | Over] = field(default_factory=deque)
-    doubtful: list[Lease | Over] = field(default_factory=list)
+    about: RegisterLoader
+    deals: deque[Lease | EndOfEpoch] = field(default_factory=deque)
+    doubtful: list[Lease | EndOfEpoch] = field(default_factory=list)
     held: dict[int, None] = field(default_factory=dict)
     epoch: int = 0
     wanted: Callable[[], None] | None = None
@@ -51,7 +51,7 @@ class Hand:
         """These leases are others'; what else was in doubt is still there."""
         for number in void:
             self.held.pop(number, None)
-        self.deals.extend(deal for deal in self.doubtful if isinstance(deal, Over) or deal.number in self.held)
+        self.deals.extend(deal for deal in self.doubtful if isinstance(deal, EndOfEpoch) or deal.number in self.held)
         self.doubtful.clear()
 
     @property
@@ -62,11 +62,11 @@ class Hand:
     def take_undrawn(self) -> list[int]:
         """Numbers of the leases that were not drawn, which are not there any more; what ends an epoch stays."""
         undrawn = [self.deals.popleft() for _ in range(len(self.deals))]
-        self.deals.extend(deal for deal in undrawn if isinstance(deal, Over))
+        self.deals.extend(deal for deal in undrawn if isinstance(deal, EndOfEpoch))
         return [deal.number for deal in undrawn if isinstance(deal, Lease)]
 
 
-class Hands:
+class LeaseQueues:
     """All loaders' leases of one worker.
 
     Args:
@@ -75,13 +75,13 @@ class Hands:
 
     def __init__(self, say: Callable[[FromData], None]) -> None:
         self._say = say
-        self._hands: dict[int, Hand] = {}
+        self._hands: dict[int, LeaseQueue] = {}
 
-    def hold(self, about: Enrol) -> Hand:
+    def hold(self, about: RegisterLoader) -> LeaseQueue:
         """A hand for a loader that this worker is about to enrol for."""
-        return self._hands.setdefault(about.loader, Hand(about))
+        return self._hands.setdefault(about.loader, LeaseQueue(about))
 
-    def enrol(self, only: Hand | None = None) -> None:
+    def enrol(self, only: LeaseQueue | None = None) -> None:
         """Enrol for all loaders, for the first time or once more after the server was lost; or for `only` this one."""
         for hand in self._hands.values() if only is None else (only,):
             hand.has_begun = False
@@ -93,16 +93,16 @@ class Hands:
         hand = self._hands[loader]
         hand.about = msgspec.structs.replace(hand.about, seed=seed)
 
-    def want(self, hand: Hand, wanted: Callable[[], None]) -> None:
+    def want(self, hand: LeaseQueue, wanted: Callable[[], None]) -> None:
         """Have `wanted` called when there is a deal to draw; ask for one if none is on its way."""
         if hand.deals:
             wanted()
             return
         hand.wanted = wanted
         if hand.has_begun:
-            self._say(Take(hand.about.loader))
+            self._say(RequestLease(hand.about.loader))
 
-    def deal(self, message: Dealt) -> None:
+    def deal(self, message: LeaseGrants) -> None:
         """The coordinator has dealt out.
 
         Raises:
@@ -138,9 +138,9 @@ class Hands:
         hand = self._hands[loader]
         numbers = tuple(number for number in numbers if hand.held.pop(number, number) is None)
         if numbers:
-            self._say(Return(loader, numbers))
+            self._say(ReturnLease(loader, numbers))
 
     def crowded(self, loader: int, count: int, numbers: Iterable[int]) -> None:
         """There was no memory for a batch of `count` samples: give back these leases."""
-        self._say(Crowded(loader, count))
+        self._say(MemoryExhausted(loader, count))
         self.give_back(loader, numbers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.protocol.training import BlockOf, PieceOf
-from offbeat.server.client.requests import Exchange
+from offbeat.server.client.requests import ServerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.protocol.optimizer_spec import OptimizerSpec
-    from offbeat.protocol.training import About, Go
+    from offbeat.protocol.training import ContributionInfo, ReleaseWorker
     from offbeat.server.blocks import Block
 
 _MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
 
 
 @dataclass
-class Place:
+class ModelState:
     """One model at this worker.
 
     Args:
@@ -36,17 +36,17 @@ class Place:
     shards: Sequence[int]
     values: Sequence[torch.Tensor]
     clock: int = 0
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: ServerRequest = field(default_factory=ServerRequest)
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
-    number: int = 0  # the highest that came with `Values` for the step that it waits for
-    going: Go | None = None  # the release whose parameters are still coming
+    number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
+    going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     names: dict[str, int] = field(default_factory=dict)
     plan: str = ""
     layout: str = ""
     optimizer: OptimizerSpec | None = None
-    about: About | None = None  # what is said of the contribution that it has
+    about: ContributionInfo | None = None  # what is said of the contribution that it has
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has

@@ -5,35 +5,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError
-from offbeat.protocol.checkpoints import Piece
-from offbeat.protocol.data_leases import Stock
-from offbeat.protocol.messages import scenes_of, to_worker
-from offbeat.protocol.status import Sight
-from offbeat.protocol.training import Values
+from offbeat.protocol.checkpoints import StatePart
+from offbeat.protocol.data_leases import DataState
+from offbeat.protocol.messages import statuses_of, to_worker
+from offbeat.protocol.status import StatusReply
+from offbeat.protocol.training import PullBlock
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from offbeat.protocol.messages import ToWorker
-    from offbeat.protocol.status import Scene
-    from offbeat.server.client.model_state import Place
-    from offbeat.server.client.state_transfer import Transfers
+    from offbeat.protocol.status import ModelStatus
+    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.state_transfer import StateTransfers
 
 
 class ShardListener(Protocol):
     """What a worker does with what it hears from its shards."""
 
-    transfers: Transfers
+    transfers: StateTransfers
 
-    def place(self, model: int) -> Place: ...
+    def place(self, model: int) -> ModelState: ...
 
     def hear(self, shard: int, message: ToWorker) -> None: ...
 
-    def see(self, number: int, scenes: tuple[Scene, ...]) -> None: ...
+    def see(self, number: int, scenes: tuple[ModelStatus, ...]) -> None: ...
 
     def lose(self, error: OffbeatError, entry: int) -> None: ...
 
 
-class ShardSide:
+class ShardReceiver:
     """What a link to a shard hands frames to.
 
     Args:
@@ -52,11 +52,11 @@ class ShardSide:
             PeerError: if they are not expected, or of another size.
         """
         message = to_worker(metadata)
-        if isinstance(message, Sight | Stock):
+        if isinstance(message, StatusReply | DataState):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
-        if isinstance(message, Piece):
+        if isinstance(message, StatePart):
             return self._client.transfers.lands(message, size_bytes, self._client.place(message.model))
-        if not isinstance(message, Values):
+        if not isinstance(message, PullBlock):
             raise PeerError(f"{type(message).__name__} has no body.")
         place = self._client.place(message.model)
         if not place.expects(message.block, message.number):
@@ -69,11 +69,11 @@ class ShardSide:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A message is here, whole."""
         message = to_worker(metadata)
-        if isinstance(message, Sight):
-            self._client.see(message.number, scenes_of(body))
-        elif isinstance(message, Stock):
+        if isinstance(message, StatusReply):
+            self._client.see(message.number, statuses_of(body))
+        elif isinstance(message, DataState):
             self._client.transfers.stock(message, bytes(body))
-        elif isinstance(message, Piece):
+        elif isinstance(message, StatePart):
             pass  # it is in its place
         else:
             self._client.hear(self._shard, message)

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
     from offbeat.errors import OffbeatError
     from offbeat.payload import Reply
-    from offbeat.protocol.status import Scene
+    from offbeat.protocol.status import ModelStatus
     from offbeat.server.optimizer_checkpoint import Portion
 
 
-class Exchange:
+class ServerRequest:
     """A contribution on its way out and parameters on their way in; waited for as any `Pending`.
 
     Args:
@@ -28,7 +28,7 @@ class Exchange:
         self.error: OffbeatError | None = None
         self.numbers: tuple[float, ...] = ()
         self.refused = ""  # why what all were to do, or a swap, cannot be, and who says so
-        self.scenes: tuple[Scene, ...] = ()
+        self.scenes: tuple[ModelStatus, ...] = ()
         self.portions: list[Portion] = []
         self.place = b""  # in the data
         self.left = 0  # shards that are not done

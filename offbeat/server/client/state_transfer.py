@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from offbeat.errors import ModelError, OffbeatError, PeerError
-from offbeat.protocol.checkpoints import Fetch, Piece, Put, PutAll, Replace
-from offbeat.protocol.data_leases import Books, Restock, Stock
+from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, RequestReplacement, StatePart
+from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.messages import pack
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.snapshot import STATE_DTYPES
@@ -17,25 +17,25 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.server.client.model_state import Place
-    from offbeat.server.client.requests import Exchange
-    from offbeat.wire.link import Link
+    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.requests import ServerRequest
+    from offbeat.wire.link import PeerLink
 
 
-class Due(NamedTuple):
+class QueuedTransfer(NamedTuple):
     """One that is to begin, or has begun.
 
     Args:
         exchange: who waits for it.
-        begin: a method of `Transfers`; called with a number, `exchange` and `arguments`.
+        begin: a method of `StateTransfers`; called with a number, `exchange` and `arguments`.
     """
 
-    exchange: Exchange
+    exchange: ServerRequest
     begin: Callable[..., None]
     arguments: tuple[Any, ...] = ()
 
 
-class Load(NamedTuple):
+class StateUpload(NamedTuple):
     """What is put in place of what the shards have.
 
     Args:
@@ -44,47 +44,47 @@ class Load(NamedTuple):
         portions: the optimizer's state.
     """
 
-    place: Place
+    place: ModelState
     values: Sequence[torch.Tensor]
     portions: Sequence[Portion]
 
 
-class Transfers:
+class StateTransfers:
     """Those that are under way.
 
     Args:
         links: to all shards, the coordinator's first.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[PeerLink]) -> None:
         self._links = links
-        self._under_way: dict[int, Due] = {}
+        self._under_way: dict[int, QueuedTransfer] = {}
         self._count = 0
 
-    def begin(self, due: Due) -> None:
+    def begin(self, due: QueuedTransfer) -> None:
         """Now; all shards are there."""
         number, self._count = self._count, self._count + 1
         self._under_way[number] = due
         due.begin(number, due.exchange, *due.arguments)
 
-    def books(self, number: int, exchange: Exchange) -> None:
+    def books(self, number: int, exchange: ServerRequest) -> None:
         """Ask where the data is."""
-        self._links[0].send(pack(Books(number)))
+        self._links[0].send(pack(GetDataState(number)))
 
-    def restock(self, number: int, exchange: Exchange, place: bytes) -> None:
+    def restock(self, number: int, exchange: ServerRequest, place: bytes) -> None:
         """Have everybody go on in the data at `place`."""
-        self._links[0].send(pack(Restock(number)), place)
+        self._links[0].send(pack(SetDataState(number)), place)
 
-    def fetch(self, number: int, exchange: Exchange, place: Place) -> None:
+    def fetch(self, number: int, exchange: ServerRequest, place: ModelState) -> None:
         """Ask all shards for the optimizer's state."""
         exchange.portions, exchange.left = [], len(self._links)
         for link in self._links:
-            link.send(pack(Fetch(place.model, number)))
+            link.send(pack(FetchState(place.model, number)))
 
-    def put(self, number: int, exchange: Exchange, load: Load) -> None:
+    def put(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
         """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
         exchange.left = len(self._links)
-        self._links[0].send(pack(Replace(load.place.model, number)))
+        self._links[0].send(pack(RequestReplacement(load.place.model, number)))
 
     def may_put(self, number: int, refused: str) -> None:
         """A shard takes what is put from now on; or none does, and why."""
@@ -100,21 +100,21 @@ class Transfers:
         if not due.exchange.left:
             self._put_all(number, due.exchange, *due.arguments)
 
-    def _put_all(self, number: int, exchange: Exchange, load: Load) -> None:
+    def _put_all(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
         place, values, portions = load
         exchange.left = len(self._links)
         for block in place.blocks:
             link = self._links[place.shards[block.index]]
-            link.send(pack(Put(place.model, block.index)), bytes_of(values[block.index]))
+            link.send(pack(PutState(place.model, block.index)), bytes_of(values[block.index]))
         for it in portions:
             tensor = it.tensor.contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            put = Put(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
+            put = PutState(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
             self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
         for link in self._links:
-            link.send(pack(PutAll(place.model, number)))
+            link.send(pack(PutStateDone(place.model, number)))
 
-    def lands(self, message: Piece, size_bytes: int, place: Place) -> memoryview:
+    def lands(self, message: StatePart, size_bytes: int, place: ModelState) -> memoryview:
         """Where a part of the optimizer's state goes.
 
         Raises:
@@ -133,7 +133,7 @@ class Transfers:
         due.exchange.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
         return bytes_of(flat)
 
-    def stock(self, message: Stock, place: bytes) -> None:
+    def stock(self, message: DataState, place: bytes) -> None:
         """Where the data is, or why it cannot be there."""
         due = self._under_way.pop(message.number, None)
         if due is not None:
@@ -149,7 +149,7 @@ class Transfers:
                 del self._under_way[number]
                 due.exchange.finish()
 
-    def interrupt(self) -> list[Due]:
+    def interrupt(self) -> list[QueuedTransfer]:
         """The shards are lost, and may come back: what is to begin again then."""
         under_way, self._under_way = self._under_way, {}
         return list(under_way.values())

@@ -11,10 +11,10 @@ from offbeat.server.optimizers import check_spec, lines_of
 from offbeat.server.shard.model_shard import digest_of
 
 if TYPE_CHECKING:
-    from offbeat.protocol.training import Details
+    from offbeat.protocol.training import ModelInfo
 
 
-def compare(rank: int, theirs: Details, ours: Details) -> None:
+def compare(rank: int, theirs: ModelInfo, ours: ModelInfo) -> None:
     """Refuse a worker whose plan, model, optimizer or job is another.
 
     Args:
@@ -57,7 +57,7 @@ def _line(theirs: str, ours: str) -> str:
     return ""
 
 
-def _parameter(theirs: Details, ours: Details) -> str:
+def _parameter(theirs: ModelInfo, ours: ModelInfo) -> str:
     """The first parameter in which two models differ."""
     for there, here in zip_longest(theirs.names, ours.names):
         if there != here:
@@ -70,7 +70,7 @@ def _parameter(theirs: Details, ours: Details) -> str:
     return ""
 
 
-def _elements(details: Details) -> Counter[int]:
+def _elements(details: ModelInfo) -> Counter[int]:
     """How many elements of each parameter a shard holds, by the parameter's number."""
     found: Counter[int] = Counter()
     for block in details.blocks:

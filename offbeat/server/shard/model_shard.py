@@ -10,14 +10,22 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.protocol.optimizer_spec import outer_of
-from offbeat.protocol.shards import Admit, Applied, Committed, Dropped, Gone, Released, Withdrawn
-from offbeat.protocol.training import Values
-from offbeat.server.blocks import Block, Piece
+from offbeat.protocol.shards import (
+    AdmitWorker,
+    ApplyContributions,
+    CommitUpdates,
+    DropContribution,
+    ReleaseFromShard,
+    WithdrawContribution,
+    WorkerRemoved,
+)
+from offbeat.protocol.training import PullBlock
+from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
-from offbeat.server.shard.parameter_store import DTYPES, Image, Store
-from offbeat.server.shard.update_recorder import Making
-from offbeat.server.shard.update_scheduler import Give, Keep, Ledger, Make, Undo
+from offbeat.server.shard.parameter_store import DTYPES, BlockImage, ParameterStore
+from offbeat.server.shard.update_recorder import UpdateRecorder
+from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
 from offbeat.server.snapshot import about
 from offbeat.sync import Apply
 
@@ -26,19 +34,19 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.coordinator.loss import Loss
+    from offbeat.coordinator.loss import LostContribution
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
-    from offbeat.protocol.training import About, Details
-    from offbeat.server.shard.snapshot_builder import Keeping
-    from offbeat.server.snapshot import TensorOf
+    from offbeat.protocol.training import ContributionInfo, ModelInfo
+    from offbeat.server.shard.snapshot_builder import SnapshotBuilder
+    from offbeat.server.snapshot import SnapshotTensor
     from offbeat.sync import Push
 
 _MOST_FORMER = 1024  # plans that a job had
 _MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
 
 
-class Table:
+class ModelShard:
     """Carries out what the coordinator decides about one model.
 
     Args:
@@ -57,10 +65,10 @@ class Table:
     def __init__(
         self,
         model: int,
-        details: Details,
-        give: Callable[[int, Values, torch.Tensor], None],
+        details: ModelInfo,
+        give: Callable[[int, PullBlock, torch.Tensor], None],
         *,
-        keeping: Keeping | None = None,
+        keeping: SnapshotBuilder | None = None,
         version: int = 0,
         held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
@@ -71,11 +79,11 @@ class Table:
         self.unfilled = set(blocks)
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
-        self._store = Store(list(blocks.values()), details.optimizer)
-        self._ledger = Ledger(blocks, version)
+        self._store = ParameterStore(list(blocks.values()), details.optimizer)
+        self._ledger = UpdateScheduler(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._keeping = keeping
-        self._making = Making(model, len(blocks), record)
+        self._making = UpdateRecorder(model, len(blocks), record)
         self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
 
     @property
@@ -103,7 +111,7 @@ class Table:
         self._ledger.mark()
         self._perform(None)
 
-    def restore(self, what: TensorOf, tensor: torch.Tensor) -> None:
+    def restore(self, what: SnapshotTensor, tensor: torch.Tensor) -> None:
         """Take over a tensor of a snapshot.
 
         Raises:
@@ -166,7 +174,7 @@ class Table:
         self._perform(block)
         return missing
 
-    def decide(self, decision: Decision, *, stays: bool = False) -> Loss | None:
+    def decide(self, decision: Decision, *, stays: bool = False) -> LostContribution | None:
         """Carry out a decision; returns what was lost by it.
 
         Args:
@@ -174,21 +182,21 @@ class Table:
         """
         loss, is_due = None, True
         match decision:
-            case Admit(worker=worker, clock=clock):
+            case AdmitWorker(worker=worker, clock=clock):
                 self._ledger.admit(worker, clock, stayed=stays)
-            case Applied(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
+            case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
                 self._ledger.apply(Apply(pushes, rate, in_order), told)
-            case Dropped(worker=worker, clock=clock, coming=coming):
+            case DropContribution(worker=worker, clock=clock, coming=coming):
                 self._ledger.drop((worker, clock), coming=coming)
-            case Released(worker=worker, step=step):
+            case ReleaseFromShard(worker=worker, step=step):
                 self._ledger.release(worker, step)
-            case Gone(worker=worker):
+            case WorkerRemoved(worker=worker):
                 loss = self._ledger.lose(worker, stays=stays)
-            case Committed(worker=worker, clock=clock):
+            case CommitUpdates(worker=worker, clock=clock):
                 is_due = self._ledger.commit((worker, clock))
-            case Withdrawn(worker=worker, clock=clock):
+            case WithdrawContribution(worker=worker, clock=clock):
                 if self._ledger.withdraw((worker, clock)) and self._keeping is not None:
                     self._keeping.give_up()
         if is_due:
@@ -198,29 +206,29 @@ class Table:
     def _perform(self, block: int | None) -> None:
         for action in self._ledger.due(block):
             match action:
-                case Make(line=line):
+                case ApplyUpdate(line=line):
                     if line is not None:
                         line.before = self._image(action.block)
                     self._update(action)
-                case Undo(before=before):
+                case UndoUpdate(before=before):
                     self._store.restore(action.block, before)
                     self._frozen[action.block] = (before.version, before.values)
-                case Keep(before=before):
+                case CaptureBlock(before=before):
                     assert self._keeping is not None
                     image = before or self._image(action.block)
                     self._keeping.take(self.model, action.block, image.values, image.state)
-                case Give(step=step, number=number):
+                case SendBlock(step=step, number=number):
                     version, values = self._freeze(action.block)
-                    self._give(action.worker, Values(self.model, step, action.block, version, number), values)
+                    self._give(action.worker, PullBlock(self.model, step, action.block, version, number), values)
         self._making.close(self._ledger.is_final)
 
-    def _image(self, block: int) -> Image:
+    def _image(self, block: int) -> BlockImage:
         """What the block is now; its values are those that were given, if they were."""
         return self._store.image(block, self._freeze(block)[1])
 
-    def _update(self, make: Make) -> None:
+    def _update(self, make: ApplyUpdate) -> None:
         self._making.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
-        about: list[About] = [about for (_, about), _ in make.parts if about.weight > 0]
+        about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [(part, about.weight) for (_, about), part in make.parts]
         if about and about[0].change:
             self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
@@ -244,12 +252,12 @@ class Table:
         return version, values
 
 
-def _blocks(details: Details, held_bytes: int) -> dict[int, Block]:
+def _blocks(details: ModelInfo, held_bytes: int) -> dict[int, Block]:
     blocks = {}
     for one in details.blocks:
         if one.dtype not in DTYPES:
             raise PeerError(f"Cannot hold parameters of type {one.dtype!r} at a server.")
-        pieces = tuple(Piece(details.names[p.name], p.start, p.numel) for p in one.pieces)
+        pieces = tuple(ParameterSlice(details.names[p.name], p.start, p.numel) for p in one.pieces)
         if len({piece.name for piece in pieces}) < len(pieces):
             raise PeerError(f"Cannot hold block {one.index}: a parameter has two pieces in it.")
         blocks[one.index] = Block(one.index, 0, 0, one.dtype, DTYPES[one.dtype].itemsize, pieces)

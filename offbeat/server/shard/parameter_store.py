@@ -9,7 +9,7 @@ import torch
 
 from offbeat.errors import PeerError
 from offbeat.float_sum import add_up
-from offbeat.server.optimizers import OUTER, Held, hold
+from offbeat.server.optimizers import OUTER, BlockOptimizer, hold
 from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Image:
+class BlockImage:
     """What a block was.
 
     Args:
         version: updates it had.
         values: [D], which do not change any more.
-        state: the optimizer's, as of `Store.state_of`; it does not change either.
+        state: the optimizer's, as of `ParameterStore.state_of`; it does not change either.
     """
 
     version: int
@@ -39,7 +39,7 @@ class Image:
     state: list[tuple[str, str, torch.Tensor]]
 
 
-class Store:
+class ParameterStore:
     """Some blocks of one model.
 
     Args:
@@ -52,7 +52,7 @@ class Store:
 
     def __init__(self, blocks: Sequence[Block], optimizer: OptimizerSpec) -> None:
         self._pieces: dict[int, dict[str, torch.Tensor]] = {}
-        self._held: dict[int, Held | None] = {}
+        self._held: dict[int, BlockOptimizer | None] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
         self._outer_momentum: dict[int, torch.Tensor] = {}  # of changes; of the blocks that have any
@@ -117,17 +117,17 @@ class Store:
                 momentum = self._outer_momentum[block] = torch.zeros_like(value if outer is not None else value[:0])
             apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
 
-    def image(self, block: int, values: torch.Tensor) -> Image:
+    def image(self, block: int, values: torch.Tensor) -> BlockImage:
         """What the block is now.
 
         Args:
             values: a copy of its values, which does not change any more.
         """
-        return Image(
+        return BlockImage(
             self.versions[block], values, [(name, key, tensor.clone()) for name, key, tensor in self.state_of(block)]
         )
 
-    def restore(self, block: int, image: Image) -> None:
+    def restore(self, block: int, image: BlockImage) -> None:
         """Have the block be what it was."""
         self.versions[block] = image.version
         self.values[block].copy_(image.values)

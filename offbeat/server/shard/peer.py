@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
-from offbeat.protocol.checkpoints import Done, Fetch, Put, PutAll
-from offbeat.protocol.data_leases import Restock
+from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, TransferDone
+from offbeat.protocol.data_leases import SetDataState
 from offbeat.protocol.messages import SAYS, details_of, from_chief, from_guest, pack
-from offbeat.protocol.plan_swap import Adopt
-from offbeat.protocol.shards import Begin, Mark
-from offbeat.protocol.training import Fill, Open, Part, Refused
+from offbeat.protocol.plan_swap import AdoptPlan
+from offbeat.protocol.shards import BeginLife, SnapshotMark
+from offbeat.protocol.training import InitBlock, OpenModel, PushBlock, Refused
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.shard.parameter_store import DTYPES
 from offbeat.server.snapshot import STATE_DTYPES
@@ -22,15 +22,15 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat.coordinator.loss import Loss
-    from offbeat.protocol.checkpoints import Piece
-    from offbeat.protocol.data_leases import Stock
+    from offbeat.coordinator.loss import LostContribution
+    from offbeat.protocol.checkpoints import StatePart
+    from offbeat.protocol.data_leases import DataState
     from offbeat.protocol.messages import Decision, FromChief, FromShard, FromWorker, ToWorker
-    from offbeat.protocol.status import Sight
-    from offbeat.protocol.training import Details
-    from offbeat.server.shard.model_shard import Table
+    from offbeat.protocol.status import StatusReply
+    from offbeat.protocol.training import ModelInfo
+    from offbeat.server.shard.model_shard import ModelShard
     from offbeat.sync import Push
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 _MOST_UNSEEN = 8
 _A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker", "operator": "an operator"}
@@ -44,48 +44,48 @@ class PeerHandler(Protocol):
     @property
     def coordinates(self) -> bool: ...
 
-    def table(self, model: int) -> Table: ...
+    def table(self, model: int) -> ModelShard: ...
 
-    def open(self, guest: Guest, model: int, details: Details, entry: int = 0) -> None: ...
+    def open(self, guest: Peer, model: int, details: ModelInfo, entry: int = 0) -> None: ...
 
-    def fill(self, guest: Guest, model: int, block: int) -> None: ...
+    def fill(self, guest: Peer, model: int, block: int) -> None: ...
 
-    def arrive(self, guest: Guest, model: int, push: Push, block: int, part: torch.Tensor) -> None: ...
+    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: torch.Tensor) -> None: ...
 
-    def fetch(self, guest: Guest, message: Fetch) -> None: ...
+    def fetch(self, guest: Peer, message: FetchState) -> None: ...
 
-    def hear(self, guest: Guest, message: Any) -> None: ...
+    def hear(self, guest: Peer, message: Any) -> None: ...
 
-    def is_early(self, guest: Guest, model: int) -> bool: ...
+    def is_early(self, guest: Peer, model: int) -> bool: ...
 
     def may_push(self, model: int, push: Push) -> bool: ...
 
-    def lose(self, guest: Guest, error: OffbeatError | None) -> None: ...
+    def lose(self, guest: Peer, error: OffbeatError | None) -> None: ...
 
-    def begin(self, begin: Begin) -> None: ...
+    def begin(self, begin: BeginLife) -> None: ...
 
-    def mark(self, mark: Mark) -> None: ...
+    def mark(self, mark: SnapshotMark) -> None: ...
 
-    def adopt(self, adopt: Adopt) -> None: ...
+    def adopt(self, adopt: AdoptPlan) -> None: ...
 
-    def decide(self, decision: Decision) -> Loss | None: ...
+    def decide(self, decision: Decision) -> LostContribution | None: ...
 
     def refuse(self, reason: str) -> None: ...
 
     def end(self, error: OffbeatError | None) -> None: ...
 
 
-class Guest:
+class Peer:
     """One connected worker, or another shard; what its link hands frames to."""
 
-    def __init__(self, shard: PeerHandler, link: Link) -> None:
+    def __init__(self, shard: PeerHandler, link: PeerLink) -> None:
         self._shard, self.link = shard, link
         self.rank, self.role = link.rank, link.role
         self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
-        self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutAll`
+        self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutStateDone`
         self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
         self._landing: torch.Tensor | None = None
         self._filled: int | None = None  # the block whose values are being received
@@ -100,7 +100,7 @@ class Guest:
         except NetworkError as error:  # it fits into no frame; not now, since others are being told something, too
             asyncio.get_running_loop().call_soon(self.link.fail, error)
 
-    def answer(self, message: Sight | Stock, body: bytes) -> None:
+    def answer(self, message: StatusReply | DataState, body: bytes) -> None:
         """Answer a question that may be asked at any time.
 
         Raises:
@@ -115,7 +115,7 @@ class Guest:
     def _on_seen(self) -> None:
         self._unseen -= 1
 
-    def give_state(self, pieces: Iterable[tuple[Piece, Any]], done: Done) -> None:
+    def give_state(self, pieces: Iterable[tuple[StatePart, Any]], done: TransferDone) -> None:
         """Send the optimizer's state.
 
         Raises:
@@ -140,20 +140,20 @@ class Guest:
         """
         message = self._hear(metadata)
         match message:
-            case Open():
+            case OpenModel():
                 self._details = bytearray(size_bytes)
                 return memoryview(self._details)
-            case Fill(model=model, block=block):
+            case InitBlock(model=model, block=block):
                 table = self._shard.table(model)
                 if model not in self.filling or block not in table.unfilled:
                     raise PeerError(f"Rank {self.rank} was not asked for the values of block {block}.")
                 self._filled = block
                 return _sized(table.values(block), block, size_bytes)
-            case Part():
+            case PushBlock():
                 return self._landing_place(message, size_bytes)
-            case Put():
+            case PutState():
                 return self._putting_place(message, size_bytes)
-            case Restock():
+            case SetDataState():
                 self._details = bytearray(size_bytes)
                 return memoryview(self._details)
             case _:
@@ -168,7 +168,7 @@ class Guest:
         """The link is gone for good."""
         self._shard.lose(self, error)
 
-    def open(self, model: int, details: Details, entry: int) -> None:
+    def open(self, model: int, details: ModelInfo, entry: int) -> None:
         """What it wants to open can be opened now, or refused."""
         try:
             self._shard.open(self, model, details, entry)
@@ -194,36 +194,36 @@ class Guest:
     def _take(self, message: FromWorker | FromShard) -> None:
         shard = self._shard
         match message:
-            case Open(model=model, entry=entry):
+            case OpenModel(model=model, entry=entry):
                 details, self._details = details_of(self._details), bytearray()
                 self.open(model, details, entry)
-            case Fill(model=model, block=block):
+            case InitBlock(model=model, block=block):
                 filled, self._filled = self._filled, None
                 if filled != block:
                     raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
                 shard.fill(self, model, block)
-            case Part(model=model, clock=clock, block=block):
+            case PushBlock(model=model, clock=clock, block=block):
                 landing, self._landing = self._landing, None
                 if landing is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
                 shard.arrive(self, model, (self.rank, clock), block, landing)
-            case Fetch(model=model):
+            case FetchState(model=model):
                 if model not in self.models:
                     raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
                 shard.fetch(self, message)
-            case Put(model=model, block=block, name=name, key=key):
+            case PutState(model=model, block=block, name=name, key=key):
                 landing, self._landing = self._landing, None
                 names = shard.table(model).details.names
                 if landing is None or name >= len(names):
                     raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
                 shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
-            case PutAll(model=model, number=number):
+            case PutStateDone(model=model, number=number):
                 self.may_put.discard(model)
-                self.say(Done(number))
+                self.say(TransferDone(number))
             case _:
                 shard.hear(self, message)
 
-    def _putting_place(self, message: Put, size_bytes: int) -> memoryview:
+    def _putting_place(self, message: PutState, size_bytes: int) -> memoryview:
         values = self._shard.table(message.model).values(message.block)
         if message.model not in self.may_put:
             raise PeerError(
@@ -239,7 +239,7 @@ class Guest:
         self._landing = flat[0] if message.single else flat
         return bytes_of(flat)
 
-    def _landing_place(self, message: Part, size_bytes: int) -> memoryview:
+    def _landing_place(self, message: PushBlock, size_bytes: int) -> memoryview:
         model, block, dtype = message.model, message.block, message.dtype
         if model not in self.models:
             raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
@@ -254,7 +254,7 @@ class Guest:
         except PeerError as error:
             raise self._refused(error) from error
 
-    def _check_turn(self, push: Push, table: Table, block: int) -> None:
+    def _check_turn(self, push: Push, table: ModelShard, block: int) -> None:
         expected, shard = table.next(self.rank), self._shard
         if shard.is_early(self, table.model):
             return
@@ -269,7 +269,7 @@ class Guest:
             )
 
 
-class Chief:
+class CoordinatorPeer:
     """What the link to the coordinator hands frames to.
 
     Args:
@@ -292,13 +292,13 @@ class Chief:
         if self._shard.is_over:
             return
         match message := from_chief(metadata):
-            case Begin():
+            case BeginLife():
                 self._shard.begin(message)
-            case Mark():
+            case SnapshotMark():
                 self._shard.mark(message)
             case Refused(reason=reason):
                 self._shard.refuse(reason)
-            case Adopt():
+            case AdoptPlan():
                 self._shard.adopt(message)
             case _:
                 self._shard.decide(message)

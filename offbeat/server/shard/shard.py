@@ -17,35 +17,52 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from offbeat.coordinator.coordinator import Lead
+from offbeat.coordinator.coordinator import Coordinator
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.history import Replaced, Serves
-from offbeat.protocol.checkpoints import Done, Fetch, MayPut, Piece, Replace
-from offbeat.protocol.data_leases import Books, Crowded, Enrol, Restock, Return, Stock, Take
-from offbeat.protocol.messages import pack
-from offbeat.protocol.plan_swap import Adopt, Agreed, Swap, Swapped
-from offbeat.protocol.shards import (
-    Admit,
-    Begin,
-    Enlist,
-    Filled,
-    Gone,
-    Mark,
-    Nearly,
-    Parted,
-    Replacing,
-    Save,
-    Saved,
-    Whole,
+from offbeat.history import ParametersReplaced, ShardServes
+from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement, StatePart, TransferDone
+from offbeat.protocol.data_leases import (
+    DataState,
+    GetDataState,
+    MemoryExhausted,
+    RegisterLoader,
+    RequestLease,
+    ReturnLease,
+    SetDataState,
 )
-from offbeat.protocol.status import Look, Sight, TellStatus
-from offbeat.protocol.training import SECRET_BYTES, Announce, Ask, Leaves, Opened, Pulled, Refused, Values
+from offbeat.protocol.messages import pack
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan, SwapResult
+from offbeat.protocol.shards import (
+    AdmitWorker,
+    AllowReplacement,
+    BeginLife,
+    ModelFilled,
+    PushDone,
+    PushNearlyDone,
+    RegisterShard,
+    SaveLastSnapshot,
+    SnapshotMark,
+    SnapshotSaved,
+    WorkerDrained,
+    WorkerRemoved,
+)
+from offbeat.protocol.status import GetStatus, StatusReply, TellStatus
+from offbeat.protocol.training import (
+    SECRET_BYTES,
+    Announce,
+    AskAllWorkers,
+    LeaveAfter,
+    ModelOpened,
+    PullBlock,
+    PullDone,
+    Refused,
+)
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.admission_check import compare
-from offbeat.server.shard.model_shard import Table
-from offbeat.server.shard.peer import Chief, Guest
-from offbeat.server.shard.snapshot_barrier import Marks
-from offbeat.server.snapshot import Identity
+from offbeat.server.shard.model_shard import ModelShard
+from offbeat.server.shard.peer import CoordinatorPeer, Peer
+from offbeat.server.shard.snapshot_barrier import SnapshotBarrier
+from offbeat.server.snapshot import SnapshotId
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -53,15 +70,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.coordinator.loss import Loss
-    from offbeat.coordinator.plan_proposal import Parts
+    from offbeat.coordinator.loss import LostContribution
+    from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
     from offbeat.protocol.data_leases import FromData
     from offbeat.protocol.messages import Decision, FromShard, ToWorker
-    from offbeat.protocol.training import Back, Details
-    from offbeat.server.shard.snapshot_store import Archive
+    from offbeat.protocol.training import ModelInfo, Reconnect
+    from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.sync import Push
-    from offbeat.wire.link import Link
+    from offbeat.wire.link import PeerLink
 
 _log = logging.getLogger("offbeat")
 
@@ -85,10 +102,10 @@ class Shard:
 
     def __init__(
         self,
-        read_plan: Callable[[str], Parts] | None,
+        read_plan: Callable[[str], DecidingParts] | None,
         done: Callable[[], None] = lambda: None,
         *,
-        archive: Archive | None = None,
+        archive: SnapshotStore | None = None,
         job: str = "",
         every: int = 100,
         again: Callable[[], None] = lambda: None,
@@ -98,25 +115,25 @@ class Shard:
         self._record = record
         self._done, self._again, self._patience_s = done, again, patience_s
         self._archive = archive
-        self._tables: dict[int, Table] = {}
-        self._guests: dict[int, Guest] = {}  # workers
+        self._tables: dict[int, ModelShard] = {}
+        self._guests: dict[int, Peer] = {}  # workers
         self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
-        self._shards: list[Guest] = []  # that follow this one
-        self._held: dict[Guest, Enlist] = {}  # what each of them could go on from
+        self._shards: list[Peer] = []  # that follow this one
+        self._held: dict[Peer, RegisterShard] = {}  # what each of them could go on from
         self._decided: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
         # What was opened before this life had begun, by worker and model, with the worker's entry.
-        self._waiting: dict[tuple[int, int], tuple[Guest, Details, int]] = {}
-        self._chief: Link | None = None  # to the shard that coordinates, if that is another
+        self._waiting: dict[tuple[int, int], tuple[Peer, ModelInfo, int]] = {}
+        self._chief: PeerLink | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
         self._lead = (
             None
             if read_plan is None
-            else Lead(
+            else Coordinator(
                 read_plan, self._decide, self._say, self.life, self._have_adopted, record, check_hyper=check_hyper
             )
         )
-        self._marks = Marks(
+        self._marks = SnapshotBarrier(
             archive,
             job,
             every,
@@ -127,7 +144,7 @@ class Shard:
             say=self._say,
             tell_chief=self._tell_chief,
         )
-        self._to_give: list[tuple[Guest, Values, torch.Tensor]] = []
+        self._to_give: list[tuple[Peer, PullBlock, torch.Tensor]] = []
         self.begun = asyncio.Event()
         self.was_visited = False
         self.is_over = False
@@ -137,17 +154,17 @@ class Shard:
         if self._lead is not None:
             self._begin_if_all_are_here()
 
-    def accept(self, link: Link) -> Guest:
+    def accept(self, link: PeerLink) -> Peer:
         """A worker, or another shard, has connected and proved who it is."""
-        return Guest(self, link)
+        return Peer(self, link)
 
-    def follow(self, link: Link) -> Chief:
+    def follow(self, link: PeerLink) -> CoordinatorPeer:
         """The coordinator has been reached; returns what the link hands frames to."""
         self._chief = link
         held = self._archive.held if self._archive is not None else {}
         least = self._archive.least if self._archive is not None else 0
-        link.send(pack(Enlist(tuple((one.number, one.life) for one in held), least)))
-        return Chief(self)
+        link.send(pack(RegisterShard(tuple((one.number, one.life) for one in held), least)))
+        return CoordinatorPeer(self)
 
     # -- lives and snapshots -------------------------------------------------------------------------------------
 
@@ -180,12 +197,12 @@ class Shard:
         """Wait until no file is being written."""
         await self._marks.be_quiet()
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: BeginLife) -> None:
         """The life begins, from a snapshot or from nothing."""
         self.life = self._marks.life = begin.life
         try:
             if begin.snapshot is not None:
-                self._restore(Identity(*begin.snapshot))
+                self._restore(SnapshotId(*begin.snapshot))
         except PeerError as error:
             _log.error("Cannot go on from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
             raise
@@ -195,11 +212,11 @@ class Shard:
             with contextlib.suppress(PeerError):  # it has been told
                 guest.open(model, details, entry)
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: SnapshotMark) -> None:
         """The coordinator has all shards make a snapshot."""
         self._marks.keep(mark)
 
-    def _restore(self, identity: Identity) -> None:
+    def _restore(self, identity: SnapshotId) -> None:
         assert self._archive is not None
         snapshot = self._archive.read(identity)
         for one in snapshot.header.models:
@@ -218,7 +235,7 @@ class Shard:
         held = dict(self._archive.held) if self._archive is not None else {}
         if self.begun.is_set() or (held and len(self._held) < next(iter(held.values())).shards - 1):
             return
-        theirs = [{Identity(*one) for one in enlist.held} for enlist in self._held.values()]
+        theirs = [{SnapshotId(*one) for one in enlist.held} for enlist in self._held.values()]
         common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
         if held and not common:
             _log.error("Cannot go on: no snapshot is there on every shard.")
@@ -226,10 +243,10 @@ class Shard:
         self._marks.number_from(least)
         chosen = (common[0].number, common[0].life) if common else None
         for shard in self._shards:
-            shard.say(Begin(self.life, chosen))
-        self.begin(Begin(self.life, chosen))
+            shard.say(BeginLife(self.life, chosen))
+        self.begin(BeginLife(self.life, chosen))
 
-    def _enlist(self, guest: Guest, enlist: Enlist) -> None:
+    def _enlist(self, guest: Peer, enlist: RegisterShard) -> None:
         if guest in self._shards:
             raise PeerError("Cannot take in this shard for a second time.")
         if count := self._has_all(enlist):
@@ -245,23 +262,23 @@ class Shard:
         self._shards.append(guest)
         self._held[guest] = enlist
         if self.begun.is_set():
-            guest.say(Begin(self.life))
+            guest.say(BeginLife(self.life))
         self._begin_if_all_are_here()
 
-    def _has_all(self, enlist: Enlist) -> int:
+    def _has_all(self, enlist: RegisterShard) -> int:
         """How many shards the workers named, if all are here, and the one that comes is none of them; else 0.
 
         One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
         """
         held = {} if self._archive is None else self._archive.held
-        comes_back = any(Identity(*one) in held for one in enlist.held)
+        comes_back = any(SnapshotId(*one) in held for one in enlist.held)
         is_broken = any(not shard.link.connected for shard in self._shards)
         named = max((table.details.shards for table in self._tables.values()), default=0)
         return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
 
     # -- what is said --------------------------------------------------------------------------------------------
 
-    def open(self, guest: Guest, model: int, details: Details, entry: int = 0) -> None:
+    def open(self, guest: Peer, model: int, details: ModelInfo, entry: int = 0) -> None:
         """A worker wants to train a model, or comes back to it.
 
         Raises:
@@ -313,14 +330,14 @@ class Shard:
         if table.unfilled and not filler:
             guest.filling.add(model)
         secret = self._secrets[guest.rank]
-        guest.say(Opened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
+        guest.say(ModelOpened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._on_filled(model)
         if self._lead is not None:
             self._lead.join(model, guest.rank, details, entry)
 
-    def _new_table(self, model: int, details: Details, version: int = 0) -> Table:
-        table = Table(
+    def _new_table(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
+        table = ModelShard(
             model,
             details,
             self._give,
@@ -329,10 +346,10 @@ class Shard:
             held_bytes=sum(other.size_bytes for other in self._tables.values()),
             record=self._record,
         )
-        self._record(Serves(model, self.life, version, len(table.blocks)))
+        self._record(ShardServes(model, self.life, version, len(table.blocks)))
         return table
 
-    def fill(self, guest: Guest, model: int, block: int) -> None:
+    def fill(self, guest: Peer, model: int, block: int) -> None:
         """A block of the initial parameters is here.
 
         Raises:
@@ -346,7 +363,7 @@ class Shard:
             guest.filling.discard(model)
             self._on_filled(model)
 
-    def arrive(self, guest: Guest, model: int, push: Push, block: int, part: torch.Tensor) -> None:
+    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: torch.Tensor) -> None:
         """A block of a contribution is here."""
         table = self.table(model)
         if self.is_early(guest, model):
@@ -357,28 +374,40 @@ class Shard:
             return
         missing, count = table.arrive(push, block, part), len(table.sizes)
         if missing == min(max(1, count // _NEARLY), count - 1):
-            self._tell_lead(Nearly(model, *push))
+            self._tell_lead(PushNearlyDone(model, *push))
         if missing == 0:
-            self._tell_lead(Whole(model, *push, guest.models[model]))
+            self._tell_lead(PushDone(model, *push, guest.models[model]))
 
-    def fetch(self, guest: Guest, message: Fetch) -> None:
+    def fetch(self, guest: Peer, message: FetchState) -> None:
         """A worker wants the optimizer's state, as it is now."""
         table = self.table(message.model)
         index = {name: i for i, name in enumerate(table.details.names)}
 
-        def pieces() -> Iterator[tuple[Piece, memoryview]]:
+        def pieces() -> Iterator[tuple[StatePart, memoryview]]:
             for it in table.state():
                 tensor = it.tensor.clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                piece = Piece(message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0)
+                piece = StatePart(
+                    message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0
+                )
                 yield piece, bytes_of(tensor.reshape(-1))
 
-        guest.give_state(pieces(), Done(message.number))
+        guest.give_state(pieces(), TransferDone(message.number))
 
     def hear(
         self,
-        guest: Guest,
-        message: Announce | Pulled | Look | Ask | Swap | Agreed | Leaves | TellStatus | Replace | FromData | FromShard,
+        guest: Peer,
+        message: Announce
+        | PullDone
+        | GetStatus
+        | AskAllWorkers
+        | SwapPlan
+        | PlanAgreement
+        | LeaveAfter
+        | TellStatus
+        | RequestReplacement
+        | FromData
+        | FromShard,
     ) -> None:
         """Something for the coordinator.
 
@@ -392,53 +421,57 @@ class Shard:
         match message:
             case Announce():
                 lead.announce(guest.rank, message)
-            case Swap(number=number, part=part, whole=whole):
+            case SwapPlan(number=number, part=part, whole=whole):
                 by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
-                lead.swap(part, lambda text, refusal: guest.say(Swapped(number, text, refusal)), whole=whole, by=by)
-            case Agreed():
+                lead.swap(part, lambda text, refusal: guest.say(SwapResult(number, text, refusal)), whole=whole, by=by)
+            case PlanAgreement():
                 lead.agree(guest.rank, message)
-            case Pulled(model=model, step=step):
+            case PullDone(model=model, step=step):
                 lead.pulled(model, guest.rank, step)
-            case Look(number=number):
-                guest.answer(Sight(number), pack(lead.look()))
-            case Ask():
+            case GetStatus(number=number):
+                guest.answer(StatusReply(number), pack(lead.look()))
+            case AskAllWorkers():
                 lead.ask(guest.rank, message)
             case TellStatus(status=status):
                 if self._guests.get(guest.rank) is guest:  # else it is not in yet, or not any more
                     lead.statuses[guest.rank] = status
-            case Leaves():
+            case LeaveAfter():
                 lead.leaves(guest.rank, message)
-            case Enrol() | Take() | Return() | Crowded():
+            case RegisterLoader() | RequestLease() | ReturnLease() | MemoryExhausted():
                 lead.data(guest.rank, message)
-            case Books(number=number):
-                guest.answer(Stock(number), lead.books())
-            case Replace():
+            case GetDataState(number=number):
+                guest.answer(DataState(number), lead.books())
+            case RequestReplacement():
                 lead.replace(guest.rank, message)
-            case Restock(number=number):
-                lead.restock(guest.rank, guest.take_body(), lambda refusal: guest.say(Stock(number, refusal)))
-            case Enlist():
+            case SetDataState(number=number):
+                lead.restock(guest.rank, guest.take_body(), lambda refusal: guest.say(DataState(number, refusal)))
+            case RegisterShard():
                 self._enlist(guest, message)
-            case Save():
+            case SaveLastSnapshot():
                 self._marks.ask_for_last()
-            case Saved(number=number, well=well, cost_s=cost_s):
+            case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._marks.saved(number, well, cost_s)
-            case Filled(model=model):
+            case ModelFilled(model=model):
                 lead.filled(model)
-            case Nearly() | Whole():
+            case PushNearlyDone() | PushDone():
                 self._tell_lead(message)
-            case Parted(model=model, number=number):
+            case WorkerDrained(model=model, number=number):
                 lead.parted(model, number)
 
-    def _check_place(self, guest: Guest, message: object) -> None:
+    def _check_place(self, guest: Peer, message: object) -> None:
         """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
         kind = type(message).__name__
-        if guest.role == "shard" and guest not in self._shards and not isinstance(message, Enlist):
+        if guest.role == "shard" and guest not in self._shards and not isinstance(message, RegisterShard):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
-        if guest.role != "worker" or self._guests.get(guest.rank) is guest or isinstance(message, Look | TellStatus):
+        if (
+            guest.role != "worker"
+            or self._guests.get(guest.rank) is guest
+            or isinstance(message, GetStatus | TellStatus)
+        ):
             return
         raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
 
-    def lose(self, guest: Guest, error: OffbeatError | None) -> None:
+    def lose(self, guest: Peer, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
         if self.is_over:
             return
@@ -481,61 +514,64 @@ class Shard:
         if self._lead is not None and self._archive is not None:
             self._archive.note_gone(self._archive.gone - {worker})
 
-    def adopt(self, adopt: Adopt) -> None:
+    def adopt(self, adopt: AdoptPlan) -> None:
         """Another plan holds; workers that come with an earlier one of this job are told of it."""
         for table in self._tables.values():
             table.adopt(adopt.plan, adopt.number)
 
-    def decide(self, decision: Decision) -> Loss | None:
+    def decide(self, decision: Decision) -> LostContribution | None:
         """Carry out what the coordinator decided."""
         loss = self._carry_out(decision)
-        if isinstance(decision, Gone) and decision.number:
-            self._tell_chief(Parted(decision.model, decision.number))
+        if isinstance(decision, WorkerRemoved) and decision.number:
+            self._tell_chief(WorkerDrained(decision.model, decision.number))
         return loss
 
-    def _carry_out(self, decision: Decision) -> Loss | None:
-        if isinstance(decision, Replacing):
+    def _carry_out(self, decision: Decision) -> LostContribution | None:
+        if isinstance(decision, AllowReplacement):
             self._let_replace(decision)
             return None
-        stays = isinstance(decision, Admit | Gone) and self._is_same(decision)
-        if isinstance(decision, Admit | Gone) and (guest := self._guests.get(decision.worker)) is not None:
+        stays = isinstance(decision, AdmitWorker | WorkerRemoved) and self._is_same(decision)
+        if (
+            isinstance(decision, AdmitWorker | WorkerRemoved)
+            and (guest := self._guests.get(decision.worker)) is not None
+        ):
             guest.may_put.discard(decision.model)  # if it has not said that it was all, it was
-        if isinstance(decision, Admit):
+        if isinstance(decision, AdmitWorker):
             self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
             self._decided.setdefault(decision.model, []).append(decision)
             return None
         loss = self._tables[decision.model].decide(decision, stays=stays)
-        if isinstance(decision, Admit):
+        if isinstance(decision, AdmitWorker):
             self._take_what_came_early(decision)
         return loss
 
-    def _let_replace(self, decision: Replacing) -> None:
+    def _let_replace(self, decision: AllowReplacement) -> None:
         """A worker may put other parameters: from here on what the model has is not only of its contributions."""
         table, guest = self._tables.get(decision.model), self._guests.get(decision.worker)
         if table is not None and guest is not None:
-            self._record(Replaced(decision.model, table.version, decision.worker))
+            self._record(ParametersReplaced(decision.model, table.version, decision.worker))
             guest.may_put.add(decision.model)
             guest.say(MayPut(decision.number))
 
-    def is_early(self, guest: Guest, model: int) -> bool:
+    def is_early(self, guest: Peer, model: int) -> bool:
         """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
         if self._lead is not None:
             return False
         return not self._is_admitted(guest, model) or self.table(model).next(guest.rank) is None
 
-    def _is_admitted(self, guest: Guest, model: int) -> bool:
+    def _is_admitted(self, guest: Peer, model: int) -> bool:
         """Whether the coordinator has let it in since it opened the model last."""
         return guest.models.get(model) == self._admitted.get((model, guest.rank))
 
-    def _is_same(self, decision: Admit | Gone) -> bool:
+    def _is_same(self, decision: AdmitWorker | WorkerRemoved) -> bool:
         """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
         guest = self._guests.get(decision.worker)
         if self._lead is not None or guest is None or not self._is_admitted(guest, decision.model):
             return False
-        return isinstance(decision, Gone) or decision.entry == guest.models.get(decision.model)
+        return isinstance(decision, WorkerRemoved) or decision.entry == guest.models.get(decision.model)
 
-    def _take_what_came_early(self, admit: Admit) -> None:
+    def _take_what_came_early(self, admit: AdmitWorker) -> None:
         guest = self._guests.get(admit.worker)
         if guest is not None:
             for model, block in [key for key in guest.early if key[0] == admit.model]:
@@ -557,7 +593,7 @@ class Shard:
         else:
             self._done()
 
-    def table(self, model: int) -> Table:
+    def table(self, model: int) -> ModelShard:
         """The model's.
 
         Raises:
@@ -576,7 +612,7 @@ class Shard:
         """Whether this is the first shard."""
         return self._lead is not None
 
-    def _make_room(self, guest: Guest, back: Back | None) -> bool:
+    def _make_room(self, guest: Peer, back: Reconnect | None) -> bool:
         """See that there is one worker of each rank; whether it is the one that was taken in, as its secret shows.
 
         Without, it is a new process of that rank, for which there is room once the one before is not connected.
@@ -601,7 +637,7 @@ class Shard:
             there.link.abort()
         return is_same
 
-    def _remove(self, guest: Guest, end: str = "gone") -> None:
+    def _remove(self, guest: Peer, end: str = "gone") -> None:
         del self._guests[guest.rank]
         if self._lead is not None:
             self._lead.leave(guest.rank, end)
@@ -615,7 +651,7 @@ class Shard:
         for other in self._guests.values():
             if model in other.models:
                 other.filling.add(model)
-                other.say(Opened(model, True, self.life, self._archive is not None))
+                other.say(ModelOpened(model, True, self.life, self._archive is not None))
                 return
         del self._tables[model]  # whoever comes next is the first
         if self._lead is not None:
@@ -623,13 +659,13 @@ class Shard:
 
     # -- what goes out -------------------------------------------------------------------------------------------
 
-    def _have_adopted(self, adopt: Adopt) -> None:
+    def _have_adopted(self, adopt: AdoptPlan) -> None:
         """Tell all shards and workers which plan holds."""
         for guest in (*self._shards, *self._guests.values()):
             guest.say(adopt)
         self.adopt(adopt)
 
-    def _decide(self, decision: Decision) -> Loss | None:
+    def _decide(self, decision: Decision) -> LostContribution | None:
         for shard in self._shards:
             shard.say(decision)
         self._marks.look_soon()
@@ -639,7 +675,7 @@ class Shard:
         if worker in self._guests:
             self._guests[worker].say(message)
 
-    def _give(self, worker: int, message: Values, values: torch.Tensor) -> None:
+    def _give(self, worker: int, message: PullBlock, values: torch.Tensor) -> None:
         guest = self._guests.get(worker)
         if guest is not None and self._is_admitted(guest, message.model):
             if not self._to_give:
@@ -652,12 +688,12 @@ class Shard:
         for guest, message, values in to_give:
             guest.say(message, bytes_of(values))
 
-    def _tell_lead(self, message: Nearly | Whole) -> None:
+    def _tell_lead(self, message: PushNearlyDone | PushDone) -> None:
         """How far a contribution has arrived."""
         push = (message.worker, message.clock)
         if self._lead is None:
             self._tell_chief(message)
-        elif isinstance(message, Whole):
+        elif isinstance(message, PushDone):
             self._lead.whole(message.model, push, message.entry)
         else:
             self._lead.nearly(message.model, push)
@@ -666,7 +702,7 @@ class Shard:
         if self._lead is not None:
             self._lead.filled(model)
         else:
-            self._tell_chief(Filled(model))
+            self._tell_chief(ModelFilled(model))
 
     def _tell_chief(self, message: FromShard) -> None:
         """Send it to the shard that coordinates; nothing if that is just being lost."""
@@ -674,5 +710,5 @@ class Shard:
             self._chief.send(pack(message))
 
 
-def _all_have(theirs: list[set[Identity]], one: Identity) -> bool:
+def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:
     return all(one in held for held in theirs)

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.protocol.shards import Mark, Save, Saved
-from offbeat.protocol.training import Safe
-from offbeat.server.shard.snapshot_builder import Keeping, Rhythm
-from offbeat.server.snapshot import Identity, ModelOf
+from offbeat.protocol.shards import SaveLastSnapshot, SnapshotMark, SnapshotSaved
+from offbeat.protocol.training import SnapshotAck
+from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
+from offbeat.server.snapshot import SnapshotId, SnapshotModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat.coordinator.coordinator import Lead
-    from offbeat.coordinator.progress import Progress
+    from offbeat.coordinator.coordinator import Coordinator
+    from offbeat.coordinator.progress import TrainingProgress
     from offbeat.protocol.messages import FromShard, ToWorker
-    from offbeat.server.shard.model_shard import Table
-    from offbeat.server.shard.peer import Guest
-    from offbeat.server.shard.snapshot_store import Archive
+    from offbeat.server.shard.model_shard import ModelShard
+    from offbeat.server.shard.peer import Peer
+    from offbeat.server.shard.snapshot_store import SnapshotStore
 
 
-class Marks:
+class SnapshotBarrier:
     """One shard's part in them, for one life.
 
     Args:
@@ -45,24 +45,24 @@ class Marks:
 
     def __init__(
         self,
-        archive: Archive | None,
+        archive: SnapshotStore | None,
         job: str,
         every: int,
         *,
         life: int,
-        tables: Mapping[int, Table],
-        lead: Lead | None,
-        followers: Sequence[Guest],
+        tables: Mapping[int, ModelShard],
+        lead: Coordinator | None,
+        followers: Sequence[Peer],
         say: Callable[[int, ToWorker], None],
         tell_chief: Callable[[FromShard], None],
     ) -> None:
         self._every, self.life = every, life
         self._tables, self._lead, self._followers = tables, lead, followers
         self._say, self._tell_chief = say, tell_chief
-        self.keeping = None if archive is None else Keeping(archive, job, self._written)
-        self._rhythm = Rhythm(every, least=0, life=life)
-        self._progress: dict[int, Progress] = {}
-        self._progress_before: dict[int, Progress] = {}  # of the last one that all shards have
+        self.keeping = None if archive is None else SnapshotBuilder(archive, job, self._written)
+        self._rhythm = SnapshotSchedule(every, least=0, life=life)
+        self._progress: dict[int, TrainingProgress] = {}
+        self._progress_before: dict[int, TrainingProgress] = {}  # of the last one that all shards have
         self._saves: list[asyncio.Future[None]] = []  # done with the last snapshot
         self._last_number = 0
         self._is_last = False  # the next one is
@@ -70,9 +70,9 @@ class Marks:
 
     def number_from(self, least: int) -> None:
         """Snapshots of this life get numbers greater than this."""
-        self._rhythm = Rhythm(self._every, least=least, life=self.life)
+        self._rhythm = SnapshotSchedule(self._every, least=least, life=self.life)
 
-    def go_on_from(self, identity: Identity, version: int) -> None:
+    def go_on_from(self, identity: SnapshotId, version: int) -> None:
         """All shards have this one, made at this version of all models together."""
         self._rhythm.start_from(identity, version, asyncio.get_running_loop().time())
 
@@ -87,7 +87,7 @@ class Marks:
         future = asyncio.get_running_loop().create_future()
         self._saves.append(future)
         if self._lead is None:
-            self._tell_chief(Save())
+            self._tell_chief(SaveLastSnapshot())
         else:
             self.ask_for_last()
         await future
@@ -108,7 +108,7 @@ class Marks:
             self._looks_soon = True
             asyncio.get_running_loop().call_soon(self._set_if_due, self._lead)
 
-    def _set_if_due(self, lead: Lead) -> None:
+    def _set_if_due(self, lead: Coordinator) -> None:
         self._looks_soon = False
         if (
             lead.is_over
@@ -124,12 +124,12 @@ class Marks:
         self._progress = {model: lead.progress(model) for model in lead.models}
         before = self._rhythm.last
         number = self._rhythm.next(lead.version, len(self._followers) + 1)
-        mark = Mark(number, None if before is None else (before.number, before.life), lead.is_over)
+        mark = SnapshotMark(number, None if before is None else (before.number, before.life), lead.is_over)
         for shard in self._followers:
             shard.say(mark)
         self.keep(mark)
 
-    def keep(self, mark: Mark) -> None:
+    def keep(self, mark: SnapshotMark) -> None:
         """Keep all models as they are after what was decided so far."""
         if self.keeping is None:
             self._written(mark.number, False, 0.0)
@@ -137,11 +137,11 @@ class Marks:
         self._last_number = mark.number if mark.is_last else 0
         plain = {model: msgspec.structs.replace(table.details, back=None) for model, table in self._tables.items()}
         self.keeping.begin(
-            Identity(mark.number, self.life),
-            None if mark.keep is None else Identity(*mark.keep),
+            SnapshotId(mark.number, self.life),
+            None if mark.keep is None else SnapshotId(*mark.keep),
             shards=len(self._followers) + 1,
             models=[
-                ModelOf(model, self._tables[model].version, details, self._progress.get(model))
+                SnapshotModel(model, self._tables[model].version, details, self._progress.get(model))
                 for model, details in plain.items()
             ],
             blocks={model: table.blocks for model, table in self._tables.items()},
@@ -152,7 +152,7 @@ class Marks:
     def _written(self, number: int, well: bool, cost_s: float) -> None:
         """This shard has written a snapshot, or could not."""
         if self._lead is None:
-            self._tell_chief(Saved(number, well, cost_s))
+            self._tell_chief(SnapshotSaved(number, well, cost_s))
             self._end_last(number)
         else:
             self.saved(number, well, cost_s)
@@ -164,7 +164,7 @@ class Marks:
             # between is lost, and has to be reported.
             for model, progress in self._progress_before.items():
                 for worker, clock in progress.next.items():
-                    self._say(worker, Safe(model, clock))
+                    self._say(worker, SnapshotAck(model, clock))
             self._progress_before = self._progress
         if not self._rhythm.is_under_way:
             self._end_last(number)

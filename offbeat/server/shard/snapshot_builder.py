@@ -7,15 +7,15 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from offbeat.server.snapshot import FORMAT, Header, Identity, ModelOf, Snapshot, about
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, SnapshotModel, about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
-    from offbeat.server.shard.snapshot_store import Archive
-    from offbeat.server.snapshot import TensorOf
+    from offbeat.server.shard.snapshot_store import SnapshotStore
+    from offbeat.server.snapshot import SnapshotTensor
 
 _log = logging.getLogger("offbeat")
 # Making snapshots takes at most this share of the time.
@@ -24,7 +24,7 @@ _MOST_SHARE = 0.02
 _MOST_S = 10.0
 
 
-class Keeping:
+class SnapshotBuilder:
     """Makes the snapshots of one shard, one at a time: `begin`, `take` for each block, and `written` is called.
 
     Args:
@@ -33,23 +33,23 @@ class Keeping:
         written: called with number, whether it could be written, and the seconds that it took.
     """
 
-    def __init__(self, archive: Archive, job: str, written: Callable[[int, bool, float], None]) -> None:
+    def __init__(self, archive: SnapshotStore, job: str, written: Callable[[int, bool, float], None]) -> None:
         self.archive = archive
         self._job, self._written = job, written
         self._missing: set[tuple[int, int]] = set()
-        self._tensors: list[tuple[TensorOf, torch.Tensor]] = []
-        self._header: Header | None = None
-        self._keep: Identity | None = None
+        self._tensors: list[tuple[SnapshotTensor, torch.Tensor]] = []
+        self._header: SnapshotHeader | None = None
+        self._keep: SnapshotId | None = None
         self._copying_s = 0.0
         self.writing: asyncio.Future[bool] | None = None
 
     def begin(
         self,
-        identity: Identity,
-        keep: Identity | None,
+        identity: SnapshotId,
+        keep: SnapshotId | None,
         *,
         shards: int,
-        models: Iterable[ModelOf],
+        models: Iterable[SnapshotModel],
         blocks: Mapping[int, Iterable[int]],
     ) -> None:
         """A new one.
@@ -61,7 +61,7 @@ class Keeping:
             blocks: of each model, that are held here.
         """
         assert self._header is None
-        self._header = Header(FORMAT, self._job, identity, shards, tuple(models))
+        self._header = SnapshotHeader(FORMAT, self._job, identity, shards, tuple(models))
         self._keep, self._tensors, self._copying_s = keep, [], 0.0
         self._missing = {(model, block) for model, held in blocks.items() for block in held}
         self._write_if_all_are_here()
@@ -111,7 +111,7 @@ class Keeping:
         self.writing.add_done_callback(done)
 
 
-class Rhythm:
+class SnapshotSchedule:
     """When the coordinator has all shards make a snapshot; and which one all have.
 
     Args:
@@ -126,14 +126,14 @@ class Rhythm:
         self._ended_s = self._cost_s = 0.0
         self._missing = 0  # shards that have not written the one under way
         self._well = True
-        self.last: Identity | None = None  # that all shards have
+        self.last: SnapshotId | None = None  # that all shards have
 
     @property
     def is_under_way(self) -> bool:
         """Whether a shard has not written the last one yet."""
         return self._missing > 0
 
-    def start_from(self, identity: Identity, version: int, now_s: float) -> None:
+    def start_from(self, identity: SnapshotId, version: int, now_s: float) -> None:
         """All shards have this one."""
         self.last, self._at, self._ended_s = identity, version, now_s
 
@@ -165,5 +165,5 @@ class Rhythm:
             return False
         self._ended_s = now_s
         if self._well:
-            self.last = Identity(number, self._life)
+            self.last = SnapshotId(number, self._life)
         return self._well

@@ -15,7 +15,7 @@ import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.safe_read import UnreadableError, open_file, read_file
-from offbeat.server.snapshot import Header, Identity, Snapshot, read, write
+from offbeat.server.snapshot import Snapshot, SnapshotHeader, SnapshotId, read, write
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -26,17 +26,17 @@ _SUFFIX = ".snapshot"
 _GONE = "gone.json"
 
 
-class Gone(msgspec.Struct, frozen=True):
+class DepartedWorkers(msgspec.Struct, frozen=True):
     """Which workers of a job have gone."""
 
     job: str
     workers: frozenset[int]
 
 
-_gone = msgspec.json.Decoder(Gone).decode
+_gone = msgspec.json.Decoder(DepartedWorkers).decode
 
 
-class Archive:
+class SnapshotStore:
     """A shard's folder of snapshots; another shard needs another one.
 
     Args:
@@ -66,7 +66,7 @@ class Archive:
                 f"Cannot keep snapshots in {folder}: another shard does. Give each shard a folder of its own."
             ) from error
         self._stuck: set[Path] = set()  # files that could not be removed, which was said
-        self._whole: dict[Identity, Header] = {}
+        self._whole: dict[SnapshotId, SnapshotHeader] = {}
         if is_fresh:
             self._paths()
             self.clear()
@@ -78,7 +78,7 @@ class Archive:
             raise
 
     @property
-    def held(self) -> dict[Identity, Header]:
+    def held(self) -> dict[SnapshotId, SnapshotHeader]:
         """The snapshots that can be used, the newest first."""
         return self._whole
 
@@ -90,7 +90,7 @@ class Archive:
         """
         self._whole = self._look(self._paths())
 
-    def read(self, identity: Identity) -> Snapshot:
+    def read(self, identity: SnapshotId) -> Snapshot:
         """One that is held.
 
         Raises:
@@ -98,7 +98,7 @@ class Archive:
         """
         return self._read(self._path(identity))
 
-    def write(self, snapshot: Snapshot, keep: Identity | None) -> bool:
+    def write(self, snapshot: Snapshot, keep: SnapshotId | None) -> bool:
         """Write it; whether that went well. All others but `keep` are removed.
 
         A full disk is no reason to end the job: it is said once.
@@ -144,7 +144,7 @@ class Archive:
         if workers != self.gone:
             part = self._folder / f"{_GONE}.new"
             with contextlib.suppress(OSError):
-                part.write_bytes(msgspec.json.encode(Gone(self._job, frozenset(workers))))
+                part.write_bytes(msgspec.json.encode(DepartedWorkers(self._job, frozenset(workers))))
                 part.replace(self._folder / _GONE)
 
     def clear(self) -> None:
@@ -157,8 +157,8 @@ class Archive:
         """Let another process use the folder."""
         os.close(self._lock)
 
-    def _look(self, paths: list[Path]) -> dict[Identity, Header]:
-        whole: dict[Identity, Header] = {}
+    def _look(self, paths: list[Path]) -> dict[SnapshotId, SnapshotHeader]:
+        whole: dict[SnapshotId, SnapshotHeader] = {}
         for path in paths:
             try:
                 header = self._read(path).header
@@ -186,7 +186,7 @@ class Archive:
         self.least = max([self.least, *(int(number) for number in numbers if number.isdecimal())])
         return paths
 
-    def _path(self, identity: Identity) -> Path:
+    def _path(self, identity: SnapshotId) -> Path:
         return self._folder / f"{identity.number:012d}-{identity.life:010x}{_SUFFIX}"
 
     def _remove_others(self) -> None:

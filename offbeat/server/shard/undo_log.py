@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Update:
+class LoggedUpdate:
     """An `Apply`, and what has become of it.
 
     Args:
@@ -43,7 +43,7 @@ class Update:
 
 
 @dataclass(eq=False)
-class Line:
+class UndoEntry:
     """An update that was made in a block, and may have to be undone.
 
     Args:
@@ -51,19 +51,19 @@ class Line:
         before: what the block was before; put there by whoever makes the update.
     """
 
-    update: Update
+    update: LoggedUpdate
     parts: Mapping[Push, Any]
     before: Any = None
 
 
-class Journal:
+class UndoLog:
     """The lines of all blocks of a shard, in the order in which updates were made."""
 
     def __init__(self, blocks: Iterable[int]) -> None:
-        self._lines: dict[int, list[Line]] = {block: [] for block in blocks}
-        self._undone: dict[int, list[Line]] = {}
+        self._lines: dict[int, list[UndoEntry]] = {block: [] for block in blocks}
+        self._undone: dict[int, list[UndoEntry]] = {}
 
-    def of(self, block: int) -> Sequence[Line]:
+    def of(self, block: int) -> Sequence[UndoEntry]:
         """The block's lines, the oldest first."""
         return self._lines[block]
 
@@ -71,11 +71,11 @@ class Journal:
         """Whether an update may have to be made anew in some block, perhaps because of one before it."""
         return any(line.update.version == version for lines in self._lines.values() for line in lines)
 
-    def write(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Line | None:
+    def write(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> UndoEntry | None:
         """An update is made in a block; its line, or None if it need not be undone."""
         if not update.open and not self._lines[block]:
             return None
-        line = Line(update, parts)
+        line = UndoEntry(update, parts)
         self._lines[block].append(line)
         return line
 
@@ -92,7 +92,7 @@ class Journal:
             count += 1
         del lines[:count]
 
-    def undo(self, block: int, update: Update) -> Sequence[Line]:
+    def undo(self, block: int, update: LoggedUpdate) -> Sequence[UndoEntry]:
         """Take out all lines from that of `update` on, and return them; nothing if it was not made in this block."""
         lines = self._lines[block]
         first = next((i for i, line in enumerate(lines) if line.update is update), len(lines))
@@ -101,7 +101,7 @@ class Journal:
             self._undone[block] = undone + self._undone.get(block, [])
         return undone
 
-    def take_undone(self, block: int) -> Sequence[Line]:
+    def take_undone(self, block: int) -> Sequence[UndoEntry]:
         """The lines that are to be made anew, the oldest first, if there are any; nobody is told of them again."""
         return self._undone.pop(block, ())
 

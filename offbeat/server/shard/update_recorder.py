@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.history import Made, Used
+from offbeat.history import UpdateMade, UsedContribution
 from offbeat.sync import Push
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from offbeat.history import Record
-    from offbeat.protocol.training import About
+    from offbeat.protocol.training import ContributionInfo
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Update:
     blocks: dict[int, dict[Push, float]] = field(default_factory=dict)
 
 
-class Making:
+class UpdateRecorder:
     """One model's updates at one shard.
 
     Args:
@@ -37,7 +37,7 @@ class Making:
         self._model, self._blocks, self._record = model, blocks, record
         self._open: dict[int, _Update] = {}  # by version
 
-    def made(self, version: int, block: int, rate: float, parts: Iterable[tuple[Push, About]]) -> None:
+    def made(self, version: int, block: int, rate: float, parts: Iterable[tuple[Push, ContributionInfo]]) -> None:
         """An update was made in a block, of these contributions; if it was before, that has been undone."""
         update = self._open.setdefault(version, _Update(rate))
         update.blocks[block] = {push: about.weight for push, about in parts}
@@ -54,5 +54,5 @@ class Making:
             for used in update.blocks.values():
                 times.update(used.keys())
                 weights |= used
-            uses = tuple(Used(*push, weights[push], times[push]) for push in sorted(times))
-            self._record(Made(self._model, version, len(update.blocks), update.rate, uses))
+            uses = tuple(UsedContribution(*push, weights[push], times[push]) for push in sorted(times))
+            self._record(UpdateMade(self._model, version, len(update.blocks), update.rate, uses))

@@ -42,20 +42,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offbeat.coordinator.loss import Loss
-from offbeat.server.shard.undo_log import Journal, Update
+from offbeat.coordinator.loss import LostContribution
+from offbeat.server.shard.undo_log import LoggedUpdate, UndoLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat.server.shard.undo_log import Line
+    from offbeat.server.shard.undo_log import UndoEntry
     from offbeat.sync import Apply, Push
 
 _MOST_LINES = 4  # that are kept to be undone in a block, for each worker
 
 
 @dataclass(frozen=True)
-class Make:
+class ApplyUpdate:
     """Update `block` with the weighted mean of `parts`.
 
     Args:
@@ -70,11 +70,11 @@ class Make:
     version: int
     parts: tuple[tuple[Any, Any], ...]
     rate: float
-    line: Line | None = field(default=None, compare=False, repr=False)
+    line: UndoEntry | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Undo:
+class UndoUpdate:
     """Have `block` be what it was `before` an update; what is to be made anew follows."""
 
     block: int
@@ -82,7 +82,7 @@ class Undo:
 
 
 @dataclass(frozen=True)
-class Give:
+class SendBlock:
     """Send `block` to `worker`, which was released for `step`.
 
     Args:
@@ -96,7 +96,7 @@ class Give:
 
 
 @dataclass(frozen=True)
-class Keep:
+class CaptureBlock:
     """Keep `block` as it is after the updates up to the mark.
 
     Args:
@@ -108,7 +108,7 @@ class Keep:
 
 
 @dataclass(eq=False)
-class Arrival:
+class IncomingContribution:
     """A contribution on its way: what is there, by block; None where it has been used or is not wanted.
 
     Args:
@@ -121,20 +121,20 @@ class Arrival:
 
 
 @dataclass(eq=False)
-class Taker:
+class PendingPull:
     """A released worker: for which step, after which updates, and the blocks it has not been given."""
 
     step: int
-    after: tuple[Update, ...]
+    after: tuple[LoggedUpdate, ...]
     left: set[int]
     number: int = 0
 
-    def needs(self, update: Update) -> bool:
+    def needs(self, update: LoggedUpdate) -> bool:
         """Whether it waits for this one, or for one that comes after it in order."""
         return update in self.after or any(a.apply.in_order and update.version < a.version for a in self.after)
 
 
-class Ledger:
+class UpdateScheduler:
     """The books of one shard. After any call, `due` says what can be done now.
 
     Args:
@@ -145,10 +145,10 @@ class Ledger:
     def __init__(self, blocks: Iterable[int], version: int = 0) -> None:
         self._blocks = dict.fromkeys(blocks)  # in order, and found at once
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
-        self._arrivals: dict[Push, Arrival] = {}
-        self._updates: list[Update] = []  # not made everywhere, or open, by version
-        self._journal = Journal(self._blocks)
-        self._takers: dict[int, Taker] = {}
+        self._arrivals: dict[Push, IncomingContribution] = {}
+        self._updates: list[LoggedUpdate] = []  # not made everywhere, or open, by version
+        self._journal = UndoLog(self._blocks)
+        self._takers: dict[int, PendingPull] = {}
         self._applied: dict[int, int] = {}  # worker: its last contribution that is in an update
         self.version = self._mark = version
         self._unkept: set[int] = set()  # blocks that have not been kept since the mark
@@ -184,7 +184,7 @@ class Ledger:
     def arrive(self, push: Push, block: int, part: Any) -> int:
         """A block of a contribution that is expected is here; returns how many are still to come."""
         assert self.expects(push, block), (push, block)
-        arrival = self._arrivals.setdefault(push, Arrival())
+        arrival = self._arrivals.setdefault(push, IncomingContribution())
         arrival.blocks[block] = part if arrival.wanted else None
         missing = len(self._blocks) - len(arrival.blocks)
         if not missing:
@@ -202,16 +202,16 @@ class Ledger:
         self.version += 1
         is_open = set()
         for push in apply.pushes:
-            if not self._arrivals.setdefault(push, Arrival()).is_whole:
+            if not self._arrivals.setdefault(push, IncomingContribution()).is_whole:
                 is_open.add(push)
             self._applied[push[0]] = push[1]
-        self._updates.append(Update(self.version, apply, about, set(self._blocks), is_open))
+        self._updates.append(LoggedUpdate(self.version, apply, about, set(self._blocks), is_open))
 
     def commit(self, push: Push) -> bool:
         """The contribution is whole at all shards; whether anything may be due now."""
         update = self._update_of(push)
         if update is None:
-            self._arrivals.setdefault(push, Arrival()).is_whole = True
+            self._arrivals.setdefault(push, IncomingContribution()).is_whole = True
             return False
         update.open.discard(push)
         for block in self._blocks:
@@ -256,7 +256,7 @@ class Ledger:
         if self._next.get(worker) != clock:  # it is here, whole
             self._arrivals.pop(push, None)
         elif coming:
-            arrival = self._arrivals.setdefault(push, Arrival())
+            arrival = self._arrivals.setdefault(push, IncomingContribution())
             arrival.wanted, arrival.blocks = False, dict.fromkeys(arrival.blocks)
         else:
             self._next[worker] = clock + 1
@@ -267,9 +267,9 @@ class Ledger:
         after = tuple(update for update in self._updates if own in update.apply.pushes)
         if self._applied.get(worker) != step - 1:
             after = tuple(self._updates)
-        self._takers[worker] = Taker(step, after, set(self._blocks))
+        self._takers[worker] = PendingPull(step, after, set(self._blocks))
 
-    def lose(self, worker: int, *, stays: bool = False) -> Loss | None:
+    def lose(self, worker: int, *, stays: bool = False) -> LostContribution | None:
         """The worker is gone, until it is admitted again; what of it is in an update is committed or withdrawn then.
 
         Args:
@@ -284,9 +284,9 @@ class Ledger:
         if stays or arrival.is_whole or self._update_of(push) is not None:
             return None
         del self._arrivals[push]
-        return Loss(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
+        return LostContribution(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
 
-    def due(self, block: int | None = None) -> Iterator[Undo | Make | Keep | Give]:
+    def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         """What can be done now, in order; it counts as done when it is yielded.
 
         Args:
@@ -300,21 +300,21 @@ class Ledger:
                 yield from self._due(one)
         self._close()
 
-    def _due(self, block: int) -> Iterator[Undo | Make | Keep | Give]:
+    def _due(self, block: int) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         yield from self._redo(block)
         yield from self._makes(block)
         yield from self._keep(block)
         yield from self._gives(block)
 
-    def _redo(self, block: int) -> Iterator[Undo | Make]:
+    def _redo(self, block: int) -> Iterator[UndoUpdate | ApplyUpdate]:
         lines = self._journal.take_undone(block)
         if lines:
-            yield Undo(block, lines[0].before)
+            yield UndoUpdate(block, lines[0].before)
         for line in lines:
             if block not in line.update.left:
                 yield self._make(block, line.update, {p: line.parts[p] for p in line.update.pushes})
 
-    def _makes(self, block: int) -> Iterator[Make | Keep]:
+    def _makes(self, block: int) -> Iterator[ApplyUpdate | CaptureBlock]:
         first = True  # all earlier updates have been made here
         for update in self._updates:
             if block not in update.left:
@@ -337,26 +337,26 @@ class Ledger:
             else:
                 first = False
 
-    def _make(self, block: int, update: Update, parts: Mapping[Push, Any]) -> Make:
+    def _make(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> ApplyUpdate:
         line = self._journal.write(block, update, parts)
         brought = tuple((update.about[push], part) for push, part in parts.items())
-        return Make(block, update.version, brought, update.apply.rate, line)
+        return ApplyUpdate(block, update.version, brought, update.apply.rate, line)
 
-    def _keep(self, block: int) -> Iterator[Keep]:
+    def _keep(self, block: int) -> Iterator[CaptureBlock]:
         """If the block has been updated up to the mark, and nothing in that is open."""
         if block not in self._unkept or self._is_behind(block):
             return
         lines = self._journal.of(block)
         if not lines or lines[0].update.version > self._mark:
             self._unkept.discard(block)
-            yield Keep(block, lines[0].before if lines else None)
+            yield CaptureBlock(block, lines[0].before if lines else None)
             self._trim(block)
 
-    def _gives(self, block: int) -> Iterator[Give]:
+    def _gives(self, block: int) -> Iterator[SendBlock]:
         for worker, taker in tuple(self._takers.items()):
             if block in taker.left and all(block not in update.left for update in taker.after):
                 taker.left.discard(block)
-                yield Give(block, worker, taker.step, taker.number)
+                yield SendBlock(block, worker, taker.step, taker.number)
 
     def _is_behind(self, block: int) -> bool:
         return any(block in u.left for u in self._updates if u.version <= self._mark)
@@ -365,7 +365,7 @@ class Ledger:
     def _most(self) -> int:
         return _MOST_LINES * max(1, len(self._next))
 
-    def _stuck(self, blocks: Iterable[int]) -> Update | None:
+    def _stuck(self, blocks: Iterable[int]) -> LoggedUpdate | None:
         """One for which too much is kept; what is before a mark stays, and nothing goes far beyond it meanwhile."""
         for block in blocks:
             lines = self._journal.of(block)
@@ -373,7 +373,7 @@ class Ledger:
                 return lines[0].update
         return None
 
-    def _take_out(self, update: Update) -> None:
+    def _take_out(self, update: LoggedUpdate) -> None:
         """Undo an update, as if some of it had not arrived."""
         update.is_held = True
         for block in self._blocks:
@@ -401,6 +401,6 @@ class Ledger:
         """Whether an update has been made in all blocks, and none will be undone."""
         return all(update.version != version for update in self._updates) and not self._journal.holds(version)
 
-    def _update_of(self, push: Push) -> Update | None:
+    def _update_of(self, push: Push) -> LoggedUpdate | None:
         """The one that it is in."""
         return next((update for update in self._updates if push in update.apply.pushes), None)

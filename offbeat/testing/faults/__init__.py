@@ -3,7 +3,7 @@
     python -m offbeat.testing.run_with_faults train.py --its --own --options
 
 runs a script that knows nothing of them, with those of the environment (`environment`): under `offbeat run`, torchrun,
-the lab, or by hand. A test in whose process a worker runs calls `Script(faults, log, rank)` itself.
+the lab, or by hand. A test in whose process a worker runs calls `FaultInjector(faults, log, rank)` itself.
 
 * `injector` - counts the steps, and has each fault strike at its own
 * `processes` - faults of a process: killed, stopped, slow, without a disk; `process_faults_main` is the program that
@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.fault_spec import FAULTS, LOG, Fault, Fired, read_fired, unfired
-from offbeat.testing.faults.injector import Script, from_environment
+from offbeat.testing.faults.injector import FaultInjector, from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Fault", "Fired", "Script", "assert_fired", "environment", "from_environment", "read_fired"]
+__all__ = ["Fault", "FaultInjector", "Fired", "assert_fired", "environment", "from_environment", "read_fired"]
 
 
 def environment(faults: Sequence[Fault], log: Path) -> dict[str, str]:

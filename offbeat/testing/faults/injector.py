@@ -33,7 +33,7 @@ _WORK = ("OFFBEAT_LAB_WORK", "OFFBEAT_HISTORY")  # what it is to do, and where t
 _OURS = ("OFFBEAT_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_")
 
 
-class Script:
+class FaultInjector:
     """One worker's faults.
 
     Args:
@@ -146,13 +146,13 @@ class Script:
         _append(self._log, Fired(number=number, fault=fault, time_s=time.time(), pid=pid))
 
 
-def from_environment() -> Script | None:
+def from_environment() -> FaultInjector | None:
     """The faults that the environment asks for, if it does."""
     if FAULTS not in os.environ:
         return None
     faults = msgspec.json.decode(os.environ[FAULTS], type=list[Fault])
     asked = Path(os.environ[ASKED]) if ASKED in os.environ else None
-    return Script(faults, Path(os.environ[LOG]), int(os.environ.get("RANK", "0")), asked)
+    return FaultInjector(faults, Path(os.environ[LOG]), int(os.environ.get("RANK", "0")), asked)
 
 
 def _append(path: Path, fired: Fired) -> None:
