@@ -18,7 +18,7 @@ demo: $(STAMP)  ## train on four local workers
 	$(BIN)/offbeat run --workers 4 examples/digits.py
 
 test: $(STAMP) lint  ## everything CI runs
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)  ## the long ones, which CI leaves out
 	$(BIN)/python -m pytest -m slow --timeout 600

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by either of them torch goes
-_WORKER = b"\0-m\0offbeat.cli.worker\0"
+_WORKER = b"\0-m\0offbeat.cli.worker_main\0"
 _SENTINEL = b'run_module("offbeat.diagnosis"'  # one is a child of each worker, whoever started that
 
 

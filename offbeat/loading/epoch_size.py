@@ -59,7 +59,7 @@ def course_of(loader: Iterable[Any]) -> EpochSize:
 def relative_size(courses: list[EpochSize], index: int, rank: int) -> float | None:
     """Samples in batch `index` of `rank`, relative to the mean over the workers that have one; None if not known.
 
-    >>> relative_size([EpochSize(3, 10, 4), Course(3, 12, 4)], 2, 0)
+    >>> relative_size([EpochSize(3, 10, 4), EpochSize(3, 12, 4)], 2, 0)
     0.6666666666666666
     """
     if not courses or not all(course.batch for course in courses):
