@@ -1,4 +1,4 @@
-"""What trains, schedules or decides gets its time from a `Clock`.
+"""The clock: whatever trains, schedules or decides gets its time from one.
 
 Around it, processes that only ever live in real time (the sentinel, the launcher, the lab) read the machine's directly.
 
@@ -16,7 +16,7 @@ from offbeat.errors import PlanError
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """The source of time."""
 
     def now_s(self) -> float:
         """Monotonic seconds since an arbitrary origin."""

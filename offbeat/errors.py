@@ -1,4 +1,4 @@
-"""Everything offbeat raises on purpose.
+"""The tree of errors that offbeat raises on purpose.
 
     OffbeatError
     ├── PlanError         what was composed cannot work (whose fault: the plan; exit code 2)
@@ -35,7 +35,7 @@ class ScenarioError(OffbeatError, ValueError):
 
 
 class HistoryError(OffbeatError, ValueError):
-    """What a run recorded cannot be read."""
+    """A run's record cannot be read."""
 
 
 class NetworkError(OffbeatError, ConnectionError):

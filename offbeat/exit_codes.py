@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Exit codes of processes, in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEFT = 128 + signal.SIGTERM
 
 
 def how_it_ended(code: int) -> str:
-    """What `subprocess` gives as a return code, as the end of a sentence.
+    """Put a return code of `subprocess` into words, as the end of a sentence.
 
     >>> how_it_ended(-9), how_it_ended(-40), how_it_ended(3)
     ('was killed by SIGKILL', 'was killed by signal 40', 'ended with exit code 3')

@@ -1,4 +1,4 @@
-"""What shall go wrong, at which worker and step: a description. Who makes it happen is `offbeat.testing.faults`.
+"""Descriptions of faults: what goes wrong, at which worker and step. `offbeat.testing.faults` makes it happen.
 
 A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server: then the
 worker's step only says when. It is written down before it strikes, so that whoever asked for it can see that it did:
@@ -68,7 +68,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def words(self) -> str:
-        """What, whose and when."""
+        """The fault in words: its kind, worker and step."""
         long = f" for {self.seconds:g} s" if self.kind in LASTING else ""
         if self.target == "worker":
             return f"{self.kind} of worker {self.worker}{long} at its step {self.step}"
@@ -76,7 +76,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def takes(self) -> Part | None:
-        """What a job must have for it to strike there, and for the job to go on; None if any will do."""
+        """The part that a job needs for the fault to strike there, and to survive it; None if any will do."""
         if self.ends:
             return "others that go on"
         if self.kind == "join":
@@ -152,13 +152,13 @@ class Fired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_fired(log: Path) -> list[Fired]:
-    """What has fired so far, in order of time; nothing, if there is no file."""
+    """Read which faults have fired so far, in order of time; none if there is no file."""
     lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]
     return sorted((msgspec.json.decode(line, type=Fired) for line in whole), key=lambda fired: fired.time_s)
 
 
 def unfired(faults: Sequence[Fault], log: Path) -> list[Fault]:
-    """Those that did not."""
+    """List the faults that have not fired."""
     fired = {one.number for one in read_fired(log)}
     return [fault for number, fault in enumerate(faults) if number not in fired]

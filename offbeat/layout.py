@@ -1,4 +1,4 @@
-"""Which parameters lie where in which flat bucket.
+"""The layout of a model: which parameters lie where in which flat bucket.
 
 A `Layout` is immutable and versioned. Gradients are views into the buckets it describes. All state is keyed by
 parameter name, never by bucket index, so a new layout loses nothing.
@@ -59,7 +59,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each dense parameter's gradient lies.
+    """The place of each dense parameter's gradient.
 
     Args:
         buckets: in order of issue.

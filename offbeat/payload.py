@@ -1,4 +1,4 @@
-"""What travels, and what comes back.
+"""Payloads: the data that workers exchange, and the replies.
 
 A payload is *linear* (`Sum`) or *opaque* (`Gather`). A linear one may be added anywhere on its way: in a ring, at a
 server, in a switch. An opaque one must reach every decoder unopened.

@@ -280,7 +280,7 @@ class Plan:
 
 
 def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
-    """What a plan, or a part of one, says in TOML, by field; but for those that are known otherwise.
+    """Read the fields of a plan, or of a part of one, from TOML, but for those that are known otherwise.
 
     Raises:
         PlanError: if the text is not TOML, or a key or value is unknown.
@@ -360,7 +360,7 @@ def part_of(room: str, table: Any) -> Any:
 
 
 def names_of_fields(kind: str) -> tuple[str, ...] | None:
-    """What a part is made of, in order; None if there is no such part.
+    """List the fields of a part, in order; None if there is no such part.
 
     >>> names_of_fields("DSSP")
     ('low', 'high')
@@ -448,7 +448,7 @@ def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
 
 
 def _nearest(word: str, known: typing.Iterable[str]) -> str:
-    """How an unknown word might have been meant: `` (did you mean 'x' or 'y'?)`` or the list of what there is."""
+    """Suggest known words for an unknown one: `` (did you mean 'x' or 'y'?)`` or the list of what there is."""
     names = sorted(known)
     alike = {name.lower(): name for name in names}
     if close := difflib.get_close_matches(word.lower(), alike, n=2, cutoff=0.5):

@@ -97,7 +97,7 @@ class RngState:
     def from_plain(
         cls, plain: Any, own: Sequence[torch.Generator] = (), device: torch.device | None = None
     ) -> RngState:
-        """What `to_plain` returned, tried out on generators that nobody draws from.
+        """Read what `to_plain` returned, and try it out on generators that nobody draws from.
 
         Args:
             own, device: those that it is to be restored to.

@@ -154,7 +154,7 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
     bucket_bytes: Size | None = None
 
     def layers(self) -> list[TimedLayer]:
-        """Its layers, scaled and timed."""
+        """List the layers, scaled and timed."""
         if self.profile is not None:
             return timed(self.profile, scale=self.scale, forward_s=self.forward_s, backward_s=self.backward_s)
         return [
@@ -165,7 +165,7 @@ class Replay(_Table, frozen=True, kw_only=True, tag_field="kind", tag="replay"):
         ]
 
     def work_of(self, count: int) -> float:
-        """How long a step of `count` samples computes, relative to one of `batch`."""
+        """The time that a step of `count` samples computes, relative to one of `batch`."""
         return self.fixed + (1 - self.fixed) * count / self.batch
 
 
@@ -406,7 +406,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
 
 
 def _without_later(said: Any) -> Any:
-    """Without keys that came later, where they have their default: results that were measured before stay valid."""
+    """Leave out keys that came later, where they have their default: results measured before stay valid."""
     if isinstance(said, dict):
         return {key: _without_later(value) for key, value in said.items() if (key, value) not in _LATER}
     return [_without_later(item) for item in said] if isinstance(said, list) else said
@@ -454,7 +454,7 @@ def _check_keys(value: Any, kind: Any, path: str) -> None:
 
 
 def _keys(kind: Any, value: Any) -> dict[str, Any]:
-    """What each key of a table of that kind takes; nothing if it is no table of ours."""
+    """The type of each key of a table of that kind; empty if it is no table of ours."""
     structs = [
         t
         for t in getattr(kind, "types", [kind])
@@ -491,7 +491,7 @@ def _sentence(message: str, table: Any) -> str:
 
 
 def _wanted(kind: Any) -> str:
-    """What a key of that kind takes, for people."""
+    """The type of a key, in words for people."""
     match kind:
         case msgspec.inspect.Metadata(type=inner, extra_json_schema={"description": str(text)}):
             return f"{_wanted(inner)}{' ' if text.startswith('of ') else ', '}{text}"

@@ -33,7 +33,7 @@ class Straggler:
         self._chance = random.Random(f"straggler {rank}")
 
     def lost_s(self, compute_s: float) -> float:
-        """By how much the next step takes longer.
+        """Draw the seconds that the next step takes longer.
 
         Args:
             compute_s: what a step takes on average.
@@ -45,7 +45,7 @@ class Straggler:
 
 
 def jitter(sigma: float, rank: int, step: int) -> float:
-    """By which factor the computation of a worker's step takes longer or shorter: log-normal, of mean 1.
+    """Draw the factor by which a worker's step computes longer or shorter: log-normal, of mean 1.
 
     Args:
         sigma: deviation of its logarithm; 0 for no jitter.

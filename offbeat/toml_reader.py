@@ -45,7 +45,7 @@ def read_text(path: Path, what: str, way_out: str, error: type[OffbeatError]) ->
 
 
 def read_bytes(path: Path, what: str, way_out: str, error: type[OffbeatError], most: int = MOST_BYTES) -> bytes:
-    """What a file holds that somebody named.
+    """Read a file that a user named.
 
     Args:
         what: it should be, such as "result".

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CycleCost:
-    """What a worker's batch costs, and how large it may be.
+    """The cost of a worker's batch, and the bounds of its size.
 
     Args:
         fixed_s: whatever the batch.
@@ -39,7 +39,7 @@ class CycleCost:
     most: int
 
     def cycle_s(self, batch: float) -> float:
-        """How long the worker takes for it."""
+        """Seconds that the worker takes for a batch."""
         return self.fixed_s + self.per_sample_s * batch
 
 

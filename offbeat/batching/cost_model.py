@@ -1,4 +1,4 @@
-"""How long a worker takes for a batch: ``t(b) = a + s b``, learnt from its steps.
+"""A worker's time for a batch: ``t(b) = a + s b``, learnt from its steps.
 
 `a` is what a step costs whatever the batch (launching kernels, the optimizer), `s` what each sample adds. The fit is a
 recursive least squares with forgetting, over about the last 50 steps, held as weighted means and centred sums: what the
@@ -39,7 +39,7 @@ _LARGEST, _LEAST_S, _LARGEST_RESIDUAL, _MOST_STEPS = 1e30, 1e-12, 100.0, 1 << 61
 
 @dataclass(frozen=True)
 class CostFit:
-    """What is known of one worker's steps; immutable.
+    """The fit of one worker's steps; immutable.
 
     Args:
         steps: so far.
@@ -171,7 +171,9 @@ class CostFit:
         )
 
     def _information(self) -> tuple[tuple[float, float], float]:
-        """About the slope, in the inverse of its variance: (from the data, times what they say), from the prior."""
+        """The information about the slope, as the inverse of its variance: (from the data, times what they say), from
+        the prior.
+        """
         variance = (self.noise * self.seconds) ** 2
         prior = (_PRIOR_DEVIATION * self.seconds / self.batch) ** -2
         return (self.spread / variance, self.together / variance), prior

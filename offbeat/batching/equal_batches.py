@@ -36,7 +36,7 @@ def even_batches(batch: int, world: int, workers: Collection[int], keeps: Keeps)
 
 
 def what_changes(keeps: Keeps) -> str:
-    """What becomes of batches and learning rate, in words, for people."""
+    """Say what becomes of batches and learning rate, in words for people."""
     if keeps == "local_batch":
         return (
             "each keeps its batch, so that a step has as many samples more or fewer; the learning rate stays as it is"

@@ -1,4 +1,4 @@
-"""Who paces the rounds and why, in one sentence with figures."""
+"""The sentence that says which worker paces the rounds and why, with figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVEN = 1.05  # cycles that differ by less are called even
 def explain(
     state: TuningState, *, known: Mapping[int, WorkerSpeed], least: Mapping[int, int], most_change: float
 ) -> str:
-    """Who paces the rounds and why, and how sure that is.
+    """Say which worker paces the rounds and why, and how sure that is.
 
     Args:
         known: the workers whose fits can be used.
@@ -45,7 +45,7 @@ def explain(
 
 
 def _other_sum(state: TuningState, total: int, least: Mapping[int, int]) -> str:
-    """Why the batches of a round make `total` samples instead of as many as were asked for."""
+    """Say why the batches of a round make `total` samples instead of as many as were asked for."""
     if state.changed:  # the others are made up for when the next round is planned
         return f"a worker has come, gone or run out of memory since the last round: {total} samples of {state.total}"
     regular = {worker: machine for worker, machine in state.machines.items() if machine.every == 1}

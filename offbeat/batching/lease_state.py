@@ -1,4 +1,4 @@
-"""What a worker is told when it asks for data, and the state it is told from: where every sample is."""
+"""Leases and the pool they come from: the state says where every sample is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PositionRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Lease:
-    """What a worker is to compute next.
+    """The samples that a worker computes next.
 
     Args:
         number: by which it is delivered and acknowledged; no two leases have the same.
@@ -53,14 +53,14 @@ class Lease:
 
 @dataclass(frozen=True)
 class EndOfEpoch:
-    """For this worker there is nothing more in `epoch`; its next request is for the one behind it, if there is one."""
+    """No samples of `epoch` are left for this worker; its next request is for the epoch behind it, if there is one."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class NoDataYet:
-    """Nothing is left, but what `workers` hold may return, and no epoch follows in which others could take it.
+    """No samples are left, but `workers` may return what they hold, and no epoch follows in which others could take it.
 
     Ask again when one of them has delivered or is lost, at the latest at `until_s`. Who still holds leases contributes
     what it has before it asks again. Where a round needs everybody, who waits takes part with nothing.
@@ -101,7 +101,7 @@ class SampleCounts:
 
     @property
     def settled(self) -> int:
-        """All of them."""
+        """The number of samples that are used, dropped or skipped."""
         return self.used + self.dropped + self.skipped
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
@@ -110,7 +110,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class LeasePool:
-    """Where every sample is; immutable.
+    """The place of every sample; immutable.
 
     Args:
         epoch: the newest that somebody has begun.
@@ -196,7 +196,7 @@ def draw(pool: LeasePool, count: int) -> tuple[LeasePool, tuple[PositionRange, .
 
 
 def set_aside(pool: LeasePool, *, samples: int) -> LeasePool:
-    """What is fresh is to be leased behind the end of its epoch."""
+    """Set aside all that is fresh, to be leased behind the end of its epoch."""
     if pool.fresh == samples:
         return pool
     piece = PositionRange(pool.epoch, pool.fresh, samples)
@@ -213,7 +213,7 @@ def settle(pool: LeasePool, epoch: int, tally: SampleCounts, *, samples: int) ->
 
 
 def audit(pool: LeasePool, *, samples: int) -> str | None:
-    """What does not add up; None if each of the `samples` of each epoch is in exactly one place."""
+    """Find what does not add up; None if each of the `samples` of each epoch is in exactly one place."""
     wrong = _out_of_bounds(pool)
     if wrong:
         return wrong
@@ -242,7 +242,7 @@ def audit(pool: LeasePool, *, samples: int) -> str | None:
 
 
 def _out_of_bounds(pool: LeasePool) -> str | None:
-    """What cannot have been counted or timed; None if everything can."""
+    """Find what cannot have been counted or timed; None if everything can."""
     counted = {
         "the epoch": [pool.epoch],
         "the next lease": [pool.number],
@@ -264,7 +264,7 @@ def _out_of_bounds(pool: LeasePool) -> str | None:
 
 
 def _joined(pieces: list[PositionRange]) -> tuple[PositionRange, ...]:
-    """In order, neighbours made one: what came back does not fall into ever smaller pieces."""
+    """Sort ranges and join neighbours, so that what comes back does not fall into ever smaller pieces."""
     joined: list[PositionRange] = []
     for piece in sorted(pieces):
         if joined and joined[-1][::2] == piece[:2]:

@@ -1,4 +1,4 @@
-"""Who takes which samples: every epoch is one seeded order of all samples, and workers lease positions of it.
+"""Leases of samples: every epoch is one seeded order of all samples, and workers lease positions of it.
 
 Nobody owns a part of the data. A worker that is slow leases less, one that joins leases from then on, and what a lost
 one had leased goes to the others. A sample's way through an epoch:
@@ -64,7 +64,7 @@ _VERSION = 1  # of the saved form
 
 @dataclass(frozen=True)
 class Leases:
-    """Describes how a dataset is dealt out. All methods are pure; those that change a pool return the new one.
+    """The description of how a dataset is leased. All methods are pure; those that change a pool return the new one.
 
     1) (server) `init`, or `from_plain` of a checkpoint and then `lose` for each of its workers that does not come back.
     2) (server) `join` for each worker, which is told the epoch it begins in.
@@ -123,11 +123,11 @@ class Leases:
             raise ModelError(f"Cannot lease for {self.term}: no worker computes in no time. Choose more than 0.")
 
     def init(self) -> LeasePool:
-        """Nothing is leased, and nobody takes part."""
+        """The first pool: no lease, no worker."""
         return LeasePool()
 
     def beginning(self, epoch: int, workers: Iterable[int] = ()) -> LeasePool:
-        """These workers are where an epoch begins; those before it are behind them."""
+        """The pool with these workers at the beginning of an epoch; the epochs before it are behind them."""
         behind = SampleCounts(used=epoch * self.samples)
         at = dict.fromkeys(workers, epoch)
         return LeasePool(epoch=epoch, at=at, open={epoch: SampleCounts()}, complete=epoch, settled=behind)
@@ -215,7 +215,7 @@ class Leases:
         return pool, True
 
     def retract(self, pool: LeasePool, worker: int, numbers: Iterable[int]) -> LeasePool:
-        """What `worker` had said to be delivered did not arrive: time and loss may take these leases back again."""
+        """Take back the report that `worker` had leases delivered: time and loss may take these leases back again."""
         held = dict(pool.held)
         for n in numbers:
             if n in held and held[n].worker == worker:
@@ -240,7 +240,7 @@ class Leases:
         return settle(pool, epoch, SampleCounts(skipped=fresh), samples=self.samples)
 
     def indices(self, lease: Lease) -> NDArray[np.int64]:
-        """Which samples are in it, [lease.count]. Needs nothing but this description: each worker does it by itself."""
+        """The samples of a lease, [lease.count]. Needs nothing but this description: each worker does it by itself."""
         parts = []
         for epoch, start, stop in lease.pieces:
             positions = np.arange(start, stop, dtype=np.int64)
@@ -307,7 +307,7 @@ class Leases:
         ]
 
     def _end(self, pool: LeasePool, worker: int) -> tuple[LeasePool, EndOfEpoch | NoDataYet]:
-        """What to say where an epoch has nothing (or with `drop_last` not enough) to give."""
+        """Answer where an epoch has no samples (or with `drop_last` not enough) to give."""
         epoch = pool.at[worker]
         last = self.epochs is not None and epoch >= self.epochs - 1
         # Who holds leases itself is not waited for by itself, and what has been delivered does not return.

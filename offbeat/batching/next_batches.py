@@ -70,7 +70,7 @@ def in_round(state: TuningState, round: int, *, known: dict[int, WorkerSpeed], l
 
 
 def _probed(state: TuningState, batches: dict[int, int], round: int, least: dict[int, int]) -> dict[int, int]:
-    """One of each pair takes 10 % more and the other as much less, and in the next round the reverse."""
+    """Give one of each pair 10 % more and the other as much less, and in the next round the reverse."""
     batches, workers = dict(batches), sorted(batches)
     turn = round // 2 % len(workers)
     workers = [*workers[turn:], *workers[:turn]]  # if their number is odd, somebody else is left out each time
@@ -84,7 +84,7 @@ def _probed(state: TuningState, batches: dict[int, int], round: int, least: dict
 
 
 def _of_unknown(state: TuningState, known: dict[int, WorkerSpeed], least: dict[int, int]) -> dict[int, int]:
-    """As they are, small at first; other than that only if those who are known cannot make up for it."""
+    """Keep the batches of unmeasured workers as they are, small at first, unless the others cannot make up for it."""
     unknown = {worker: machine for worker, machine in state.machines.items() if worker not in known}
     small = math.ceil(_FIRST_SHARE * state.total / len(state.machines))
     batches = {worker: min(m.most, max(least[worker], m.batch or small)) for worker, m in unknown.items()}
@@ -130,7 +130,7 @@ def _pays(state: TuningState, known: dict[int, WorkerSpeed], best_s: float, gain
 
 
 def _cycles(machines: dict[int, WorkerSpeed], total: int, least: dict[int, int]) -> list[tuple[float, bool]]:
-    """With the best batches, not rounded: how long each takes, and whether its batch is the smallest."""
+    """Time each worker with its best batch, not rounded: how long it takes, and whether its batch is the smallest."""
     best = shares([machine.cost(least[worker], machine.most) for worker, machine in machines.items()], total)
     return [(m.cycle_s(batch), batch <= least[w]) for (w, m), batch in zip(machines.items(), best, strict=True)]
 

@@ -1,4 +1,4 @@
-"""How large each worker's batch is: as large as its machine is fast, so that nobody holds up the others.
+"""Batch tuning: each worker's batch is as large as its machine is fast, so that nobody holds up the others.
 
 Unequal machines with equal batches all go at the pace of the slowest. Here each worker's steps are fitted
 (`cost_model`), and the batches chosen so that all cycles, computation and transfer, are equally long (`balance`), while

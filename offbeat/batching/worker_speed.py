@@ -1,4 +1,4 @@
-"""What is known of the workers' machines, and the batches they have at present."""
+"""The measured speed of the workers' machines, and their present batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offbeat.batching.cost_model import CostFit
 
 @dataclass(frozen=True)
 class WorkerSpeed:
-    """One worker's; immutable.
+    """The measured speed of one worker; immutable.
 
     Args:
         most: samples that fit into its memory, as far as is known.
@@ -30,11 +30,11 @@ class WorkerSpeed:
 
     @property
     def transfer_s(self) -> float:
-        """How long it pushes and pulls."""
+        """Seconds that it pushes and pulls."""
         return self.transfer.predict(1) if self.transfer.known else 0.0
 
     def cycle_s(self, batch: float) -> float:
-        """How long it takes from one pull to the next, if it never waits."""
+        """Seconds from one pull to the next, if it never waits."""
         return self.compute.predict(batch) + self.transfer_s
 
     def cost(self, least: int, most: int) -> CycleCost:

@@ -29,7 +29,7 @@ State = dict[str, dict[str, "torch.Tensor"]]
 
 @dataclass(frozen=True, eq=False)
 class Exchanged:
-    """What an exchange ends with.
+    """The result of an exchange.
 
     Args:
         update: [D] the weighted mean of the workers' gradients; may share memory with `grad`.
@@ -44,7 +44,7 @@ Exchange = Generator[Payload, Reply, Exchanged]
 
 
 class Codec(Protocol):
-    """Describes how a gradient is sent."""
+    """The Protocol of a codec: a frozen description of how a gradient is sent."""
 
     @property
     def needs(self) -> frozenset[type]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was known at one time of the workers that took part then, by rank.
+    """The measurements of one time, of the workers that took part then, by rank.
 
     Args:
         at_s: when.
@@ -46,7 +46,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast training was under a policy.
+    """The speed of training under a policy.
 
     Args:
         at_s: when that policy decided last.
@@ -59,7 +59,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a controller decides from.
+    """The measurements that a controller decides from.
 
     Args:
         sync: decides at present.
@@ -87,7 +87,7 @@ class Metrics:
 
     @property
     def held_s(self) -> float:
-        """For how long the present policy has decided."""
+        """Seconds since the present policy was adopted."""
         return self.now_s - self.since_s
 
     @property
@@ -102,7 +102,7 @@ class Metrics:
         return None if pace is None or pace.at_s < self.now_s - last_s else pace.per_s
 
     def waiting(self, last_s: float) -> float | None:
-        """Which part of the last seconds workers spent waiting for others; None if not so much is known."""
+        """The part of the last seconds that workers spent waiting for others; None if not so much is known."""
         then, now = self._at(last_s), self.readings[-1]
         here = [] if then is None else sorted(now.waited_s.keys() & then.waited_s.keys())
         if then is None or not here:
@@ -111,7 +111,7 @@ class Metrics:
         return waited_s / (len(here) * (now.at_s - then.at_s))
 
     def imbalance(self, last_s: float) -> float | None:
-        """Which part of their time workers would spend waiting if all waited for all, going by how long each was at
+        """The part of their time that workers would spend waiting if all waited for all, going by how long each was at
         work for a contribution in the last seconds; None if not so much is known.
 
         Who is in the middle of one, perhaps for long, counts as if it were done. Of one that has hardly done anything
@@ -164,15 +164,15 @@ Decision = Keep | Swap
 
 
 class Controller(Protocol):
-    """Describes a controller; frozen, and printed as the code that makes it."""
+    """The Protocol of a controller; frozen, and printed as the code that makes it."""
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """All that it may have decide. Whoever takes part in the job has agreed to them."""
+        """All policies that it may choose. Whoever takes part in the job has agreed to them."""
 
     @property
     def looks_back_s(self) -> float:
-        """How old the readings are that it asks about, at most."""
+        """The greatest age of the readings that it asks about."""
 
     def decide(self, metrics: Metrics) -> Decision:
-        """Whether another policy is to decide. Pure."""
+        """Decide whether another policy is to take over. Pure."""

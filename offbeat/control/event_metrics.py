@@ -1,4 +1,4 @@
-"""What a controller is told of one model, kept from events and actions alone.
+"""The metrics of one model, from events and actions alone.
 
 A worker waits for others while it holds a contribution that it may not push yet, or that has arrived; and while it
 pulls an update in which another's contribution is still missing. While it computes, and while its own bytes are on
@@ -27,7 +27,7 @@ _PACED = 6  # contributions of a worker, in a pace
 
 @dataclass(eq=False)
 class _Page:
-    """One worker's.
+    """The record of one worker.
 
     Args:
         waits: whether it does, since `since_s`.
@@ -46,7 +46,7 @@ class _Page:
 
 
 class EventMetrics:
-    """Of one model. Call order: `hear` after every event; `metrics` now and then."""
+    """The metrics of one model. Call order: `hear` after every event; `metrics` now and then."""
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
@@ -56,7 +56,7 @@ class EventMetrics:
         self._past = MetricsHistory()
 
     def hear(self, event: Event | None, actions: Iterable[Action], state: State) -> None:
-        """Something has happened, and this was decided.
+        """Record an event and its actions.
 
         Args:
             event: None if more was decided after the last one.
@@ -98,7 +98,7 @@ class EventMetrics:
     def metrics(
         self, at_s: float, state: State, sync: Policy, looks_back_s: float, staleness: Mapping[int, float]
     ) -> Metrics:
-        """What is known now.
+        """The metrics as of now.
 
         Args:
             looks_back_s: readings that are older are forgotten, but for one.
@@ -116,7 +116,7 @@ class EventMetrics:
         return self._past.metrics(sync, now, computing_s, dict(staleness))
 
     def _look_at_pace(self, workers: Iterable[int]) -> None:
-        """From contribution to contribution, since all may come at the same time, and seldom."""
+        """Measure from contribution to contribution, since all may come at the same time, and seldom."""
         each = [tuple(self._pages[worker].brought) for worker in workers]
         if not each or any(len(brought) <= _PACED or brought[-1][0] <= brought[0][0] for brought in each):
             return
@@ -126,7 +126,7 @@ class EventMetrics:
         self._past.brought(per_s)
 
     def _waited_s(self, page: _Page) -> float:
-        """For how long a worker has waited until now."""
+        """Seconds that a worker has waited until now."""
         return page.waited_s + (self._now_s - page.since_s) * page.waits
 
     def _applied(self, pushes: tuple[Push, ...], in_order: bool) -> None:
@@ -140,7 +140,7 @@ class EventMetrics:
             self._open.append((missing, in_order))
 
     def _is_there(self, pushes: set[Push]) -> set[int]:
-        """Nobody waits for these contributions any longer; who waits for no others, either."""
+        """End the waits for these contributions; a worker that waits for no others ends its own, too."""
         emptied = set()
         for update in {id(page.update): page.update for page in self._pages.values() if page.update}.values():
             update -= pushes

@@ -1,4 +1,4 @@
-"""What a controller is told of the past, whoever keeps the book: readings, swaps, and the pace under each policy."""
+"""The past as a controller sees it: readings, swaps, and the pace under each policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SWAPS = 16  # are remembered
 
 
 class MetricsHistory:
-    """Of one model; as much as a controller looks back to, however long training takes.
+    """The past of one model; as much as a controller looks back to, however long training takes.
 
     Args:
         at_s: when the first policy began to decide.
@@ -58,7 +58,7 @@ class MetricsHistory:
     def metrics(
         self, sync: Policy, now: Reading, computing_s: Mapping[int, float], staleness: Mapping[int, float]
     ) -> Metrics:
-        """What is known, where `now` is the last reading.
+        """The metrics, where `now` is the last reading.
 
         Args:
             sync: decides at present.

@@ -1,4 +1,4 @@
-"""What a controller is told where all workers exchange at the same time, kept from how long each of them computed.
+"""The metrics where all workers exchange at the same time, from how long each of them computed.
 
 Whoever comes to an exchange first waits for the last one there: for as long as that one has computed longer since the
 exchange before. What is on its way then is nobody's waiting. So no two clocks have to agree.
@@ -28,7 +28,7 @@ _LATEST = 0.1  # part that the last step has in the average of what a worker com
 
 
 class RoundMetrics:
-    """Of one model. Call order: `hear` behind every exchange; `metrics` now and then.
+    """The metrics of one model. Call order: `hear` behind every exchange; `metrics` now and then.
 
     Args:
         at_s: when the first policy began to decide.
@@ -77,7 +77,7 @@ class RoundMetrics:
         self._brought.clear()
 
     def metrics(self, sync: Policy, step: int) -> Metrics:
-        """What is known: of times as of the last exchange, since nobody can know more; of steps as of now.
+        """The metrics: times as of the last exchange, since nobody can know more; steps as of now.
 
         Args:
             sync: decides at present.
@@ -95,13 +95,13 @@ class RoundMetrics:
 
 
 def _at_the_end(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """How long each waited for the last one, if all met behind these steps."""
+    """Seconds that each waited for the last one, if all met behind these steps."""
     whole_s = {rank: add_up(steps_s) for rank, steps_s in times.items()}
     longest_s = max(whole_s.values(), default=0.0)
     return {rank: longest_s - own_s for rank, own_s in whole_s.items()}
 
 
 def _in_every_step(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """How long each would have waited if all had met behind each of these steps."""
+    """Seconds that each would have waited if all had met behind each of these steps."""
     longest_s = add_up(map(max, zip(*times.values(), strict=True)))
     return {rank: longest_s - add_up(steps_s) for rank, steps_s in times.items()}

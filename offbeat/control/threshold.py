@@ -130,7 +130,7 @@ class WaitThreshold:
         return Keep()  # somebody else has chosen that
 
     def _dear(self, metrics: Metrics) -> str:
-        """Why `tight` costs too much though nobody is late; "" if it does not, or nothing is known of that."""
+        """Say why `tight` costs too much though nobody is late; "" if it does not, or nothing is known of that."""
         tight, loose = self._pace(metrics, self.tight), self._pace(metrics, self.loose)
         if tight is None or loose is None or tight >= (1 - self.price) * loose:
             return ""
@@ -140,7 +140,7 @@ class WaitThreshold:
         )
 
     def _unknown(self, metrics: Metrics) -> str:
-        """Why `loose` is to be tried though nobody is late; "" if it is not."""
+        """Say why `loose` is to be tried though nobody is late; "" if it is not."""
         tight = self._pace(metrics, self.tight)
         known = self._pace(metrics, self.loose) is not None
         if not self.explore or tight is None or known or metrics.held_s < 2 * self.least_s:
@@ -155,6 +155,6 @@ class WaitThreshold:
         return 8 * self.least_s * float(2**_MOST_DOUBLINGS)
 
     def _patience_s(self, metrics: Metrics) -> float:
-        """For how long `loose` decides at least: longer where going back did not last."""
+        """Seconds that `loose` decides at least: longer where going back did not last."""
         back = (len([at_s for at_s in metrics.swaps if at_s > metrics.now_s - self._memory_s]) - 1) // 2
         return self.least_s * float(2 ** max(0, min(back, _MOST_DOUBLINGS)))

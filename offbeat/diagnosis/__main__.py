@@ -1,4 +1,4 @@
-"""Starts a sentinel; see `offbeat.diagnosis.sentinel`."""
+"""The program that starts a sentinel; see `offbeat.diagnosis.sentinel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has not arrived, and why. A pure function over the last words of all workers.
+"""The explanation of a stall: a pure function from the last words of all workers to who has not arrived, and why.
 
 Each worker counts the exchanges it has completed. In an exchange, who waits in the same one has arrived, and who has
 completed more is ahead: it owes nothing. Everyone else needs a reason, looked for from the certain to the vague:
@@ -57,7 +57,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known about a stall.
+    """The known facts about a stall.
 
     Args:
         rank: of the worker that waits.
@@ -157,7 +157,7 @@ def explain(
 
 
 def _with_all(roster: ClusterReport, rank: int, here: _WaitPlace, place: str, waited_s: float) -> Diagnosis:
-    """What the last words of all workers tell."""
+    """Explain from the last words of all workers."""
     step = here.step
     others = [words for words in roster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
@@ -187,7 +187,7 @@ def _with_all(roster: ClusterReport, rank: int, here: _WaitPlace, place: str, wa
 
 
 def gone(roster: ClusterReport, *, patience_s: float) -> dict[int, str]:
-    """Who takes no further part, and why in words: who has died or raised an exception, or is out of reach for long.
+    """List the workers that take no further part, with the reason: dead, failed, or long out of reach.
 
     Args:
         roster: last words of all workers.
@@ -206,13 +206,13 @@ def gone(roster: ClusterReport, *, patience_s: float) -> dict[int, str]:
 
 
 def without_quoted(text: str) -> str:
-    """What `Diagnosis.text` says, without stacks and tracebacks."""
+    """Remove stacks and tracebacks from `Diagnosis.text`."""
     return "\n".join(line for line in text.splitlines() if not line.startswith(QUOTED.rstrip()))
 
 
 @dataclass(frozen=True)
 class _WaitPlace:
-    """Where a worker waits."""
+    """The place where a worker waits."""
 
     step: int
     phase: str
@@ -228,7 +228,7 @@ class _WaitPlace:
 
 
 def _judge(words: WorkerReport, here: _WaitPlace) -> Culprit | None:
-    """Why this worker has not arrived; None if it has, or is ahead."""
+    """Say why this worker has not arrived; None if it has, or is ahead."""
     at = f"last seen {_doing(words)}"
 
     def culprit(reason: str, text: str, detail: str = "") -> Culprit:
@@ -286,7 +286,7 @@ def _judge_computing(words: WorkerReport) -> Culprit:
 def _without_hub(
     roster: ClusterReport, lost_s: float, rank: int, here: _WaitPlace, place: str, waited_s: float
 ) -> Diagnosis:
-    """Only rank 0 can be judged: by how it said it ended, if that was heard, else by its silence."""
+    """Judge rank 0 alone: by how it said it ended, if that was heard, else by its silence."""
     verdict: Culprit | None = None
     if rank != 0:
         farewell = [_judge(words, here) for words in roster.words if words.rank == 0]

@@ -1,4 +1,4 @@
-"""Where the last words of all workers come together; lives in rank 0's sentinel, so it outlives rank 0's death."""
+"""The hub collects the last words of all workers; it lives in rank 0's sentinel, so it outlives rank 0's death."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _FINAL = frozenset({"raised", "lost", "finished"})
 
 
 class Hub:
-    """Keeps the latest words of each rank.
+    """The latest words of each rank.
 
     Args:
         token: shared secret of the run.
@@ -111,7 +111,7 @@ class Hub:
         return tuple(words.values())
 
     def overview(self, number: int) -> Overview:
-        """How all workers fare, as the answer to a question of that number."""
+        """Summarize all workers, as the answer to a question of that number."""
         words = tuple(self._latest_of_all().values())
         return Overview(number, words, self._statuses, self._world, time.monotonic() - self._began_s)
 
@@ -169,7 +169,7 @@ class Hub:
         return True
 
     def _stack(self, rank: int) -> str | None:
-        """What `rank` answered when it was last asked; None if it has not yet."""
+        """The stack that `rank` sent when it was last asked; None if it has not yet."""
         stack, heard_s = self._stacks.get(rank, ("", 0.0))
         return stack if heard_s >= self._shown_s[rank] else None
 
@@ -274,7 +274,7 @@ class Hub:
 
 
 class LocalHubClient:
-    """How the sentinel that the hub lives in speaks to it.
+    """The hub client of the sentinel that the hub lives in.
 
     Args:
         rank: of its worker.
@@ -287,7 +287,7 @@ class LocalHubClient:
         self.ask = hub.roster
 
     def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
-        """Nothing: the hub is here, and cannot be lost."""
+        """No last words: the hub is here, and cannot be lost."""
         return (), 0.0
 
     async def leave(self, *, well: bool) -> None:

@@ -39,7 +39,7 @@ _LEAVE_S = 1.0
 
 
 class HubClient:
-    """To a hub in another process.
+    """The client of a hub in another process.
 
     Args:
         hub: "address:port".
@@ -101,7 +101,7 @@ class HubClient:
             self._answers.pop(number, None)
 
     def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
-        """How the hub's own worker ended, if that was heard, and for how many seconds the hub has been lost."""
+        """The end of the hub's own worker, if it was heard, and for how many seconds the hub has been lost."""
         now_s = time.monotonic()
         since_s = self._unanswered_since_s if self.lost_since_s is None else self.lost_since_s
         words: tuple[WorkerReport, ...] = ()

@@ -1,4 +1,4 @@
-"""What the kernel knows about a process: runs, is paused, is dead, and how much it computes."""
+"""The kernel's view of a process: running, paused or dead, and how much it computes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class CpuShare:
-    """How busy a process has been over about the last second."""
+    """The share of a core that a process has used over about the last second."""
 
     def __init__(self) -> None:
         self._looks: list[tuple[float, float]] = []

@@ -44,7 +44,7 @@ _STACK_TRIES = 20
 
 
 class Voice(Protocol):
-    """How a sentinel speaks to all: over the network, or to the hub in its own process."""
+    """The way a sentinel speaks to all: over the network, or to the hub in its own process."""
 
     def report(self, words: WorkerReport, status: TrainingStatus | None = None) -> None:
         """Say something about the worker, and perhaps how its training goes."""
@@ -57,14 +57,14 @@ class Voice(Protocol):
         """
 
     def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
-        """What is known without the hub, and for how many seconds it has been lost."""
+        """Last words that are known without the hub, and for how many seconds it has been lost."""
 
     async def leave(self, *, well: bool) -> None:
         """The worker is gone; `well` if that was to be expected."""
 
 
 class Sentinel:
-    """Looks at one worker.
+    """The watcher of one worker.
 
     Args:
         config: who it is.
@@ -80,7 +80,7 @@ class Sentinel:
         self.left = False  # said good-bye
 
     def look(self) -> WorkerReport:
-        """What is to be said about the worker now."""
+        """Look at the worker now."""
         now_s = time.monotonic()
         seen = glance(self._config.pid)
         process = "dead" if self.died.is_set() else seen.state
@@ -107,7 +107,7 @@ class Sentinel:
         )
 
     def status(self) -> TrainingStatus | None:
-        """How the worker's training goes, as it says; None if it has said nothing that can be read."""
+        """The worker's training status, as it reports it; None if it has reported none that can be read."""
         data = self._page.status()
         return None if data is None else read_status(data)
 
@@ -131,7 +131,7 @@ class Sentinel:
 
 
 class Duty:
-    """What a sentinel does until its worker is gone: look and report, answer its questions, show its stack.
+    """The work of a sentinel until its worker is gone: look and report, answer its questions, show its stack.
 
     Args:
         talk: to the worker.
@@ -144,7 +144,7 @@ class Duty:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the worker has died or said good-bye."""
+        """Run until the worker has died or said good-bye."""
         observer, listener = asyncio.create_task(self._observe()), asyncio.create_task(self._listen())
         await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
         self._voice.report(self._sentinel.look(), self._sentinel.status())

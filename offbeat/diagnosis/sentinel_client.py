@@ -43,7 +43,9 @@ runpy.run_module("offbeat.diagnosis", run_name="__main__")
 
 
 class SentinelClient:
-    """Says where this worker is, and asks where the others are. Made by `SentinelClient.start`."""
+    """The worker's end of its sentinel: says where this worker is, and asks where the others are. Made by
+    `SentinelClient.start`.
+    """
 
     def __init__(
         self, page: StatusPage, link: socket.socket, process: subprocess.Popen[bytes], stack_fd: int, *, stays: bool

@@ -1,4 +1,4 @@
-"""Ties the waiting primitive to the watch: this worker says where it is, and learns who has not arrived."""
+"""The witness of a wait: reports where this worker is, and asks the sentinel who has not arrived."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SentinelWitness:
         return diagnosis.with_server(server) if server else diagnosis
 
     def gone(self) -> dict[int, str]:
-        """Who takes no further part, and why; nobody if that cannot be known now."""
+        """List the workers that take no further part, and why; none if that cannot be known now."""
         try:
             roster = self._watch.roster(self._patience)
         except NetworkError as error:
@@ -93,7 +93,7 @@ class SentinelWitness:
         return gone(roster, patience_s=self._timeout.total_seconds())
 
     def ended(self) -> dict[int, str]:
-        """Who takes no further part, whether it is lost or done."""
+        """List the workers that take no further part, whether lost or done."""
         try:
             roster = self._watch.roster(self._patience)
         except NetworkError as error:
@@ -135,7 +135,7 @@ def _phase(awaited: WaitContext) -> str:
 
 
 def _with_stacks(roster: ClusterReport, stacks: ClusterReport) -> ClusterReport:
-    """What was known before the stacks were asked for, with them: to be asked may wake a sleeper."""
+    """Add stacks to what was known before they were asked for: to be asked may wake a sleeper."""
     by_rank = {words.rank: words.stack for words in stacks.words}
     words = tuple(msgspec.structs.replace(w, stack=by_rank.get(w.rank, "")) for w in roster.words)
     return msgspec.structs.replace(roster, words=words)

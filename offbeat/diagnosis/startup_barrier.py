@@ -1,4 +1,4 @@
-"""Who is there before the workers can ask each other: a roll is called in the store, and the kernel knows the rest.
+"""The startup barrier: who is there before the workers can ask each other, by a roll in the store and from the kernel.
 
 A worker that imports torch on a busy machine says nothing for many seconds. Whether it does that, was stopped or is
 dead, the kernel knows of the processes that `offbeat run` has started here.
@@ -36,7 +36,7 @@ _SAYS = {
 
 
 def look_at(rank: int) -> ProcessSample | None:
-    """How the process of a worker does; None if `offbeat run` has not started it on this machine."""
+    """Sample the process of a worker; None if `offbeat run` has not started it on this machine."""
     try:
         pids = read_file(Path(os.environ["OFFBEAT_WORKERS"]), _pids)
     except (KeyError, OSError, UnreadableError):  # by torchrun, or it is just being written
@@ -45,7 +45,7 @@ def look_at(rank: int) -> ProcessSample | None:
 
 
 class StartupBarrier(PolledPending, NullWitness):
-    """Who is there: something to wait for, and the witness of that wait, and of others until there is a watch."""
+    """The wait for all workers to start; also the witness of this wait, and of others until there is a sentinel."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store, self._rank = store, rank
@@ -69,7 +69,7 @@ class StartupBarrier(PolledPending, NullWitness):
         return MissingWorkers(self._rank, waited_s, states, str(awaited))
 
     def _look(self) -> dict[int, str]:
-        """What the others have done since the last look, as far as it is known: what `_SAYS` has."""
+        """Read what the others have done since the last look, as far as it is known, in the words of `_SAYS`."""
         now_s = time.monotonic()
         least_s, self._looked_s = _IDLE * (now_s - self._looked_s), now_s
         states = {}
@@ -83,7 +83,7 @@ class StartupBarrier(PolledPending, NullWitness):
 
 @dataclass(frozen=True)
 class MissingWorkers:
-    """Who has not called `offbeat.init()`, or is not through with it.
+    """The workers that have not called `offbeat.init()`, or are not through with it.
 
     Args:
         states: what is known of each of them: what `_SAYS` has, or "".

@@ -40,7 +40,7 @@ _TRIES = 1000
 
 @dataclass(frozen=True)
 class PageState:
-    """What the page says; times in seconds of the monotonic clock."""
+    """The state on the page; times in seconds of the monotonic clock."""
 
     phase: str = "starting"
     since_s: float = 0.0
@@ -110,7 +110,7 @@ class StatusPage:
         _HEARTBEAT.pack_into(self._memory, _AT_HEARTBEAT, time.monotonic())
 
     def read(self) -> PageState:
-        """What was said last. A writer that died between two writes is read as it left it."""
+        """Read the latest state. A writer that died between two writes is read as it left it."""
         for _ in range(_TRIES):
             (before,) = _SEQUENCE.unpack_from(self._memory, 0)
             raw = self._memory[_AT_STATE:_AT_TEXT]
@@ -124,7 +124,7 @@ class StatusPage:
         return PageState(name, since_s, step, model, bucket, buckets, stamp, text)
 
     def heartbeat_s(self) -> float:
-        """When the heartbeat last ticked, in seconds of the monotonic clock."""
+        """The time of the last heartbeat, in seconds of the monotonic clock."""
         (tick_s,) = _HEARTBEAT.unpack_from(self._memory, _AT_HEARTBEAT)
         return float(tick_s)
 
@@ -134,13 +134,13 @@ class StatusPage:
         return str(data[: min(size, MAX_TEXT)].decode(errors="replace"))[:MAX_TEXT]
 
     def status(self) -> bytes | None:
-        """How the training goes, as it was said last; None if it is just being written, or never was."""
+        """The latest training status; None if it is just being written, or never was."""
         size, checksum, data = _STATUS.unpack_from(self._memory, _AT_STATUS)
         data = data[: min(size, MOST_BYTES)]
         return data if data and zlib.crc32(data) == checksum else None
 
     def detach(self) -> None:
-        """From now on what is said stays in this process; whoever still speaks does no harm."""
+        """Keep what is written from now on in this process; a late writer does no harm."""
         self._memory = mmap.mmap(-1, PAGE_BYTES)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ _OBITUARY_S = 3.0
 
 @dataclass(frozen=True)
 class WaitContext:
-    """What a worker waits for.
+    """The place and purpose of a wait.
 
     Args:
         operation: such as "all-reduce".
@@ -82,7 +82,7 @@ class WaitContext:
 
 
 class StallReport(Protocol):
-    """What the watch found out about a stall."""
+    """The findings about a stall."""
 
     @property
     def text(self) -> str:
@@ -101,7 +101,7 @@ class StallReport(Protocol):
 
 
 class StallWitness(Protocol):
-    """Who knows about the other workers while this one waits.
+    """The Protocol of a wait's witness: it knows about the other workers while this one waits.
 
     Attributes:
         exchanges: that are complete, of all models; the same on all workers that wait for each other.
@@ -110,16 +110,16 @@ class StallWitness(Protocol):
     exchanges: int
 
     def waiting(self, awaited: WaitContext) -> None:
-        """This worker begins to wait."""
+        """Note that this worker begins to wait."""
 
     def resumed(self) -> None:
-        """This worker computes again."""
+        """Note that this worker computes again."""
 
     def exchanged(self, stamp: int) -> None:
         """An exchange is complete, after `stamp` batches."""
 
     def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
-        """Who has not arrived, and why; None if nothing can be found out.
+        """Find out who has not arrived, and why; None if that is not possible.
 
         Args:
             server: what is wrong with the parameter server; "" if nothing is known to be, or it is not waited for.
@@ -132,20 +132,20 @@ class NullWitness:
     exchanges = 0
 
     def waiting(self, awaited: WaitContext) -> None:
-        """Nobody listens."""
+        """Ignore it."""
 
     def resumed(self) -> None:
-        """Nobody listens."""
+        """Ignore it."""
 
     def exchanged(self, stamp: int) -> None:
-        """Nobody listens."""
+        """Ignore it."""
 
     def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
         return None
 
 
 class BlockingWait:
-    """Waits, and explains itself.
+    """A wait that explains itself.
 
     Args:
         clock: where time comes from.
@@ -274,7 +274,7 @@ class BlockingWait:
 
 
 class PolledPending(ABC):
-    """Something to wait for that is looked at again and again. A `Pending`."""
+    """A pending result that is polled. A `Pending`."""
 
     sent_bytes = 0
 
@@ -292,7 +292,7 @@ class PolledPending(ABC):
         return True
 
     def result(self) -> Reply:
-        """Nothing."""
+        """No payloads."""
         return []
 
 

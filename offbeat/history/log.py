@@ -53,7 +53,8 @@ _MOST_GIVEN = 8  # whole chunks that are given up, so that there is room to say 
 
 
 class HistoryWriter:
-    """Appends records to a new file. Never raises once it is made, and never waits for the disk but in `close`.
+    """A writer that appends records to a new file. Never raises once it is made, and never waits for the disk but in
+    `close`.
 
     Where the disk is full it keeps what is recorded in memory until there is room, or until that is too much.
 
@@ -119,7 +120,7 @@ class HistoryWriter:
         self._flush()
 
     def _flush(self) -> None:
-        """On one thread at a time, which alone takes from the queue: another may give up meanwhile."""
+        """Write the queue to the file, on one thread at a time: another may give up meanwhile."""
         while (self._queue or self._unwritten) and not self._is_over:
             if not self._unwritten:
                 together = [self._queue.popleft() for _ in range(min(len(self._queue), _MOST_TOGETHER))]
@@ -195,7 +196,7 @@ class HistoryLog:
         self.header = first
 
     def __iter__(self) -> Iterator[Record]:
-        """Its records, in order.
+        """Iterate over the records, in order.
 
         Raises:
             HistoryError: if it cannot be read, or is damaged before its end.
@@ -277,7 +278,7 @@ def write_log(path: Path, records: Iterable[Record]) -> None:
 
 
 def _chunk(number: int, records: list[Record], encoder: msgspec.msgpack.Encoder) -> bytes:
-    """These records; in several chunks, if they are large."""
+    """Encode these records; in several chunks, if they are large."""
     plain = encoder.encode(records)
     if len(plain) > _MOST_BYTES // 2 and len(records) > 1:
         half = len(records) // 2

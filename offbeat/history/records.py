@@ -1,4 +1,4 @@
-"""What a history holds, as it is written: compact, declared, checked when it is read.
+"""The records of a history, as they are written: compact, declared, checked when they are read.
 
 Events and decisions are those of `offbeat.sync`, field by field; what a policy remembers is not written down, because
 who replays the events knows it, too.
@@ -60,7 +60,7 @@ _Line = Annotated[str, msgspec.Meta(max_length=1 << 12)]
 
 
 def _mirror(kinds: dict[int, type]) -> dict[type, type[msgspec.Struct]]:
-    """For each class one that is written as an array, with its number in front."""
+    """Make for each class one that is written as an array, with its number in front."""
     mirrors = {}
     for number, kind in kinds.items():
         hints = typing.get_type_hints(kind)
@@ -100,7 +100,7 @@ class HistoryHeader(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
 
 class LifeBegan(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """By the coordinator: it decides about a model from now on.
+    """Coordinator: it decides about a model from now on.
 
     Args:
         life: of the server.
@@ -119,7 +119,7 @@ class LifeBegan(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class WorkerReturned(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """By the coordinator: the worker that joins next took part before.
+    """Coordinator: the worker that joins next took part before.
 
     Args:
         least: its next contribution has no lower number.
@@ -133,7 +133,7 @@ class WorkerReturned(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class PolicyStep(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """By the coordinator: what happened, and what the policy decided.
+    """Coordinator: an event, and the policy's decision.
 
     Args:
         asked: whether the policy was asked; it is not before all workers of the beginning are there.
@@ -152,7 +152,7 @@ class PolicyStep(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class PlanAdopted(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """By the coordinator, or by each worker where there is none: another plan holds, for all models.
+    """Coordinator, or each worker where there is none: another plan holds, for all models.
 
     Args:
         plan: as TOML.
@@ -164,7 +164,7 @@ class PlanAdopted(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class ShardServes(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """By a shard: it holds blocks of a model.
+    """Shard: it holds blocks of a model.
 
     Args:
         life: of the server.
@@ -192,7 +192,7 @@ class UsedContribution(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UpdateMade(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """By a shard: it has made an update in all its blocks.
+    """Shard: it has made an update in all its blocks.
 
     Args:
         version: of the update, counting from 1.
@@ -207,7 +207,7 @@ class UpdateMade(msgspec.Struct, tag=6, array_like=True, frozen=True):
 
 
 class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """By a worker: it has prepared a model.
+    """Worker: it has prepared a model.
 
     Args:
         plan: as TOML.
@@ -222,7 +222,7 @@ class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """By a worker: the parameters it has after a step, or after all waited for the newest.
+    """Worker: the parameters it has after a step, or after all waited for the newest.
 
     Args:
         step: of its own, from 0.
@@ -256,11 +256,11 @@ class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class CheckpointLoaded(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """By a worker: a checkpoint is taken over; what it has next is not what the version said before."""
+    """Worker: it has loaded a checkpoint; what it has next is not what the version said before."""
 
 
 class FabricMigrated(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    """By a worker, on either side: here one stretch of its run ends or begins, with a server or without one.
+    """Worker, on either side: here one stretch of its run ends or begins, with a server or without one.
 
     Each stretch has a file and a name of its own.
 
@@ -276,13 +276,13 @@ class FabricMigrated(msgspec.Struct, tag=11, array_like=True, frozen=True):
 
 
 class WorkersAdmitted(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    """By each worker, where there is no server: these take part from the next step on."""
+    """Each worker, where there is no server: these take part from the next step on."""
 
     ranks: tuple[_Rank, ...]
 
 
 class ParametersReplaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """By a shard, or the coordinator: what the server had was replaced by what a worker had, such as a checkpoint.
+    """Shard or coordinator: what the server had was replaced by what a worker had, such as a checkpoint.
 
     Args:
         version: of the parameters.
@@ -297,7 +297,7 @@ class ParametersReplaced(msgspec.Struct, tag=13, array_like=True, frozen=True):
 
 
 class NoticeGiven(msgspec.Struct, tag=14, array_like=True, frozen=True):
-    """By the coordinator: something breaks no law, but a person should know of it.
+    """Coordinator: something breaks no law, but a person should know of it.
 
     Args:
         version: of the parameters.
@@ -352,19 +352,19 @@ def told(
     ends: bool = False,
     apart: int = 0,
 ) -> PolicyStep:
-    """What happened and what was decided, as it is written."""
+    """Make the record of an event and the decision."""
     kept = tuple(_written(action) for action in actions if not isinstance(action, Remember))
     return PolicyStep(model, _written(event), kept, asked, change, ends, apart)
 
 
 def event_of(record: PolicyStep) -> Event:
-    """What happened."""
+    """Read the event of a record."""
     event: Event = _read(record.event)
     return event
 
 
 def actions_of(record: PolicyStep) -> tuple[Action, ...]:
-    """What was decided."""
+    """Read the actions of a record."""
     return tuple(_read(action) for action in record.actions)
 
 

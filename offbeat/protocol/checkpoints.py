@@ -45,15 +45,15 @@ class StatePart(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestReplacement(msgspec.Struct, tag=True, frozen=True):
-    """From the first worker to the coordinator: it has other parameters, and another state, for a model."""
+    """First worker to coordinator: it has loaded other parameters and another state for a model."""
 
     model: Model
     number: Count
 
 
 class MayPut(msgspec.Struct, tag=True, frozen=True):
-    """In answer to `RequestReplacement`: from each shard, once all others wait for it; or from the coordinator, if they
-    never do.
+    """The answer to `RequestReplacement`: from each shard, once all others wait for it; or from the coordinator, if
+    they never do.
 
     Args:
         refused: why it may not; "" if it may.
@@ -75,7 +75,7 @@ class PutState(msgspec.Struct, tag=True, frozen=True):
 
 
 class PutStateDone(msgspec.Struct, tag=True, frozen=True):
-    """Everything was put."""
+    """The end of a replacement: everything was put."""
 
     model: Model
     number: Count

@@ -1,4 +1,4 @@
-"""What workers and the coordinator say about data: who computes which samples next.
+"""Messages about data between workers and the coordinator: who computes which samples next.
 
 worker                                       coordinator
   | -- Enrol(loader, samples, batch, ...) ----> |   once per loader
@@ -107,7 +107,7 @@ class Deal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseGrants(msgspec.Struct, tag=True, frozen=True):
-    """What a worker is to compute next, in this order.
+    """The leases that a worker computes next, in this order.
 
     Args:
         afresh: whatever it has from before is void.
@@ -131,7 +131,7 @@ def dealt(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
 
 
 def leases_of(message: LeaseGrants, samples: int) -> list[Lease | EndOfEpoch]:
-    """What is dealt out.
+    """Read the leases of a message.
 
     Args:
         samples: of the dataset.

@@ -1,4 +1,4 @@
-"""What workers and shards of a parameter server say to each other; bodies are raw elements of blocks.
+"""The codec of messages between workers and the shards of a parameter server; bodies are raw elements of blocks.
 
 worker                                          shard (the coordinator is the first)
   | -- OpenModel(model) + ModelInfo -----------> |   once per model, to the coordinator when all others have opened it
@@ -165,7 +165,7 @@ def pack(message: FromWorker | ToWorker | FromShard | FromChief | ModelInfo | tu
 
 
 def details_of(body: bytes | bytearray) -> ModelInfo:
-    """What a worker says about its model.
+    """Read a worker's `ModelInfo`.
 
     Raises:
         PeerError: if it is not that.
@@ -187,7 +187,7 @@ def statuses_of(body: bytes | bytearray | memoryview) -> tuple[ModelStatus, ...]
 
 
 def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStatus, ...]]:
-    """What a server answers to `GetStatus`: its number, and the status of every model.
+    """Read the answer to `GetStatus`: its number, and the status of every model.
 
     Raises:
         PeerError: if it is no such answer.
@@ -197,7 +197,7 @@ def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStat
 
 
 def from_guest(metadata: bytes) -> FromWorker | FromShard:
-    """What a worker or an onlooker says, or another shard to the coordinator.
+    """Read a message from a worker or an onlooker, or from another shard to the coordinator.
 
     Raises:
         PeerError: if it is none of the declared messages.
@@ -207,7 +207,7 @@ def from_guest(metadata: bytes) -> FromWorker | FromShard:
 
 
 def from_chief(metadata: bytes) -> FromChief:
-    """What the coordinator says to another shard.
+    """Read a message from the coordinator to another shard.
 
     Raises:
         PeerError: if it is none of the declared messages.
@@ -217,7 +217,7 @@ def from_chief(metadata: bytes) -> FromChief:
 
 
 def to_worker(metadata: bytes) -> ToWorker:
-    """What a shard says.
+    """Read a message from a shard to a worker.
 
     Raises:
         PeerError: if it is none of the declared messages.

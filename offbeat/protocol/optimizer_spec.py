@@ -34,12 +34,12 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 def outer_hyper(outer: OuterSGD | None) -> tuple[Hyper, ...]:
-    """How mean changes are applied, as what is said of an optimizer with one group; empty for a plain average."""
+    """Write how mean changes are applied as hyper-parameters of one group; empty for a plain average."""
     return ({} if outer is None else dict(dataclasses.asdict(outer)),)
 
 
 def outer_of(groups: Sequence[Hyper]) -> OuterSGD | None:
-    """What `outer_hyper` put into words.
+    """Read what `outer_hyper` wrote.
 
     Raises:
         PeerError: if it is not that.

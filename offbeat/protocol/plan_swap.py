@@ -1,4 +1,4 @@
-"""How another plan comes to hold while a job trains.
+"""Messages of a plan swap.
 
 who wants it                 coordinator                          every worker, every shard
   | -- Swap(number, part) ---> |                                            |
@@ -27,7 +27,7 @@ _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class SwapPlan(msgspec.Struct, tag=True, frozen=True):
-    """From a worker or an operator: have the plan hold that differs from the present one by this.
+    """Worker or operator to coordinator: change the plan by this.
 
     Args:
         part: of a plan, as TOML: what is in it replaces what the present one has there.
@@ -40,14 +40,14 @@ class SwapPlan(msgspec.Struct, tag=True, frozen=True):
 
 
 class PlanProposed(msgspec.Struct, tag=True, frozen=True):
-    """To each worker: can you go by this plan?"""
+    """Coordinator to each worker: a plan to agree to."""
 
     number: Count
     plan: Text
 
 
 class PlanAgreement(msgspec.Struct, tag=True, frozen=True):
-    """From a worker: what it makes of the plan that was proposed.
+    """Worker to coordinator: its vote on the proposed plan.
 
     Args:
         digest: of the plan as it read it; "" if it cannot go by it.
@@ -62,7 +62,7 @@ class PlanAgreement(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdoptPlan(msgspec.Struct, tag=True, frozen=True):
-    """To all workers and shards: this plan holds from now on.
+    """Coordinator to all workers and shards: this plan holds from now on.
 
     Args:
         number: how often the plan of the job was swapped.
@@ -77,7 +77,7 @@ class AdoptPlan(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwapResult(msgspec.Struct, tag=True, frozen=True):
-    """To who wanted it.
+    """Coordinator to whoever requested the swap: its result.
 
     Args:
         text: what has changed.

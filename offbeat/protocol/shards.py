@@ -1,4 +1,4 @@
-"""Among shards: how far things are, and what the coordinator decides."""
+"""Messages among shards: progress to the coordinator, and its decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.protocol.training import ContributionInfo
 
 
 class RegisterShard(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: it takes part from now on.
+    """Shard to coordinator: it takes part from now on.
 
     Args:
         held: number and life of each snapshot that it could go on from.
@@ -24,7 +24,7 @@ class RegisterShard(msgspec.Struct, tag=True, frozen=True):
 
 
 class BeginLife(msgspec.Struct, tag=True, frozen=True):
-    """From the coordinator to a shard: its life begins.
+    """Coordinator to shard: its incarnation begins.
 
     Args:
         life: of the server.
@@ -36,11 +36,11 @@ class BeginLife(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveLastSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: it is about to end, and would like to leave a snapshot."""
+    """Shard to coordinator: it is about to end, and asks for a last snapshot."""
 
 
 class SnapshotSaved(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: a snapshot is written, or could not be.
+    """Shard to coordinator: a snapshot is written, or could not be.
 
     Args:
         cost_s: what it took, from the first copy to the disk.
@@ -66,13 +66,13 @@ class SnapshotMark(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelFilled(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: it has the first values of all its blocks."""
+    """Shard to coordinator: it has the first values of all its blocks."""
 
     model: Model
 
 
 class PushNearlyDone(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: of its blocks of a contribution no more than a tenth is to come."""
+    """Shard to coordinator: of its blocks of a contribution no more than a tenth is to come."""
 
     model: Model
     worker: Count
@@ -80,7 +80,7 @@ class PushNearlyDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class PushDone(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: all its blocks of a contribution have arrived.
+    """Shard to coordinator: all its blocks of a contribution have arrived.
 
     Args:
         entry: of the worker's `OpenModel`; one that comes to the job again may push the same number anew.
@@ -93,7 +93,7 @@ class PushDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkerDrained(msgspec.Struct, tag=True, frozen=True):
-    """From a shard to the coordinator: after a `WorkerRemoved` of this number it takes nothing more of that worker."""
+    """Shard to coordinator: after a `WorkerRemoved` of this number it takes nothing more of that worker."""
 
     model: Model
     number: Count

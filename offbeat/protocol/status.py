@@ -1,4 +1,4 @@
-"""What can be seen of a job, and how it is asked for.
+"""The status of a job, and the messages that ask for it.
 
 An onlooker and a server need not be of the same version: what a server leaves out has a default, what it says besides
 is passed over.
@@ -66,7 +66,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """How long a step takes it when nobody keeps it waiting; 0 if unknown."""
+        """Seconds that a step takes it when nobody keeps it waiting; 0 if unknown."""
         return self.computing_s + self.turn_s if self.computing_s > 0 else 0.0
 
 
@@ -108,7 +108,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict
         return min((seen.clock for seen in self.present), default=0)
 
     def ahead(self, seen: WorkerStatus) -> int:
-        """How many steps a worker is ahead of what the slowest has brought, which is what policies bound."""
+        """Count the steps that a worker is ahead of the slowest one's contributions, which is what policies bound."""
         return max(0, seen.step - self.low)
 
     def waiting_share(self, seen: WorkerStatus) -> float:
@@ -119,17 +119,17 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict
 
     @property
     def counts(self) -> str:
-        """What `version` counts, in words."""
+        """The unit of `version`, in words."""
         return "steps" if self.fabric else "updates"
 
     def updates_per_s(self, then: ModelStatus | None = None) -> float:
-        """Since `then`, or in all."""
+        """Updates per second since `then`, or in all."""
         since_s, since = (0.0, 0) if then is None else (then.running_s, then.version)
         return (self.version - since) / (self.running_s - since_s) if self.running_s > since_s else 0.0
 
 
 class GetStatus(msgspec.Struct, tag=True, frozen=True):
-    """How does the job go? From a worker that waits, or from an onlooker."""
+    """Worker that waits, or onlooker, to coordinator: a request for the status."""
 
     number: Count
 

@@ -1,4 +1,4 @@
-"""Between workers and shards, while training: from opening a model to a word for people."""
+"""Messages between workers and shards while training: from opening a model to notices for people."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reconnect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says that took part before.
+    """The message of a worker that took part before.
 
     Args:
         life: of the server, as it last was here.
@@ -80,7 +80,7 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a worker says about its model.
+    """A worker's description of its model.
 
     Args:
         world: how many workers the job begins with.
@@ -152,7 +152,7 @@ class InitBlock(msgspec.Struct, tag=True, frozen=True):
 
 
 class ContributionInfo(msgspec.Struct, frozen=True):
-    """What is to be known about a contribution.
+    """The description of a contribution.
 
     Args:
         weight: samples it was computed from.
@@ -264,7 +264,7 @@ class AskAllWorkers(msgspec.Struct, tag=True, frozen=True):
 
 
 class AllWorkersAnswer(msgspec.Struct, tag=True, frozen=True):
-    """What all have asked.
+    """The answer to a collective question.
 
     Args:
         workers: how many were asked.
@@ -280,7 +280,9 @@ class AllWorkersAnswer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """To a worker, or to a shard that wants to follow. `disagrees`: it differs from what the other workers say."""
+    """A refusal, to a worker or to a shard that wants to follow. `disagrees`: it differs from what the other workers
+    say.
+    """
 
     reason: Text
     disagrees: bool = False
@@ -294,6 +296,6 @@ class SnapshotAck(msgspec.Struct, tag=True, frozen=True):
 
 
 class Notice(msgspec.Struct, tag=True, frozen=True):
-    """Something that people should know."""
+    """A notice for people."""
 
     text: Text

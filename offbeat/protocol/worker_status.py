@@ -1,4 +1,4 @@
-"""How a worker's training goes, for people who look: how far it is, how fast, what its script logged, what happened.
+"""The progress of a worker's training, for people: how far it is, how fast, what its script logged, what happened.
 
 A worker says it about once a second: to its sentinel, by the page, and to a parameter server if it has one. Both only
 keep the latest one, and hand it to whoever looks; nothing is decided by it.
@@ -24,14 +24,14 @@ _Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 
 
 class StatusEvent(msgspec.Struct, frozen=True):
-    """Something that was worth telling people about; `time_s` in seconds since 1970."""
+    """An event worth showing to people; `time_s` in seconds since 1970."""
 
     time_s: _Number
     text: Annotated[str, msgspec.Meta(max_length=MOST_EVENT)]
 
 
 class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's.
+    """The training status of one worker.
 
     Args:
         host: this machine's name.
@@ -75,14 +75,14 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """How long it will take until the end, at the present rate; None if that is not known."""
+        """Seconds until the end, at the present rate; None if that is not known."""
         if self.total_epochs and self.epochs >= 0:
             return _until(self.total_epochs - self.epochs, self.epochs_per_s)
         return _until(self.total_steps - self.step, self.steps_per_s) if self.total_steps else None
 
     @property
     def epoch_left_s(self) -> float | None:
-        """How long it will take until the end of this epoch, at the present rate; None if that is not known."""
+        """Seconds until the end of this epoch, at the present rate; None if that is not known."""
         return _until(1.0 - self.epochs % 1.0, self.epochs_per_s) if self.epochs >= 0 else None
 
 
@@ -97,13 +97,13 @@ _decode = msgspec.msgpack.Decoder(TrainingStatus).decode
 
 
 def pack_status(status: TrainingStatus) -> bytes:
-    """As bytes; without events if it is too long with them."""
+    """Encode a status as bytes; without events if it is too long with them."""
     data = _encode(status)
     return data if len(data) <= MOST_BYTES else _encode(msgspec.structs.replace(status, events=()))
 
 
 def read_status(data: Buffer) -> TrainingStatus | None:
-    """What `pack_status` made; None if it is not that."""
+    """Decode what `pack_status` encoded; None if it is not that."""
     try:
         status: TrainingStatus = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a synchronization policy decides."""
+"""Actions: the decisions of a synchronization policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Drop:
-    """These contributions are not used; they are counted.
+    """Leave these contributions out; they are counted.
 
     If the worker was already granted its push, what is still on the way is not waited for: it is discarded, and the
     worker may stop sending. Its clock moves on at once, as if the contribution had arrived.

@@ -108,7 +108,7 @@ class DSSP:
         return actions if after == before else [*actions, Remember(after)]
 
     def _extra(self, state: State, worker: int) -> int | None:
-        """After how many steps from now the fastest worker waits least; None if that cannot be told."""
+        """Count the steps from now after which the fastest worker waits least; None if that cannot be known."""
         fast, others = state.members[worker], [m for w, m in sorted(state.members.items()) if w != worker]
         slow = min(others, key=lambda m: m.brought)
         if any(other.pace > fast.pace for other in others):

@@ -1,4 +1,4 @@
-"""What happens to workers, as a synchronization policy is told.
+"""Events: what happens to workers, as a synchronization policy observes it.
 
 Each event has the time at which it happened, in monotonic seconds: policies read no clock.
 """
@@ -24,7 +24,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class PushEnding:
-    """Nearly all of contribution `clock` has arrived; a contribution that is very short may come without it.
+    """A push is nearly done: most of contribution `clock` has arrived; a very short one may come without this event.
 
     Who is let push next takes a moment until its first bytes are here. What is still to come fills that moment.
     """

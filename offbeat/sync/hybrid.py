@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """What is remembered: the groups as the members of an outer state, and each group's part."""
+    """The memory of `Hybrid`: the groups as the members of an outer state, and each group's part."""
 
     outer: State = field(default_factory=State)
     parts: Mapping[int, HybridGroup] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Hybrid:
         pending: Mapping[Push, float],
         stuck: frozenset[int],
     ) -> tuple[HybridGroup, list[Action]]:
-        """What the inner policy decides; what of that happens at once."""
+        """Let the inner policy decide, and return the actions that take effect at once."""
         due = part.wake_s is not None and part.wake_s <= state.now_s
         if part.crowd == crowd and part.pending == pending and part.stuck == stuck and not due:
             return part, []  # it has nothing more to say
@@ -245,7 +245,7 @@ class Hybrid:
     def _between(
         self, outer: State, parts: dict[int, HybridGroup], state: State, crowds: Mapping[int, Mapping[int, Member]]
     ) -> tuple[State, list[Action]]:
-        """What the outer policy decides, as it concerns workers; `parts` is brought up to date."""
+        """Let the outer policy decide, and return its actions on workers; `parts` is brought up to date."""
         due = outer.wake_s is not None and outer.wake_s <= state.now_s
         outer = changed(outer, now_s=state.now_s, wake_s=None if due else outer.wake_s)
         for group in outer.members.keys() - crowds.keys():

@@ -139,7 +139,7 @@ def _in_step(
 
 
 def _pulling(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Member]) -> State:
-    """Since when a group pulls that was released: where this is within a group of another, that may withhold it."""
+    """Note the time since when a released group pulls: a group of another level may withhold it."""
     member = outer.members[group]
     if member.released_s is None:
         return outer
@@ -151,7 +151,7 @@ def _pulling(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Me
 
 
 def still_true(part: HybridGroup, state: State, crowd: Mapping[int, Member]) -> HybridGroup:
-    """Without what workers that are gone, or have come back, had a part in."""
+    """Remove what workers that are gone, or have come back, had a part in."""
     if not (part.asked or part.passed or part.forming or part.sent):
         return part
     held = {worker: member for worker, member in crowd.items() if member.held}
@@ -205,7 +205,7 @@ def _is_on_its_way(push: Push, part: HybridGroup, crowd: Mapping[int, Member]) -
 
 
 def blamed(part: HybridGroup, crowd: Mapping[int, Member]) -> list[int]:
-    """Whom a group that takes too long waits for."""
+    """List the workers that a group which takes too long waits for."""
     crew = [push for push in part.crew if push[0] in crowd]
     late = [worker for worker, clock in crew if crowd[worker].clock <= clock]
     late = late or [worker for worker, _ in crew if crowd[worker].released_s is not None]

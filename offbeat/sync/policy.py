@@ -31,7 +31,7 @@ Contributes = Literal["gradient", "change"] | None
 
 
 class Policy(Protocol):
-    """Describes a synchronization policy."""
+    """The Protocol of a synchronization policy."""
 
     @property
     def replicated(self) -> bool:
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
     @property
     def bound(self) -> int | None:
-        """How many steps a worker may be ahead of the slowest one that takes part; None if any number.
+        """The number of steps that a worker may be ahead of the slowest one that takes part; None if any number.
 
         When a worker is released for step s, each other member has brought at least s - bound contributions. One that
         is in the update the worker waits for counts, and one in any earlier update if that update is made in order:
@@ -55,10 +55,10 @@ class Policy(Protocol):
         """Whether a worker that is ready may have to wait for its `Grant`; else it may begin to push at once."""
 
     def contributes(self, step: int) -> Contributes:
-        """What a worker brings after its own step number `step`, from 0."""
+        """The kind of contribution that a worker pushes after its own step number `step`, from 0."""
 
     def decide(self, state: State) -> Sequence[Action]:
-        """What is to be done now; empty if nothing. Pure."""
+        """Decide what to do now; empty if nothing. Pure."""
 
 
 def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
@@ -76,7 +76,7 @@ def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
 
 
 def own_steps(policy: Policy) -> int:
-    """How many of a worker's own steps are in a contribution, once it makes any; 0 if it makes none.
+    """Count a worker's own steps in a contribution, once it makes any; 0 if it makes none.
 
     >>> from offbeat.sync import BSP, LocalSGD
     >>> own_steps(LocalSGD(every=8, after=100)), own_steps(BSP())
@@ -87,7 +87,7 @@ def own_steps(policy: Policy) -> int:
 
 
 def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """What `policy` decides after `event`, and the state after that.
+    """Observe `event`, let `policy` decide, and return the state after that.
 
     Raises:
         PolicyMisstep: if the policy decided something impossible, or finds no end.
@@ -96,7 +96,7 @@ def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action,
 
 
 def settle(policy: Policy, state: State) -> tuple[State, tuple[Action, ...]]:
-    """What `policy` decides until it has nothing more to say, and the state after that.
+    """Let `policy` decide until it has no more actions, and return the state after that.
 
     Raises:
         PolicyMisstep: if the policy decided something impossible, or finds no end.

@@ -39,7 +39,7 @@ _MOST_CHANGE = 0.1  # of the gap, from one round to the next
 
 @dataclass(frozen=True)
 class Rotation:
-    """Whose turn it is.
+    """The order of turns, and who has been passed over.
 
     Args:
         order: the workers; the first is next. Who had a turn goes to the end.
@@ -165,7 +165,7 @@ class RoundRobin:
         return 1 if self.strict else None
 
     def slots_over(self, hosts: int) -> int:
-        """How many slots there are where the parameters are spread over so many hosts."""
+        """Count the slots where the parameters are spread over so many hosts."""
         return self.slots or (1 if self.strict else hosts)
 
     @property
@@ -234,7 +234,7 @@ class RoundRobin:
     # -- whose turn it is ----------------------------------------------------------------------------------------
 
     def _next(self, rotation: Rotation, state: State) -> int | None:
-        """Who has its turn now, if anybody."""
+        """The worker that has its turn now, if any."""
         if rotation.free_since_s is None or state.now_s < self._open_s(rotation):
             return None
         for worker in rotation.order:
@@ -249,7 +249,7 @@ class RoundRobin:
         return ready[0] if ready and self._may_pass(rotation, state, ready[0]) else None
 
     def _line(self, rotation: Rotation, state: State) -> tuple[int, ...]:
-        """Whose turn it is, in order; in strict order nobody is in it who is ahead of another."""
+        """List the workers in the order of their turns; in strict order without those that are ahead of another."""
         if self.strict:
             low = state.low
             members = state.members
@@ -279,13 +279,13 @@ class RoundRobin:
         return 0.0 if rotation.gap_s is None else rotation.next_open_s
 
     def _passing_s(self, rotation: Rotation) -> float:
-        """When another may go ahead of the next worker; never while warming up."""
+        """The time from which another may go ahead of the next worker; never while warming up."""
         if rotation.gap_s is None or rotation.free_since_s is None:
             return float("inf")
         return max(rotation.free_since_s, rotation.next_open_s) + self.grace * rotation.gap_s
 
     def _opens_s(self, rotation: Rotation, state: State) -> float:
-        """When somebody's turn begins although nothing happens; infinite if that cannot be."""
+        """The time at which a turn begins although no event comes; infinite if there is none."""
         if rotation.free_since_s is None:
             return float("inf")
         line = self._line(rotation, state)
@@ -297,7 +297,7 @@ class RoundRobin:
     # -- what is remembered --------------------------------------------------------------------------------------
 
     def _manned(self, rotation: Rotation, state: State) -> Rotation:
-        """Without those who left (in strict order, once their turn has come), and with those who joined."""
+        """Remove workers that left (in strict order, once their turn has come), and add those that joined."""
         members = state.members
         if rotation.order and not rotation.turns:
             rotation = changed(rotation, order=())  # the beginning: by rank, whoever came first
@@ -315,7 +315,7 @@ class RoundRobin:
         return changed(rotation, gap_s=gap_s, next_open_s=next_open_s)
 
     def _place(self, order: list[int], state: State) -> int:
-        """Where a newcomer is furthest from other newcomers, around the circle; at the end if there are none."""
+        """Find the place furthest from other new workers, around the circle; the end if there are none."""
         members = state.members
         new = [i for i, worker in enumerate(order) if worker in members and members[worker].turn_s is None]
         if not new or len(new) == len(order):
@@ -328,7 +328,7 @@ class RoundRobin:
         return max(range(1, len(order) + 1), key=lambda place: (distance(place), place))
 
     def _watched(self, rotation: Rotation, state: State) -> Rotation:
-        """With what is to be noticed between turns: a slot that has become free, the end of the warm-up."""
+        """Note what happens between turns: a slot that has become free, the end of the warm-up."""
         turns = [member for member in state.members.values() if member.released_s is not None]
         # Links carry both directions at once, so the next one pushes while this one still pulls, but not one more:
         # where pulls take longer than pushes they would pile up. In strict order not even that, as it would pull
@@ -345,7 +345,7 @@ class RoundRobin:
         return rotation
 
     def _turned(self, rotation: Rotation, state: State, worker: int) -> Rotation:
-        """After the turn of `worker` has begun."""
+        """Begin the turn of `worker`."""
         index = rotation.order.index(worker)
         order = (*rotation.order[:index], *rotation.order[index + 1 :], worker)
         owed, weights = rotation.owed, rotation.weights
@@ -366,7 +366,7 @@ class RoundRobin:
         return Rotation(order, owed, gap_s, next_open_s, None, turns, rotation.evicted_s, weights)
 
     def _rate(self, rotation: Rotation, state: State, worker: int) -> float:
-        """Which part of a round's samples the worker's contribution is made from."""
+        """The part of a round's samples that the worker's contribution is made from."""
         push = (worker, state.members[worker].step)
         if not self.strict or push not in state.pending:
             return state.share(push) if push in state.pending else 1.0
@@ -382,7 +382,7 @@ class RoundRobin:
         return max(self.gap_factor * median(cycles_s.values()) / len(state.members), self._slot_s(state))
 
     def _slot_s(self, state: State) -> float:
-        """How often a slot becomes free if all of them are always taken.
+        """Seconds from one free slot to the next if all of them are always taken.
 
         Whose transfers take far longer than the others' holds its own slot for so long, but does not space theirs:
         a mean would space all by a bad link, and for many rounds after that has healed.
@@ -398,7 +398,7 @@ class RoundRobin:
     # -- who takes too long --------------------------------------------------------------------------------------
 
     def _leases_s(self, rotation: Rotation, state: State) -> dict[int, float]:
-        """When each worker that others wait for is evicted."""
+        """The time at which each worker that others wait for is evicted."""
         members = state.members
         pulling = {worker: m for worker, m in members.items() if m.released_s is not None}
         held = [worker for worker, m in members.items() if m.held]
@@ -438,7 +438,7 @@ def _off(state: State) -> set[int]:
 
 
 def _cycle_s(member: Member) -> float | None:
-    """How long a step takes, not counting the time it is blocked."""
+    """Seconds that a step takes, not counting the time it is blocked."""
     if member.computing_s is None or member.turn_s is None:
         return None
     return member.computing_s + member.turn_s

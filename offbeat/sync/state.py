@@ -1,4 +1,4 @@
-"""What every synchronization policy decides from: one `State`, and the events that change it.
+"""The `State` that every synchronization policy decides from, and the events that change it.
 
 A worker's way through one step, seen from where the parameters are kept:
 
@@ -94,7 +94,7 @@ class Member:
 
     @property
     def brought(self) -> int:
-        """How many contributions it has brought, as workers are compared."""
+        """The number of contributions it has pushed, as workers are compared."""
         return self.clock - self.ahead
 
     def is_off(self, low: int) -> bool:
@@ -102,7 +102,7 @@ class Member:
         return self.rests > 0 and self.pace - self.rests <= low < self.pace
 
     def released(self, at_s: float, version: int) -> Member:
-        """As it is when it may go on."""
+        """The member after its release."""
         rests = self.every - 1
         return changed(
             self, step=self.step + 1, ahead=self.ahead - rests, rests=rests, ready_s=None, arrived=False,
@@ -122,7 +122,7 @@ class Member:
 
     @property
     def phase(self) -> str:
-        """What it does, in one word, for people."""
+        """The activity of the worker, in one word, for people."""
         if self.released_s is not None:
             return "pulling"
         if self.ready_s is None:
@@ -134,7 +134,7 @@ class Member:
 
 @dataclass(frozen=True)
 class State:
-    """All that is known; immutable.
+    """The state of a job as policies see it; immutable.
 
     Args:
         members: the workers that take part, by rank.
@@ -183,13 +183,14 @@ class State:
         return tuple(sorted(push for push in self.pending if not self._has(push)))
 
     def share(self, *pushes: Push) -> float:
-        """Which part of a round's samples these pending contributions are made from; what is left from larger rounds
-        than this one is no more than a whole round."""
+        """The part of a round's samples that these pending contributions are made from; what is left from larger rounds
+        than this one is no more than a whole round.
+        """
         weight = self.weight
         return min(1.0, add_up([self.pending[push] for push in pushes]) / weight) if weight else 0.0
 
     def slowest_but(self, worker: int) -> int:
-        """How many contributions the others have brought at least; if it is alone, as many as it has."""
+        """The fewest contributions that any other worker has pushed; its own number if it is alone."""
         others = [m.clock - m.ahead for other, m in self.members.items() if other != worker]
         return min(others, default=self.members[worker].pace + 1)
 
@@ -272,7 +273,7 @@ def enact(state: State, action: Action) -> State:
 
 
 def changed(thing: T, **changes: Any) -> T:
-    """What `dataclasses.replace` gives, seven times as fast; copying is most of the cost of a decision."""
+    """Do what `dataclasses.replace` does, seven times as fast; copying is most of the cost of a decision."""
     copy = object.__new__(type(thing))
     copy.__dict__.update(thing.__dict__)
     copy.__dict__.update(changes)

@@ -1,4 +1,4 @@
-"""What a policy that has been swapped out had workers bring, where the present one has them bring something else.
+"""Contributions of another kind that are still pending when a policy is swapped.
 
 An update holds gradients or changes, never both. So what is of the other kind is in an update by itself: what is
 pending when the policy is swapped (`take_over`), and what comes later from a worker that had not heard of the swap
@@ -53,11 +53,11 @@ class DrainOldKind:
         return False
 
     def contributes(self, step: int) -> Contributes:
-        """Not asked: they are there."""
+        """Never asked: the contributions are there."""
         return "gradient"
 
     def decide(self, state: State) -> Sequence[Action]:
-        """As `ASP`, for these."""
+        """Decide as `ASP` does, for contributions of the old kind."""
         mine = {(worker, m.step): m for worker, m in sorted(state.members.items()) if (worker, m.step) in self.rates}
         held = {push: m for push, m in mine.items() if m.held}
         return [
@@ -68,7 +68,7 @@ class DrainOldKind:
 
 
 class DecisionStage(NamedTuple):
-    """Something that was decided.
+    """Actions, and the state before them.
 
     Args:
         before: the state from which it was.
@@ -79,7 +79,9 @@ class DecisionStage(NamedTuple):
 
 
 def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[State, tuple[DecisionStage, ...]]:
-    """What is decided when `new` takes over, and the state after that; in two stages if some of it is apart."""
+    """Decide as `new` takes over, and return the state after that; in two stages if contributions of the old kind are
+    pending.
+    """
     state = observe(state, event)
     if own_steps(old) == own_steps(new):
         return _one(new, state)
@@ -91,7 +93,8 @@ def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[S
 def bring(
     policy: Policy, state: State, event: Ready, *, change: bool, ends: bool = False
 ) -> tuple[State, tuple[DecisionStage, ...]]:
-    """What is decided when a worker has a contribution, and the state after that; in two stages if some of it is apart.
+    """Decide on a worker's new contribution, and return the state after that; in two stages if contributions of the old
+    kind are pending.
 
     Args:
         change: it is a change of the worker's own, not a gradient.

@@ -23,14 +23,14 @@ _MOST_SKIPPED = 256
 
 
 class EagerSelector(selectors.EpollSelector):
-    """Waits for files to become readable or writable."""
+    """A selector that polls for a moment before it blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self._skip = self._skipped = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready, as in `selectors`; waits `timeout` seconds for it, None for ever."""
+        """Return the files that are ready, as in `selectors`; waits `timeout` seconds for them, None for ever."""
         if timeout is not None and timeout <= _LOOK_S:
             return super().select(timeout)
         if self._skipped < self._skip:

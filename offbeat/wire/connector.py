@@ -1,4 +1,4 @@
-"""Who dials: for one link, the first time and whenever its connection is lost."""
+"""The dialling side of one link: the first time, and whenever its connection is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_ANSWER_BYTES = 4 * STRANGER_BYTES
 
 
 class Connector:
-    """Dials for one link.
+    """The dialling side of one link.
 
     Args:
         address: "host:port", of IPv6 "[host]:port".
@@ -99,7 +99,7 @@ class Connector:
             self._task = asyncio.get_running_loop().create_task(self._redial(link))
 
     async def _redial(self, link: PeerLink) -> None:
-        """Until there is a connection again; the link gives up by itself when it has heard nothing for too long."""
+        """Dial until there is a connection again; the link itself gives up when it hears nothing for too long."""
         if link.counters.bytes_in > self._heard_bytes:
             # The last connection was good for something, so at first the next one is not waited for.
             self._pause_s, self._heard_bytes = 0.0, link.counters.bytes_in
@@ -172,7 +172,7 @@ class Connector:
 
 
 class _FinalError(PeerError):
-    """It is of no use to try again."""
+    """The refusal is final, and another attempt is of no use."""
 
 
 def _why(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What proves who may speak: a shared token, certificates, or both.
+"""The credentials that prove who may speak: a shared token, certificates, or both.
 
 * `Token` keeps strangers out: each side proves that it knows the secret. What is said afterwards is neither encrypted
   nor protected from somebody who controls the network in between.
@@ -59,7 +59,7 @@ class Certificates:
     token: Token | None = None
 
     def server_context(self) -> ssl.SSLContext:
-        """For who listens.
+        """The TLS context of the side that listens.
 
         Raises:
             NetworkError: if a file cannot be used.
@@ -67,7 +67,7 @@ class Certificates:
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def client_context(self) -> ssl.SSLContext:
-        """For who dials; the name or address that it dials must stand in the other side's certificate.
+        """The TLS context of the side that dials; the dialled name or address must stand in the other's certificate.
 
         Raises:
             NetworkError: if a file cannot be used.

@@ -41,7 +41,9 @@ _NO_BODY_CHECK = xxhash.xxh3_64_intdigest(b"") & _LOW_HALF
 
 
 class Kind(enum.IntEnum):
-    """Who a frame is for: `MESSAGE` for the reader's owner, the others are a session's (see `offbeat.wire.session`)."""
+    """The addressee of a frame: `MESSAGE` for the reader's owner, the others are a session's (see
+    `offbeat.wire.session`).
+    """
 
     MESSAGE = 0
     DATA = 1
@@ -79,7 +81,7 @@ def head(
     received: int = 0,
     urgent: bool = False,
 ) -> bytes:
-    """What stands before the body: header and metadata."""
+    """Encode what stands before the body: header and metadata."""
     size = len(body)
     prefix = _PREFIX.pack(MAGIC, VERSION, kind, urgent, len(metadata), size, number, received)
     check = zlib.crc32(metadata, zlib.crc32(prefix))
@@ -94,7 +96,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class Reader:
-    """Cuts a stream of bytes into frames: 1) receive into `get_buffer()`, 2) `buffer_updated`, 3) `next_frame` to None.
+    """A parser of frames: 1) receive into `get_buffer()`, 2) `buffer_updated`, 3) `next_frame` to None.
 
     It holds `scratch_bytes`, or one header with its metadata if that is longer. At most `scratch_bytes` of a body pass
     through there, namely those that came in one piece with the header; the rest lands where `place` said.
@@ -128,7 +130,7 @@ class Reader:
         self._failure: PeerError | None = None
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty.
+        """The buffer for the next bytes; never empty.
 
         Raises:
             PeerError: if the reader has failed.
@@ -148,7 +150,7 @@ class Reader:
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes are missing of the body that is being received; 1 between bodies."""
+        """The bytes that are missing of the body that is being received; 1 between bodies."""
         return 1 if self._frame is None else self._size - self._filled
 
     def buffer_updated(self, size_bytes: int) -> bool:

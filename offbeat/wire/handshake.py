@@ -1,4 +1,4 @@
-"""How two processes prove to each other that they know the run's token, without sending it.
+"""The handshake: two processes prove to each other that they know the run's token, without sending it.
 
     who dials                                who listens
       | <----------- Hello(nonce) ----------- |
@@ -64,7 +64,7 @@ def check_welcome(token: bytes, said: Hello, answer: Join, last: Welcome) -> Non
 
 
 def refuse(token: bytes, said: Hello, answer: Join, reason: str) -> HandshakeRefused:
-    """Instead of a welcome: what cannot be, although who dials knows the token."""
+    """Refuse instead of welcoming: the reason for a dialler that knows the token."""
     reason = reason[:_MAX_REASON]
     return HandshakeRefused(_proof(token, "hub", said.nonce, answer.nonce, answer.claim, reason), reason)
 

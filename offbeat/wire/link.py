@@ -28,7 +28,8 @@ _WAKE_BYTES = 1 << 20
 
 
 class PeerLink:
-    """To one peer; made by `tcp.connect`, or by `tcp.listen` for who dials. Use it on its event loop only.
+    """A link to one peer; made by `tcp.connect`, or by `tcp.listen` for the one that dials. Use it on its event loop
+    only.
 
     Args:
         limits: what it may cost.
@@ -131,7 +132,7 @@ class PeerLink:
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing has been heard from the other side."""
+        """Seconds since the other side was last heard."""
         return self._session.silent_s
 
     # -- what tcp calls ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who listens: takes in who dials, and sees to it that strangers cost little.
+"""The listening side: admits those who dial, and sees to it that strangers cost little.
 
 Until it has proved who it is, who dials is a stranger. It gets `STRANGER_BYTES` for a message, `STRANGER_S`, and one of
 `STRANGERS` places, the oldest of which is freed when another needs one. It is not told why it is refused; the log is.
@@ -49,7 +49,7 @@ class Listener:
 
     @property
     def links(self) -> list[PeerLink]:
-        """Those that have not ended."""
+        """The links that have not ended."""
         return list(self._door.links.values())
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Listener:
 
 
 class Acceptor:
-    """Decides who comes in.
+    """The decision on who is admitted.
 
     Args:
         accept, job, credentials, limits: as of `tcp.listen`.

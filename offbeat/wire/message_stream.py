@@ -34,7 +34,7 @@ class MessageStream:
         self._heard: collections.deque[Message] = collections.deque()
 
     def trust(self, max_bytes: int) -> None:
-        """From now on take messages of up to `max_bytes`; between two messages only."""
+        """Accept messages of up to `max_bytes` from now on; between two messages only."""
         self._frames = Reader(max_metadata_bytes=max_bytes)
 
     def say(self, message: Message) -> None:

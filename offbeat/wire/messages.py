@@ -1,4 +1,4 @@
-"""What is said on the control connection, and to open a link.
+"""Messages of the control connection, and of the handshake that opens a link.
 
     peer                                    hub
       | <----------- Hello(nonce) ----------- |
@@ -42,7 +42,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about one worker.
+    """The latest known state of one worker.
 
     Args:
         phase: "starting", "computing", "exchanging" (waits inside an exchange of gradients), "waiting" (for anything
@@ -87,7 +87,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class HandshakeClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wants to come in.
+    """The claim of a dialler: its rank and role.
 
     Args:
         rank: a worker's; of no meaning for others.
@@ -120,7 +120,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class HandshakeRefused(msgspec.Struct, tag=True, frozen=True):
-    """Only to who has proved that it may know why."""
+    """A refusal with its reason, only for a dialler that has proved that it may know why."""
 
     proof: Nonce
     reason: Text
@@ -155,7 +155,7 @@ class ClusterReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskAll(msgspec.Struct, tag=True, frozen=True):
-    """How do all workers fare?"""
+    """A request for the state of all workers."""
 
     number: Number
 
@@ -184,7 +184,7 @@ class Bye(msgspec.Struct, tag=True, frozen=True):
 
 
 class Config(msgspec.Struct, tag=True, frozen=True):
-    """From a worker to its sentinel; `hub` is None where the hub is to be opened at `bind`.
+    """Worker to its sentinel; `hub` is None where the hub is to be opened at `bind`.
 
     `outlives`: the others go on without this worker, so the hub stays as long as one of them is connected.
     """
@@ -200,7 +200,7 @@ class Config(msgspec.Struct, tag=True, frozen=True):
 
 
 class SentinelReady(msgspec.Struct, tag=True, frozen=True):
-    """From the sentinel to its worker; `hub` is "address:port", `error` why there is none."""
+    """Sentinel to its worker; `hub` is "address:port", `error` why there is none."""
 
     hub: Name = ""
     error: Text = ""

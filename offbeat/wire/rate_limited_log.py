@@ -1,4 +1,4 @@
-"""Who was refused, in the log: of a crowd the first ones, so that strangers do not fill a disk."""
+"""A log of refusals that names the first ones of a crowd, so that strangers do not fill a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 10  # in that time
 
 
 class RateLimitedLog:
-    """Tells of at most ten in a minute one by one, and how many others there were when the next one comes after it.
+    """A log of at most ten lines in a minute; the next line after them says how many were left out.
 
     Args:
         now_s: monotonic seconds.
@@ -27,7 +27,7 @@ class RateLimitedLog:
         self._began_s, self._told, self._untold = now_s(), 0, 0
 
     def tell(self, text: str) -> None:
-        """Of one.
+        """Log one line.
 
         Args:
             text: who, and why; no full stop.

@@ -62,7 +62,7 @@ _NOTHING = memoryview(b"")
 
 
 class Receiver(Protocol):
-    """Takes in what comes over a link; written by its owner, called on the event loop, so none of it may block.
+    """The owner of a link takes in what comes over it; called on the event loop, so none of it may block.
 
     1) `destination` (frames with a body), 2) `received`, both for one frame after the other; finally 3) `lost`, once.
     """
@@ -87,7 +87,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a link may cost.
+    """The most that a link may cost.
 
     Args:
         window_bytes: most that is sent and not acknowledged.
@@ -102,7 +102,7 @@ class Limits:
 
     @property
     def grace(self) -> timedelta:
-        """For how long who listens waits for a peer that hung up: a fifth of the timeout."""
+        """The time that a listener waits for a peer that hung up: a fifth of the timeout."""
         return self.timeout / 5
 
     @property
@@ -114,7 +114,7 @@ class Limits:
 
 @dataclass
 class Counters:
-    """What went over a link so far, in both directions; frames are its owner's only."""
+    """The traffic over a link so far, in both directions; frames are its owner's only."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -217,7 +217,7 @@ class Session:
         return not self._queue and not self._flight
 
     def take(self) -> list[bytes | memoryview]:
-        """What goes on the connection next, in this order; nothing if there is nothing or the window is full.
+        """The bytes that go on the connection next, in this order; none if there are none or the window is full.
 
         What was taken has to be written whole before the next call, or the connection has to be given up.
         """
@@ -277,7 +277,7 @@ class Session:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def get_buffer(self) -> memoryview:
-        """Where the next received bytes belong.
+        """The buffer for the next received bytes.
 
         Raises:
             PeerError: if this connection has to be given up.
@@ -286,7 +286,7 @@ class Session:
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes are missing until something can be done with them; at least 1."""
+        """The bytes that are missing until something can be done with them; at least 1."""
         return self._reader.missing_bytes
 
     def buffer_updated(self, size_bytes: int) -> None:
@@ -355,7 +355,7 @@ class Session:
     # -- the connection ------------------------------------------------------------------------------------------
 
     def resumed(self, received: int) -> None:
-        """There is a new connection; the other side has received all frames up to `received`.
+        """Resume on a new connection; the other side has received all frames up to `received`.
 
         Raises:
             PeerError: if that cannot be.
@@ -428,7 +428,7 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing has been heard."""
+        """Seconds since anything was heard."""
         return self._silent_s
 
     def _new_reader(self) -> Reader:

@@ -118,11 +118,11 @@ class TlsStream:
         return self._tls.pending() > 0
 
     def expect(self, size_bytes: int) -> None:
-        """Nothing: how many bytes of TLS that will be is not known."""
+        """Ignore it: how many bytes of TLS that will be is not known."""
 
 
 def _first(pieces: Sequence[bytes | memoryview]) -> memoryview:
-    """What is sent of `pieces` in one go."""
+    """The part of `pieces` that is sent in one go."""
     first = pieces[0]
     if len(first) >= _TLS_JOIN_BYTES:
         return memoryview(first)[:_TLS_WRITE_BYTES]

@@ -26,7 +26,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class SwapRequest(msgspec.Struct, frozen=True):
-    """What is wished.
+    """A request to swap the plan.
 
     Args:
         number: by which the answer is told from others.
@@ -38,7 +38,7 @@ class SwapRequest(msgspec.Struct, frozen=True):
 
 
 class SwapReply(msgspec.Struct, frozen=True):
-    """What became of it: what has changed, or why nothing has."""
+    """The result of a request: what has changed, or why nothing has."""
 
     number: int
     text: _Text = ""
@@ -81,7 +81,7 @@ def take_back(folder: Path, wish: SwapRequest) -> None:
 
 
 def answered(folder: Path, wish: SwapRequest) -> SwapReply | None:
-    """What became of it; None if that is not known yet."""
+    """The reply to a request; None if there is none yet."""
     granted = _read(folder / "answer.json", SwapReply)
     return granted if granted is not None and granted.number == wish.number else None
 
