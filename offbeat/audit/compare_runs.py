@@ -29,7 +29,7 @@ _Step = tuple[int, int]  # model, step
 
 @dataclass
 class ParameterTrace:
-    """What the workers of a run had after each step.
+    """The digests of the workers of a run after each step.
 
     Args:
         plans: that it was prepared with, and those that were adopted, as TOML.

@@ -1,5 +1,6 @@
-"""What became of each contribution, one by one: for those who want to hold it against something else, as the fault
-matrix does with marks that contributions leave in the parameters."""
+"""The fate of each contribution, one by one: for those who want to hold it against something else, as the fault matrix
+does with marks that contributions leave in the parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Fate = Literal["pending", "applied", "dropped", "lost"]
 
 @dataclass(frozen=True)
 class ContributionFate:
-    """What a worker brought to a server.
+    """The fate of one contribution to a server.
 
     Args:
         model: which of several.
@@ -42,7 +43,7 @@ class ContributionFate:
 
 
 def listed(model: int, fates: UpdateAudit, diaries: Sequence[WorkerHistory]) -> Iterator[ContributionFate]:
-    """All of one model: those that workers recorded, in order of their files, then the others."""
+    """List the contributions to one model: those that workers recorded, in order of their files, then the others."""
     seen = set()
     for diary in diaries:
         for has in diary.has:

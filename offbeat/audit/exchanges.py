@@ -75,7 +75,7 @@ def _slack(given: list[float]) -> float:
 
 
 def _check_lead(diary: WorkerHistory, verdict: AuditResult) -> None:
-    """How many steps the worker made alone since the last exchange, each time."""
+    """Check, each time, how many steps the worker made alone since the last exchange."""
     exchanged: dict[tuple[int, int], int] = {}
     for index, has in enumerate(diary.has):
         if has.life:

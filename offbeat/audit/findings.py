@@ -1,4 +1,4 @@
-"""What an audit found: for each law whether it holds, what was looked at, and the first thing that breaks it."""
+"""The findings of an audit: for each law whether it holds, what was looked at, and the first thing that breaks it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Violation:
 
 @dataclass
 class AuditResult:
-    """Of one or more jobs.
+    """The findings about one or more jobs.
 
     Args:
         files, jobs, lives, events, updates: that were looked at.

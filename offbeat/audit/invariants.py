@@ -1,4 +1,5 @@
-"""What became of each contribution, how far every worker is, and which updates have all they need.
+"""The accounts of contributions and workers: what became of each contribution, how far every worker is, and which
+updates have all they need.
 
 The books are kept from events and actions alone, so that they do not share a mistake with `offbeat.sync.state`. Each
 entry is checked against what policies promise as it is made.
@@ -80,17 +81,18 @@ class WorkerAccount:
         return self.late if self.arrived else {*self.late, self.push}
 
     def arrives(self) -> None:
-        """Its contribution is there, or not waited for any longer."""
+        """Note that its contribution has arrived, or is not waited for any longer."""
         if not self.arrived:
             self.arrived = True
             self.brought += 1
 
 
 class InvariantChecker:
-    """Of one interleaving. Events and actions are entered in their order; `make_updates` after each of them.
+    """The invariants of one interleaving. Events and actions are entered in their order; `make_updates` after each of
+    them.
 
     Raises:
-        Broken: if an action breaks a promise of the policy that decided it, or a rule for all.
+        InvariantViolation: if an action breaks a promise of the policy that decided it, or a rule for all.
     """
 
     def __init__(self) -> None:
@@ -239,7 +241,7 @@ class InvariantChecker:
         self.fates[push] = fate
 
     def _missing(self, apply: Apply) -> int | None:
-        """One of the slowest workers whose contribution is in neither this update nor an earlier one."""
+        """Find one of the slowest workers whose contribution is in neither this update nor an earlier one."""
         low = min((account.pace for account in self.accounts.values()), default=0)
         for account in self.accounts.values():
             brings = not account.held or self.fates[account.push] == "pending"
@@ -248,7 +250,7 @@ class InvariantChecker:
         return None
 
     def _why_it_waits(self, account: WorkerAccount) -> str:
-        """What a worker that is not at work, and need not be, waits for; "" if something is expected from it."""
+        """Say what a worker that is not at work, and need not be, waits for; "" if something is expected from it."""
         if account.held and account.arrived:
             return f"contribution {account.push} was {self.fates[account.push]}, and it waits to be released"
         if account.held and not account.granted:

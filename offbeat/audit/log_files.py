@@ -1,4 +1,4 @@
-"""Which files belong together: a job has a coordinator's for each of its processes, shards', and workers'."""
+"""The files of a job: a coordinator's for each of its processes, shards', and workers'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class JobHistory:
-    """Everything that was recorded of a job, of each kind in the order in which it began."""
+    """All records of a job, of each kind in the order in which it began."""
 
     name: str
     coordinators: list[HistoryLog] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What a coordinator decided about one model in one life of the server, held against what its policy promises.
+"""The decisions of a coordinator about one model in one incarnation of the server, held against what its policy
+promises.
 
 Three times, each of which would notice another mistake:
 
@@ -53,12 +54,12 @@ _NONSENSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError
 
 
 class _Ahead(InvariantViolation):
-    """Of law 3."""
+    """Law 3 is broken."""
 
 
 @contextmanager
 def _about_pace() -> Iterator[None]:
-    """What is broken here is law 3."""
+    """Report what is broken here as law 3."""
     try:
         yield
     except InvariantViolation as broken:
@@ -67,7 +68,7 @@ def _about_pace() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DecidedUpdate:
-    """One that was decided.
+    """An update that was decided.
 
     Args:
         version: counting from 1.
@@ -79,7 +80,7 @@ class DecidedUpdate:
 
 
 class PolicyReplay:
-    """About one model in one life. `hear` each record of it in order.
+    """The replay of the decisions about one model in one incarnation. `hear` each record of it in order.
 
     Attributes:
         updates: that were decided, by version.
@@ -115,12 +116,12 @@ class PolicyReplay:
 
     @property
     def fates(self) -> dict[Push, str]:
-        """What became of each contribution, as it was decided."""
+        """The fate of each contribution, as it was decided."""
         return self._books.fates
 
     @property
     def version(self) -> int:
-        """Of the last update."""
+        """The version after the last update."""
         return self._version
 
     @property
@@ -200,7 +201,7 @@ class PolicyReplay:
             self._state = changed(self._state, members={**members, back.worker: member})
 
     def _note(self, event: Event, state: State) -> None:
-        """What the event means for the books."""
+        """Enter the event in the accounts."""
         books = self._books
         if isinstance(event, Joined):
             self._leave(event.worker)
@@ -233,7 +234,7 @@ class PolicyReplay:
             self._books.left(rank)
 
     def _enter(self, action: Action, policy: Policy) -> None:
-        """What the decision means for the books."""
+        """Enter the decision in the accounts."""
         books, verdict = self._books, self._verdict
         match action:
             case Grant(worker=rank):
@@ -349,6 +350,6 @@ def _rank_of(event: Event) -> int | None:
 
 
 def _law_of(decided: tuple[Action, ...], recorded: tuple[Action, ...]) -> int:
-    """Which law it is about that something else was decided: what is used, or else who may go on."""
+    """The law that a deviating decision concerns: on what is used, or else on who may go on."""
     used = [[action for action in actions if isinstance(action, Apply | Drop)] for actions in (decided, recorded)]
     return 2 if used[0] != used[1] else 3

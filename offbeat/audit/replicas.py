@@ -36,7 +36,7 @@ _STORY = 6  # of a worker's last records
 
 @dataclass
 class WorkerHistory:
-    """What one worker process recorded.
+    """The records of one worker process.
 
     Args:
         plans: by model, the policy that it was prepared with; None if that cannot be read.
@@ -61,21 +61,21 @@ class WorkerHistory:
     is_whole: bool = False
 
     def policy(self, index: int) -> Policy | None:
-        """Which decided when its `index`-th record was made; None if that is not known."""
+        """The policy that held when its `index`-th record was made; None if that is not known."""
         later = [policy for before, policy in self.swaps if before <= index]
         return later[-1] if later else self.plans.get(self.has[index].model)
 
     def loaded(self, index: int) -> int:
-        """How many checkpoints had been taken over when its `index`-th record was made."""
+        """Count the checkpoints that had been loaded when its `index`-th record was made."""
         return sum(load <= index for load in self.loads)
 
     def story(self, index: int) -> tuple[str, ...]:
-        """What it recorded last before its `index`-th record."""
+        """The last records up to its `index`-th."""
         return tuple(f"rank {self.rank}, {_told(one)}" for one in self.has[max(0, index - _STORY) : index + 1])
 
 
 def read_diary(log: HistoryLog) -> WorkerHistory:
-    """What a worker recorded.
+    """Read the history of a worker.
 
     Raises:
         HistoryError: if it cannot be read.
@@ -154,7 +154,7 @@ def check_borders(diaries: Sequence[WorkerHistory], verdict: AuditResult) -> Non
 
 
 def _places(diary: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
-    """Where each record stands: who stands at the same place has the same."""
+    """The place of each record: workers at the same place have the same parameters."""
     times: Counter[Hashable] = Counter()
     for index, has in enumerate(diary.has):
         key: Hashable
@@ -172,7 +172,7 @@ def _places(diary: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
 
 
 def _loaded_since(diary: WorkerHistory, index: int) -> int:
-    """Which checkpoint is about to replace what it has, at the same versions; 0 if none is."""
+    """The checkpoint that is about to replace what it has, at the same versions; 0 if there is none."""
     has = diary.has[index]
     for number, load in enumerate(diary.loads, 1):
         if index < load < len(diary.has) and diary.has[load].versions == has.versions:

@@ -24,7 +24,7 @@ _A_LITTLE = 1e-9  # by which weights may differ
 
 @dataclass
 class ShardUpdates:
-    """What one shard holds of one model in one life, and which updates it has made there.
+    """The updates that one shard made to its blocks of one model in one incarnation.
 
     Args:
         file: its name.
@@ -116,7 +116,7 @@ def _weighs(one: UsedContribution, decisions: PolicyReplay) -> bool:
 def _check_all_made(
     decisions: PolicyReplay, shard: ShardUpdates, verdict: AuditResult, *, is_whole: bool, kept: float
 ) -> None:
-    """Whatever had arrived is made, if nobody ended the server before that.
+    """Check that every update was made whose contributions had arrived, if nobody ended the server before that.
 
     A shard that alone was told to end has all that it made in its snapshot and in its history, and the coordinator goes
     on deciding until it misses it: that is undone.
@@ -139,7 +139,7 @@ def _listed(pushes: tuple[Push, ...]) -> str:
 
 
 class UpdateAudit:
-    """What became of each contribution to one model, over all lives of the server.
+    """The fate of each contribution to one model, over all incarnations of the server.
 
     Call order: `begin` and `add` for each life, `brought` for each step of each worker, `count`.
     """
@@ -178,7 +178,7 @@ class UpdateAudit:
     def add(
         self, decisions: PolicyReplay, shards: list[ShardUpdates], missing: dict[Push, bool], verdict: AuditResult
     ) -> None:
-        """What a life has decided.
+        """Add the decisions of one incarnation.
 
         Args:
             shards: what they made of it.
@@ -270,7 +270,7 @@ class UpdateAudit:
         verdict.unrecorded += 1
 
     def share(self, push: Push) -> float | None:
-        """With which a contribution counts in its update, times the update's rate; None if that is not recorded."""
+        """The share of a contribution in its update, times the update's rate; None if that is not recorded."""
         return self._shares.get(push) if self.fates.get(push) == "applied" else 0.0
 
     def count(self, verdict: AuditResult) -> None:

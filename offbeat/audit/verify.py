@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def verify(*paths: str | os.PathLike[str]) -> AuditResult:
-    """Whether laws 1, 2 and 3 hold in what was recorded.
+    """Check laws 1, 2 and 3 in what was recorded.
 
     Args:
         paths: folders of runs, of histories, or single files; those of one job belong together.
@@ -55,7 +55,7 @@ def verify(*paths: str | os.PathLike[str]) -> AuditResult:
 
 
 def contributions(*paths: str | os.PathLike[str]) -> list[ContributionFate]:
-    """What became of each contribution to a server, one by one.
+    """List the fate of each contribution to a server, one by one.
 
     Args:
         paths: as `verify` takes them.
@@ -72,7 +72,7 @@ def contributions(*paths: str | os.PathLike[str]) -> list[ContributionFate]:
 
 
 class _Audit:
-    """Of one job.
+    """The audit of one job.
 
     Args:
         verdict: what is found goes there.

@@ -123,7 +123,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_interfaces(addresses: Mapping[str, str]) -> Finding:
-    """What networks there are."""
+    """List the networks of this machine."""
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
     if not shown:
         return Finding("interfaces", "none", "bad", "no interface has an address", "ip link set lo up")
@@ -131,7 +131,7 @@ def check_interfaces(addresses: Mapping[str, str]) -> Finding:
 
 
 def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], resolve: Callable[[], str]) -> Finding:
-    """Which interface Gloo would take: GLOO_SOCKET_IFNAME, else that of the hostname's address, else loopback."""
+    """Find Gloo's interface: GLOO_SOCKET_IFNAME, else that of the hostname's address, else loopback."""
     wanted = environment.get("GLOO_SOCKET_IFNAME", "")
     if wanted:
         for name in wanted.split(","):
@@ -186,7 +186,7 @@ def _send(port: int) -> None:
 
 
 def check_loopback(measure: Callable[[], float]) -> Finding:
-    """How fast two workers of this machine could talk."""
+    """Measure how fast two workers of this machine could talk."""
     try:
         rate_gbps = measure()
     except OSError as error:
@@ -215,7 +215,7 @@ def check_slow_start(path: Path) -> Finding:
 
 
 def check_shared_memory(path: Path) -> Finding:
-    """Where the processes of a DataLoader hand over batches."""
+    """Check the place where the processes of a DataLoader hand over batches."""
     if not path.is_dir():
         reason = "a DataLoader with num_workers hands over batches there"
         return Finding("shared memory", "none", "note", reason, "mount a tmpfs on /dev/shm, or use num_workers=0")
@@ -227,7 +227,7 @@ def check_shared_memory(path: Path) -> Finding:
 
 
 def check_packages(find: Callable[[str], Any]) -> Iterator[Finding]:
-    """What is optional."""
+    """Check the optional packages."""
     for package, extra, what in (
         ("pyroute2", "lab", "offbeat lab builds no networks"),
         ("matplotlib", "plot", "reports have no plots"),
@@ -241,7 +241,7 @@ def check_packages(find: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def build_one_link() -> None:
-    """Really make what the lab is made of, and remove it again: a namespace, a veth pair, a token bucket.
+    """Build what the lab is made of, and remove it again: a namespace, a veth pair, a token bucket.
 
     Raises:
         Exception: whatever the kernel refuses.
@@ -267,7 +267,7 @@ def build_one_link() -> None:
 
 
 def check_lab(user: int, build: Callable[[], None]) -> Finding:
-    """Whether `offbeat lab` can build networks here."""
+    """Check whether `offbeat lab` can build networks here."""
     if user != 0:
         return Finding("lab", "no", "note", f"network namespaces need root, this is user {user}", "run it with sudo")
     try:

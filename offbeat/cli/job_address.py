@@ -1,4 +1,4 @@
-"""Where a job is, and what proves that one may come in, as the command line has it."""
+"""The address of a job and the credentials for it, from the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Authority = Annotated[
 
 
 class _HubPlace(msgspec.Struct, frozen=True):
-    """Where the hub in rank 0's sentinel is, as `offbeat.init` leaves it in hub.json; its token in hexadecimal."""
+    """The address of the hub in rank 0's sentinel, which `offbeat.init` writes to hub.json; token in hexadecimal."""
 
     address: str
     token: str
@@ -66,13 +66,13 @@ class JobAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def way_out(self) -> str:
-        """What to do if nobody is there."""
+        """The advice if there is no answer."""
         folder = self.folder
         return f"The run in {folder} has probably ended: `offbeat report {folder}` says how." if folder else ""
 
     @property
     def settings(self) -> ShardSettings:
-        """What proves that one may come in."""
+        """The credentials of the command."""
         return ShardSettings(
             job=self.job,
             token=self.token,
@@ -137,7 +137,7 @@ def is_without_server(where: str) -> bool:
 def given(
     job_name: str, token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
 ) -> dict[str, str]:
-    """What the command line says of a job, but for where it is.
+    """The options that describe a job, but for where it is.
 
     Raises:
         NetworkError: if there is no secret in the file.
@@ -183,7 +183,7 @@ def _from_environment(address: str) -> JobAddress:
 
 
 def credentials_of(where: str, given: Mapping[str, str]) -> JobAddress:
-    """What `find` returns; of a job without a server only what the command line and the environment say.
+    """The result of `find`; for a job without a server only what the command line and the environment say.
 
     Raises:
         NetworkError: as `find`.

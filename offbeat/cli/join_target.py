@@ -26,7 +26,7 @@ _MOST_RANKS = 4096
 
 
 class JobStore(msgspec.Struct, frozen=True):
-    """Where the workers of a job without a server met, as its first one leaves it in store.json.
+    """The store where the workers of a job without a server met, as its first one leaves it in store.json.
 
     Args:
         place: the path of a file, or tcp:// and an address.
@@ -60,7 +60,7 @@ class JoinTarget:
     found: str = ""
 
     def told(self, workers: int) -> str:
-        """What was found, and who is about to join that, for people."""
+        """Say which job was found, and which workers are about to join it."""
         ranks = [str(self.first_rank + place) for place in range(workers)]
         one = workers == 1
         return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which join{'s' if one else ''} it."

@@ -51,7 +51,7 @@ _MOST_LINE_BYTES = 1 << 20  # a longer line is broken
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start.
+    """The description of what to start.
 
     Args:
         servers: shards of a parameter server to start beside the workers.
@@ -93,7 +93,7 @@ class Worker:
         return "goes on" if self.code is None else how_it_ended(self.code)
 
     def signal(self, number: int) -> None:
-        """To the worker and all it started."""
+        """Send a signal to the worker and all it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 

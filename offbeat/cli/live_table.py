@@ -1,4 +1,4 @@
-"""What `offbeat run` shows while the workers train: one line per worker, and a table at the end.
+"""The display of `offbeat run` while the workers train: one line per worker, and a table at the end.
 
 Both are made of columns, and columns that the console is too narrow for are never squeezed: the lines leave the least
 important ones out, the table is continued below itself.
@@ -46,7 +46,7 @@ class _LiveColumn:
 
 
 class LiveView:
-    """Follows a run's records; silent when the console is no terminal.
+    """A live table of a run's records; silent when the console is no terminal.
 
     Args:
         console: also prints what the workers say, above the lines.
@@ -132,7 +132,7 @@ def _that_fit(columns: Sequence[tuple[int, _LiveColumn]], width: int) -> list[_L
 
 
 class FinalTable:
-    """What each worker did, as one table; as several, one below the other, if a terminal is too narrow for it."""
+    """The totals of each worker, as one table; as several, one below the other, if a terminal is too narrow for it."""
 
     def __init__(self, workers: Sequence[WorkerTotals]) -> None:
         self._workers = _LiveColumn("worker", tuple(f"rank {worker.rank}" for worker in workers))
@@ -190,7 +190,7 @@ def _grouped(
 
 
 def final_table(records: Records) -> FinalTable | None:
-    """What each worker did; None if nothing was recorded."""
+    """Make the table of each worker's totals; None if nothing was recorded."""
     workers = tally(records.all())
     return FinalTable(workers) if any(worker.steps for worker in workers) else None
 

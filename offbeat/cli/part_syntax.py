@@ -45,7 +45,7 @@ _EXAMPLES = {
 
 
 def _part(node: ast.expr) -> dict[str, Any]:
-    """As a table of TOML would have it.
+    """Convert a part to a table as TOML would have it.
 
     Raises:
         ValueError: if it is no call of a name with plain values.

@@ -114,7 +114,7 @@ def write_report(run_dir: Path) -> list[Path]:
 
 
 def conclusion(run_dir: Path) -> list[str]:
-    """What is to be said about a run after its final table: how it ended, and what else people should know."""
+    """The sentences below a run's final table: how it ended, and what else people should know."""
     reader = Records(run_dir / _METRICS)
     records = reader.all()
     lines = [*ending(records, _stalls(run_dir, records)).lines, nonfinite(records), *_earlier(reader.earlier)]
@@ -122,7 +122,7 @@ def conclusion(run_dir: Path) -> list[str]:
 
 
 def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
-    """Why there is neither table nor report, in one sentence.
+    """Say why there is neither table nor report, in one sentence.
 
     Args:
         skip_bytes: of metrics.jsonl; what earlier runs wrote.

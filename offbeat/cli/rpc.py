@@ -27,7 +27,7 @@ _NUMBER = struct.Struct("!Q")
 
 
 class RpcClient:
-    """Asks over one link; a `Receiver`."""
+    """The asking side of one link; a `Receiver`."""
 
     def __init__(self) -> None:
         self._link: PeerLink | None = None
@@ -95,7 +95,7 @@ class RpcServer:
         self._link.send(_NUMBER.pack(number) + self._answer(question))
 
     def lost(self, error: OffbeatError | None) -> None:
-        """Nothing waits here."""
+        """Ignore it: nothing waits here."""
 
 
 def _split(metadata: bytes) -> tuple[int, bytes]:

@@ -94,7 +94,7 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
 
 @contextlib.contextmanager
 def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
-    """What writes the history of all lives of this process.
+    """Open the history of all incarnations of this process, for writing.
 
     Args:
         stop: set if it was told to stop: then what it has decided last may not be made.
@@ -212,7 +212,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """What it returns, or raises; None if `stop` is set before."""
+    """Return what the coroutine returns, or raise what it raises; None if `stop` is set before."""
     task, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
     await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -228,7 +228,7 @@ def _say_nothing(address: str) -> None:
 
 
 def _forget(record: Record) -> None:
-    """Nobody wants a history."""
+    """Ignore the record: no history is kept."""
 
 
 def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
@@ -292,7 +292,7 @@ def _spare() -> ShardProcess | None:
 
 
 def prepare_process() -> None:
-    """What a process needs before it serves."""
+    """Prepare the process for serving."""
     import torch
 
     torch.set_num_threads(1)

@@ -100,7 +100,7 @@ def _read_result(path: Path) -> ResultFile:
 
 
 def _costs(parsed: Scenario, predicted: list[Prediction]) -> list[str]:
-    """What each fault costs each row, a line for each."""
+    """Say what each fault costs each row, a line for each."""
     lines = []
     for one in predicted:
         if parsed.fault and not one.faults:

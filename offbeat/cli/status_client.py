@@ -46,7 +46,7 @@ class JobEnded(Exception):
 
 
 class StatusClient:
-    """Looks at a job's server; use it from one thread.
+    """A client that asks a job's server for its status; use it from one thread.
 
     Args:
         target: where the job is.
@@ -69,7 +69,7 @@ class StatusClient:
             raise
 
     def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
-        """How it goes; None if there was no answer in time, which the next call then waits for.
+        """Ask for the status; None if there was no answer in time, which the next call then waits for.
 
         Raises:
             JobEnded: if it has.
@@ -137,7 +137,7 @@ class StatusClient:
 
 
 class HubOnlooker(StatusClient):
-    """Looks at a job without a server, by the hub in rank 0's sentinel; use it from one thread.
+    """A client that asks the hub in rank 0's sentinel for the status of a job without a server; use it from one thread.
 
     Args:
         target: where the hub is; only its address and its token are used.
@@ -247,7 +247,7 @@ class _ServerLine(_StatusReceiver):
     # -- called by the link --------------------------------------------------------------------------------------
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Where many scenes go."""
+        """The buffer for the status of all models."""
         self._body = bytearray(size_bytes)  # at most what `Limits` allow
         return memoryview(self._body)
 
@@ -292,7 +292,7 @@ class _HubLine(_StatusReceiver):
 
 
 class JobOnlooker:
-    """Looks at a job wherever it is: at its server, or where it has none at its hub; use it from one thread.
+    """A client that asks a job wherever it is: at its server, or where it has none at its hub; use it from one thread.
 
     A job may go over from one to the other while it is looked at. At an address there is a server.
 
@@ -317,7 +317,7 @@ class JobOnlooker:
             self._now = self._at_hub()  # the server is another run's, or it was killed
 
     def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
-        """As `StatusClient.look`."""
+        """Ask as `StatusClient.look` does."""
         self._go_to_server()
         try:
             return self._now.look(patience_s)
@@ -328,7 +328,7 @@ class JobOnlooker:
         return self._now.look(patience_s)
 
     def rest(self, seconds: float) -> None:
-        """As `StatusClient.rest`."""
+        """Wait as `StatusClient.rest` does."""
         self._now.rest(seconds)
 
     def close(self) -> None:
@@ -346,7 +346,7 @@ class JobOnlooker:
         return self._hub is not None and has_ended(Path(self._hub.folder) / "metrics.jsonl")
 
     def _go_to_server(self) -> None:
-        """If there is one again."""
+        """Go over to a server if there is one again."""
         if not isinstance(self._now, HubOnlooker) or time.monotonic() - self._tried_s < _TRY_S:
             return
         self._tried_s = time.monotonic()

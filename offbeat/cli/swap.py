@@ -83,7 +83,7 @@ def swap(
 
 
 def _wish(folder: Path, part: str) -> str:
-    """What the job answers, which has no server.
+    """Post the request to a job without a server, and return its reply.
 
     Raises:
         PlanError: if it refuses.
@@ -120,7 +120,7 @@ def _wish(folder: Path, part: str) -> str:
 
 
 async def _ask(target: JobAddress, part: str) -> SwapResult:
-    """What the server answers, once all workers have.
+    """Ask the server, and return its reply once all workers have voted.
 
     Raises:
         NetworkError: if nobody can be reached there, or there is no answer.
@@ -148,13 +148,13 @@ async def _ask(target: JobAddress, part: str) -> SwapResult:
 
 
 class _SwapReceiver:
-    """What the link hands frames to."""
+    """The receiver of the server's reply."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[SwapResult] = asyncio.get_running_loop().create_future()
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Nowhere: an answer has no body."""
+        """Refuse: an answer has no body."""
         raise NetworkError("The server sends a body where none is expected.")
 
     def received(self, metadata: bytes, body: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""How many threads torch gets in each of several workers on one machine.
+"""The number of threads that torch gets in each of several workers on one machine.
 
 Left alone, torch takes a thread for every core in every process. Several workers then compete for the cores and wait
 for each other's threads, which costs more than half of the speed (`make threads` measures it). So each worker gets its

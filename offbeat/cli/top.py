@@ -93,7 +93,7 @@ def _leave(number: int, _: object) -> NoReturn:
 
 
 def epitaph(scenes: Sequence[ModelStatus]) -> str:
-    """What is said of a job that has ended.
+    """The last lines about a job that has ended.
 
     Args:
         scenes: that were seen last.
@@ -106,7 +106,7 @@ def epitaph(scenes: Sequence[ModelStatus]) -> str:
 
 
 class _Show:
-    """Where what is seen goes.
+    """The output of `offbeat top`.
 
     Args:
         json: as objects; else as a picture.
@@ -119,7 +119,7 @@ class _Show:
         self.console = Console(highlight=False, width=None if is_terminal else _WIDEST)
 
     def print(self) -> None:
-        """What was seen last."""
+        """Print the latest status."""
         if self.json:
             typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.picture.scenes}).decode())
         else:
@@ -148,7 +148,7 @@ def _follow(onlooker: JobOnlooker, show: _Show, interval_s: float) -> None:
 
 
 def _tls_of(job: str, given: Mapping[str, str], bind: str) -> dict[str, Any]:
-    """How figures are served at `bind`: to this machine as they are, to others by mutual TLS only.
+    """The options under which figures are served at `bind`: to this machine as they are, to others by mutual TLS only.
 
     Raises:
         NetworkError: if there are no certificates for that.

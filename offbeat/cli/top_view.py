@@ -1,4 +1,4 @@
-"""What `offbeat top` draws of a job: one paragraph and one table per model.
+"""The screen of `offbeat top`: one paragraph and one table per model.
 
 Columns that the terminal is too narrow for are left out, the least important first; so are lines of workers that it is
 too low for, those who keep nobody waiting first. In a pipe nothing is left out.
@@ -63,7 +63,7 @@ class _TopColumn:
 
 
 class TopView:
-    """Draws the last look at a job, and remembers a few before it to tell how fast it goes."""
+    """The screen for the latest status; remembers a few before it to measure how fast the job goes."""
 
     def __init__(self) -> None:
         self.scenes: tuple[ModelStatus, ...] = ()
@@ -118,7 +118,7 @@ class TopView:
         return Group(*parts)
 
     def _events(self, scene: ModelStatus) -> list[str]:
-        """What happened last, the latest last; what all tell alike is told once."""
+        """The last events, the latest last; what several workers report alike is shown once."""
         found: dict[str, tuple[float, str, list[int]]] = {}
         for seen in scene.workers:
             for event in seen.status.events if seen.status is not None else ():
@@ -146,7 +146,7 @@ class TopView:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would take as a command: it comes from another machine."""
+    """Remove what a terminal would take as a command: it comes from another machine."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -168,7 +168,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def how_far(scene: ModelStatus, width: int | None = None) -> str:
-    """How far the training is and how fast, in one line, as far as the workers say; "" if they say nothing.
+    """Say in one line how far the training is and how fast, as far as the workers report it; "" if they do not.
 
     Args:
         width: that there is room for; what does not fit is left out, the last first. None for no limit.
@@ -192,7 +192,7 @@ def how_far(scene: ModelStatus, width: int | None = None) -> str:
 
 
 def _place(here: Sequence[TrainingStatus]) -> Iterator[str]:
-    """Where the training is, and how long it takes from there, if that is known."""
+    """Say where the training is, and how long it takes from there, if that is known."""
     epochs, total_epochs = max(status.epochs for status in here), max(status.total_epochs for status in here)
     step, total_steps = max(status.step for status in here), max(status.total_steps for status in here)
     if epochs >= 0:
@@ -212,7 +212,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def value_of(name: str, value: float) -> str:
-    """What a script logged, in a few characters.
+    """Format a value that a script logged, in a few characters.
 
     >>> value_of("loss", 0.123456), value_of("accuracy", 0.9875), value_of("loss", float("nan"))
     ('0.123', '98.8%', 'NaN')
@@ -238,12 +238,12 @@ def sized(count_bytes: float) -> str:
 
 
 def _names(scene: ModelStatus) -> list[str]:
-    """Of what the workers' scripts log; the loss first."""
+    """The names of what the workers' scripts log; the loss first."""
     return list(dict.fromkeys(name for seen in scene.workers if seen.status is not None for name in seen.status.values))
 
 
 def state(seen: WorkerStatus) -> str:
-    """What a worker does, in words."""
+    """The activity of a worker, in words."""
     if seen.gone:
         return _ENDED.get(seen.phase, seen.phase)
     phase = printable(seen.phase)
@@ -274,7 +274,7 @@ def _table(scene: ModelStatus, width: int | None, room: int | None) -> Renderabl
 
 
 def _columns(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
-    """All of them, in their order."""
+    """All columns, in their order."""
 
     def column(priority: int, heading: str, cells: list[str], width: int = 0) -> _TopColumn:
         return _TopColumn(priority, heading, tuple(cells), width)
@@ -302,7 +302,7 @@ def _columns(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopCo
 
 
 def _said(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
-    """What the workers say themselves; empty columns if they do not."""
+    """The columns of what the workers report themselves; empty columns if they do not."""
     said = [None if w.gone else w.status for w in workers]
     names = _names(scene)
     first = names[0] if names else "loss"

@@ -111,7 +111,7 @@ def _counts(law: int, verdict: AuditResult) -> str:
 
 
 def _by(swapped: list[str]) -> str:
-    """Who wanted the swaps."""
+    """Say who requested the swaps."""
     times = Counter(swapped)
     return f" (wanted by {', '.join(f'{who}: {count}' for who, count in times.items())})" if times else ""
 

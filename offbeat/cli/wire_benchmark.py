@@ -1,4 +1,5 @@
-"""What `offbeat bench wire` measures: both sides of it. This process receives and asks, another sends and answers.
+"""The measurements of `offbeat bench wire`: both sides of it. This process receives and asks, another sends and
+answers.
 
 Messages of 16 MiB in blocks of 1 MiB go over loopback, by turns over a bare blocking socket and over a link, so that
 both see the same machine. A link checks every byte and could send it again; a bare socket does not even look. Requests
@@ -50,7 +51,7 @@ _JOB = "offbeat bench wire"
 
 @dataclass(frozen=True)
 class WireFigure:
-    """What was measured of one thing.
+    """The measurement of one thing.
 
     Args:
         name: "bare", "link", "bare tls", "link tls", "bare request", "request p50", "request p99" or "memory".
@@ -160,7 +161,7 @@ def _rate(seconds: float, receive: Callable[[], int]) -> float:
 
 
 class _Sink:
-    """Has each block of a message land at its place in one piece of memory, over and over."""
+    """A receiver that has each block of a message land at its place in one piece of memory, over and over."""
 
     def __init__(self) -> None:
         self.message = memoryview(bytearray(MESSAGE_BYTES))
@@ -177,7 +178,7 @@ class _Sink:
         self.received_bytes += len(body)
 
     def lost(self, error: OffbeatError | None) -> None:
-        """Then nothing more comes, and the turn says so."""
+        """End the turn, which says so."""
 
 
 def _receive_link(seconds: float, folder: str) -> float:
@@ -290,7 +291,7 @@ def _far_side(kind: str, address: str, folder: str) -> Iterator[None]:
 
 
 def far_side(kind: str, address: str, folder: str) -> None:
-    """What the other process does until it is killed, or hung up on."""
+    """Run the other process until it is killed, or hung up on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Random, so that nothing on the way can make it smaller.
     message = memoryview(secrets.token_bytes(MESSAGE_BYTES))

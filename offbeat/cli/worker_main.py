@@ -1,4 +1,5 @@
-"""What `offbeat run` starts on each worker: the user's script, unchanged, with errors that end in one sentence.
+"""The program that `offbeat run` starts as each worker: the user's script, unchanged, with errors that end in one
+sentence.
 
     python -m offbeat.cli.worker_main script.py its arguments
 
@@ -74,7 +75,7 @@ def _trim(error: BaseException, script: str) -> None:
 
 
 def _brief(text: str) -> str:
-    """Without another worker's traceback but for its last line: the launcher prints it once, in full."""
+    """Cut another worker's traceback down to its last line: the launcher prints it once, in full."""
     lines = text.splitlines()
     following = [*lines[1:], ""]
     kept = [

@@ -1,4 +1,4 @@
-"""What happened in a run? Its workers and servers write that down while it happens.
+"""The history of a run: what happened, written down while it happens.
 
 * `records` - what is written: events and decisions, updates that were made, parameters that a worker has
 * `log` - a file of them

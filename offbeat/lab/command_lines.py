@@ -53,7 +53,8 @@ def under_torchrun(command: Sequence[str], *, nodes: int, address: str, store: s
 
 
 def environment() -> dict[str, str]:
-    """Our environment, with this very package first where Python looks for modules, and one thread for each process.
+    """The environment of a command: ours, this very package first where Python looks for modules, one thread for each
+    process.
 
     All processes of all systems start with the same threads: what torch would make of the cores of this machine, which
     stands for many, differs between those that a launcher starts and others.

@@ -1,4 +1,4 @@
-"""What a row demands of its machines and links."""
+"""The demand of a row on its machines and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a row demands of its machines and links, whichever of its policies decides.
+    """The demand of a row on its machines and links, whichever of its policies decides.
 
     Args:
         together: whether one update takes the contributions of all workers.
@@ -27,7 +27,7 @@ class Demand:
 
     @classmethod
     def of(cls, plan: Plan, steps: Iterable[int]) -> Demand:
-        """That of a plan.
+        """The demand of a plan.
 
         Args:
             steps: numbers of the steps that are measured.

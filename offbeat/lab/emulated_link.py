@@ -89,7 +89,7 @@ class EmulatedLink:
 
 
 def law_of(impair: Impair) -> Law:
-    """What a scenario says of a link, as a law for each direction."""
+    """Make the law for each direction of a link from a scenario."""
     return Law(
         delay_s=impair.delay_ms / 1e3,
         jitter_s=impair.jitter_ms / 1e3,

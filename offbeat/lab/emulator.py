@@ -43,7 +43,7 @@ _QUEUE_S = 0.1
 
 @dataclass(frozen=True)
 class Law:
-    """What happens to the frames of one direction.
+    """The law of one direction: what happens to its frames.
 
     Args:
         delay_s: each waits so long ...
@@ -146,7 +146,7 @@ class Emulator:
         self.up, self.down = Direction(f"{port} up"), Direction(f"{port} down")
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Run until standard input ends."""
         with selectors.DefaultSelector() as selector:
             for source in (self._cable.fileno(), self._tap, sys.stdin.fileno()):
                 selector.register(source, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""What a fault cost those that it did not strike: the time until their next step, and the work that was lost.
+"""The cost of a fault to those that it did not strike: the time until their next step, and the work that was lost.
 
 Each fault answers for the time until the next one strikes, or until the end. See `FaultCost` for what is measured.
 """
@@ -70,7 +70,7 @@ def _others(fault: Fault, lines: Sequence[Sequence[Line]]) -> list[list[Measured
 
 
 def _others_s(workers: Sequence[Sequence[MeasuredStep]], struck_s: float, end_s: float) -> float | None:
-    """By how much the longest step that ended in that time is longer than that worker's median; None without a step."""
+    """Seconds that the longest step ending in that time exceeds that worker's median; None without a step."""
     more_s = [
         max(took) - statistics.median(step.step_s for step in steps)
         for steps in workers
@@ -80,7 +80,7 @@ def _others_s(workers: Sequence[Sequence[MeasuredStep]], struck_s: float, end_s:
 
 
 def _back_s(step: int, struck_s: float, lines: Sequence[Sequence[Line]]) -> float | None:
-    """Until every worker had done that step, after the restart; None if one never did."""
+    """Seconds until every worker had done that step, after the restart; None if one never did."""
     done_s = [
         next((line.end_s for line in _since_restart(own) if isinstance(line, MeasuredStep) and line.step == step), None)
         for own in lines
@@ -101,6 +101,6 @@ def _redone(fault: Fault, lines: Sequence[Line], warmup_steps: int) -> int:
 
 
 def _since_restart(lines: Sequence[Line]) -> Sequence[Line]:
-    """From the last beginning on; nothing if there was but one."""
+    """The lines from the last beginning on; none if there was but one."""
     begun = [index for index, line in enumerate(lines) if isinstance(line, Begun)]
     return lines[begun[-1] :] if len(begun) > 1 else []

@@ -39,7 +39,7 @@ class _Joiner(msgspec.Struct):
 
 
 class FaultRun:
-    """Those of one run; use it as a context manager around the workers.
+    """The faults of one run; use it as a context manager around the workers.
 
     Args:
         job: the row they strike.
@@ -70,11 +70,11 @@ class FaultRun:
 
     @property
     def fired(self) -> list[Fired]:
-        """What has struck so far, in order of time."""
+        """List the faults that have struck so far, in order of time."""
         return read_fired(self._log)
 
     def events(self, begin_s: float) -> list[str]:
-        """What struck, and when.
+        """Say what struck, and when.
 
         Args:
             begin_s: of the measured steps, by `time.perf_counter`.
@@ -100,7 +100,7 @@ class FaultRun:
         ]
 
     def _joined(self, offset_s: float) -> str:
-        """What whoever joined did: to have been started is not to have taken part."""
+        """Say what became of workers that were to join: to have been started is not to have taken part."""
         steps: list[_Joiner] = []
         with suppress(OSError):
             lines = (self._log.parent / "faults.joined/metrics.jsonl").read_bytes().splitlines()
@@ -151,7 +151,7 @@ class FaultRun:
             log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
 
     def _laws(self, fault: Fault, host: str) -> tuple[Law | None, Law | None]:
-        """For what the host sends, and what it is sent; None where nothing changes."""
+        """The laws for what the host sends, and for what it receives; None where nothing changes."""
         usual = self._usual(host)
         if fault.kind == "slow-link":
             rate_mbps = self._scenario.topology.uplink(host).rate_mbps or 0.0

@@ -113,7 +113,7 @@ def check(goodput_mbps: Mapping[str, float], network: Network) -> None:
 
 
 def _times(network: Network, seconds: float) -> tuple[float, float]:
-    """How long streams settle and how long they are measured, in seconds."""
+    """Seconds that streams settle, and seconds that they are measured."""
     rates = [network.topology.uplink(host.name).rate_mbps for host in network.topology.hosts]
     shaped = [rate for rate in rates if rate is not None]
     if not shaped:

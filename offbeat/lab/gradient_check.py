@@ -25,7 +25,7 @@ Emitting = tuple[str, torch.nn.Parameter, float]  # name, parameter, the step's 
 
 
 def patterns(rank: int) -> torch.Generator:
-    """Makes the patterns of a rank, in order of its parameters."""
+    """The generator of a rank's patterns, in order of its parameters."""
     return torch.Generator().manual_seed(20_000 + rank)
 
 

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""The hardware and software that a result was measured on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hardware() -> dict[str, str | int]:
 
 
 def date() -> str:
-    """Now, in UTC."""
+    """The present time, in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,4 +1,4 @@
-"""What the worker programs of one row are told: the command, the plan, and how exact the sum must be."""
+"""The job of one row: the command of its worker programs, the plan, and how exact the sum must be."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RowJob:
 
     @property
     def parts(self) -> set[Part]:
-        """What this row has of all that a fault may take."""
+        """The parts of this row, of all that a fault may take."""
         if self.served:
             return {"a server", "room for newcomers", "others that go on"}
         if self.elastic:
@@ -88,11 +88,11 @@ class RowJob:
 
     @property
     def faults(self) -> list[Fault]:
-        """Those that strike this row: it has what they take."""
+        """The faults that strike this row: it has what they take."""
         return [fault for fault in self.scenario.fault if self.lacks(fault) is None]
 
     def lacks(self, fault: Fault) -> str | None:
-        """What this fault takes and this row has not, so that it is left out; None if it strikes."""
+        """The part that this fault takes and this row has not, so that it is left out; None if it strikes."""
         if fault.takes is not None and fault.takes not in self.parts:
             return fault.takes
         if not self.restarts:

@@ -1,4 +1,5 @@
-"""Who built what: one file per lab, so that what a dead lab left behind can be removed and nothing else is touched.
+"""The registry of labs: one file per lab, so that what a dead lab left behind can be removed and nothing else is
+touched.
 
 A lab writes its `LabRecord` before it builds anything and deletes it after it has removed everything. A claim whose
 owner no longer lives is a leftover. The owner is known by process id *and* start time, because ids are used again.
@@ -33,7 +34,7 @@ _LAB = re.compile(r"[0-9a-f]{8}")
 
 
 class LabRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one lab owns: `lab` is 8 hex digits, `owner_started_ticks` is the start time in /proc/PID/stat."""
+    """The possessions of one lab: `lab` is 8 hex digits, `owner_started_ticks` is the start time in /proc/PID/stat."""
 
     lab: str
     owner_pid: int

@@ -36,7 +36,7 @@ LAST_LINES = 20
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where a worker runs. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
+    """The place of a worker. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
 
     `port` is the switch's end of its link: namespace and interface; None if it has no link.
     """
@@ -204,11 +204,11 @@ class Workers:
             raise
 
     def log(self, rank: int) -> Path:
-        """Where the output of a worker goes."""
+        """The file of a worker's output."""
         return self.folder / f"rank{rank}.log"
 
     def result(self, rank: int) -> Path:
-        """Where a worker's recorder writes."""
+        """The file that a worker's recorder writes."""
         return self.folder / f"rank{rank}.jsonl"
 
     def wait(self, timeout_s: float, struck: Collection[int] = ()) -> None:
@@ -283,7 +283,7 @@ class Workers:
 
 
 def _exit_code(handle: int) -> int:
-    """How the process behind a pidfd ended, without burying it: negative is a signal."""
+    """Read how the process behind a pidfd ended, without reaping it: negative is a signal."""
     status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
     assert status is not None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

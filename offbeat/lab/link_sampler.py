@@ -77,7 +77,7 @@ class Port:
 
 
 class Sampler:
-    """Reads the counters of one link at an interval, on a thread of its own, until its `with` block ends.
+    """A thread that reads the counters of one link at an interval, until its `with` block ends.
 
     Args:
         host: whose link it is.
@@ -106,7 +106,7 @@ class Sampler:
         self._port.close()
 
     def between(self, begin_s: float, end_s: float) -> Traffic:
-        """What passed in each whole interval from `begin_s` to `end_s`, in seconds of `time.perf_counter`."""
+        """The traffic of each whole interval from `begin_s` to `end_s`, in seconds of `time.perf_counter`."""
         return traffic(self._host, self._readings, begin_s=begin_s, end_s=end_s, interval_s=self._interval_s)
 
     def _run(self) -> None:
@@ -122,7 +122,7 @@ class Sampler:
 
 
 def whole_time(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When the first worker's measured steps began and the last one's ended.
+    """The times when the first worker's measured steps began and the last one's ended.
 
     Where machines are unequal, the fast ones may be done before the slow ones are measured: the time in which all of
     them are may be a moment, or none.
@@ -151,7 +151,8 @@ def traffic(
 
 
 def figures(link: Traffic, *, rate_mbps: float, round_s: float) -> tuple[float, float, float]:
-    """Of a link's traffic: share of the rate in the busier direction, variation, idle share (means of both directions).
+    """Three figures of a link's traffic: share of the rate in the busier direction, variation, idle share (means of
+    both directions).
 
     Args:
         rate_mbps: of the link, in each direction.
@@ -166,7 +167,7 @@ def figures(link: Traffic, *, rate_mbps: float, round_s: float) -> tuple[float, 
 
 
 def variation(series: Sequence[int], *, window: int) -> float:
-    """How unevenly the bytes of one round are spread over its intervals.
+    """The coefficient of variation of one round's bytes over its intervals.
 
     Args:
         series: bytes per interval.

@@ -1,4 +1,4 @@
-"""What a script that torchrun starts again goes on from: rank 0 writes it now and then, and all read it.
+"""The checkpoint of a script that torchrun starts again: rank 0 writes it now and then, and all read it.
 
 As in torch's tutorial on fault tolerance with torchrun: one file, the model's and the optimizer's state and the number
 of steps. Rows of other systems keep none.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Snapshots:
-    """Those of one row, in the file that the environment names; none if it names no file.
+    """The checkpoints of one row, in the file that the environment names; none if it names no file.
 
     Call `load` after `bind`, on every worker, and `save` after each step.
     """
@@ -41,7 +41,7 @@ class Snapshots:
         return int(saved["steps"])
 
     def save(self, steps: int) -> None:
-        """So many were taken: write them down, if it is time and this is rank 0."""
+        """Write them down after so many steps, if it is time and this is rank 0."""
         if self._file is None or not self._writes or self._every is None or steps % self._every:
             return
         draft = self._file.with_suffix(".draft")

@@ -79,7 +79,7 @@ def draw(report: ResultFile, path: Path) -> None:
 
 
 def _happened(row: RowResult, what: str) -> list[tuple[float, str]]:
-    """What happened in a row, a "fault" or a "swap", and at which second of the measured steps."""
+    """List what happened in a row, a "fault" or a "swap", and at which second of the measured steps."""
     found = (
         re.fullmatch(rf"{what}: (.*), (-?[\d.]+) s after the first measured step began", text) for text in row.events
     )

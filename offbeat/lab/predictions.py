@@ -1,4 +1,4 @@
-"""What the simulator says of a scenario, beside what was measured."""
+"""The simulator's predictions of a scenario, beside what was measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
 
 
 def known_of(scenario: Scenario, measured: ResultFile | None) -> Known:
-    """What is known of the steps: from a replay's own text; of a script, from a result.
+    """The known facts about the steps: from a replay's own text; of a script, from a result.
 
     Raises:
         ScenarioError: if there is no such result, or it is of another workload or number of workers.
@@ -70,7 +70,7 @@ def known_of(scenario: Scenario, measured: ResultFile | None) -> Known:
 
 
 def errors(report: ResultFile) -> dict[str, float]:
-    """By which part of the measured seconds per step each row's prediction is off; above 0 if it is too slow.
+    """The part of the measured seconds per step by which each row's prediction is off; above 0 if it is too slow.
 
     A row that failed is predicted all the same, and not compared.
     """

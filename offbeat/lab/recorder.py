@@ -1,4 +1,4 @@
-"""What a worker measures, as JSON lines in a file of its own.
+"""The measurements of a worker, as JSON lines in a file of its own.
 
 A worker program makes one `Recorder`, calls `step()` after every training step, `metric()` after every evaluation and
 `finish()` at the end. The lab tells it through the environment how many steps count; outside of the lab it keeps quiet
@@ -36,7 +36,7 @@ _TCP_INFO_BYTES_SENT = slice(200, 208)
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What the lab asks of a worker program. `compute_factor` is by how much this host is slower than the reference."""
+    """The lab's request to a worker program. `compute_factor` is by how much this host is slower than the reference."""
 
     system: str = "offbeat"
     steps: int = 20
@@ -105,7 +105,7 @@ class RunTotals(msgspec.Struct, frozen=True, tag="end"):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """Something a reader of the result must know."""
+    """A note that a reader of the result must know."""
 
     text: str
 
@@ -167,7 +167,7 @@ class Recorder:
         return self._done, round(self._mark_s - self._start_s - self._paused_s, 6)
 
     def waited(self) -> None:
-        """What was waited for since the last step, such as in `run.settle()`, was training, too."""
+        """Count what was waited for since the last step, such as in `run.settle()`, as training, too."""
         self._mark_s = time.perf_counter()
 
     def metric(self, value: float, moment: tuple[int, float] | None = None) -> None:
@@ -182,7 +182,7 @@ class Recorder:
             self._resume(self._mark_s)
 
     def note(self, text: str) -> None:
-        """Something a reader of the result must know, such as that other data was used."""
+        """Write what a reader of the result must know, such as that other data was used."""
         self._write(Note(text))
 
     def finish(self, *, digest: str, gradient_error: float | None = None) -> None:
@@ -194,7 +194,7 @@ class Recorder:
             self._file.close()
 
     def _go_on(self, earlier: list[Line]) -> None:
-        """After a restart: what was measured before counts, but for steps that are done again."""
+        """Resume after a restart: what was measured before counts, but for steps that are done again."""
         measured = {
             line.step: line for line in reversed(earlier) if isinstance(line, MeasuredStep)
         }  # as it was done first
@@ -219,7 +219,7 @@ class Recorder:
 
 
 def begun() -> Begun | None:
-    """How this worker began, if it was started again since."""
+    """The first beginning of this worker, if it was started again since."""
     return next((line for line in _earlier() if isinstance(line, Begun)), None)
 
 

@@ -44,7 +44,7 @@ def refusals(scenario: Scenario) -> list[OffbeatError]:
 
 
 def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
-    """What measuring takes, in one sentence.
+    """Say what measuring takes, in one sentence.
 
     Args:
         rows: of the scenario.

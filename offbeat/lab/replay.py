@@ -166,7 +166,7 @@ def main() -> None:
 
 
 class ReplayBatches:
-    """How many samples each step stands for: what the scenario says, or, where batches are tuned, what offbeat says.
+    """The number of samples of each step: from the scenario, or, where batches are tuned, from offbeat.
 
     Args:
         work: what is replayed.
@@ -190,14 +190,14 @@ class ReplayBatches:
         return count
 
     def shares(self, world: int) -> list[float] | None:
-        """Of each rank in this step; None if they are equal. Collective where they are not."""
+        """The share of each rank in this step; None if they are equal. Collective where they are not."""
         if self._batches is None:
             return None
         counts = [told[-1] for told in self._everyones(world)]
         return [count / sum(counts) for count in counts]
 
     def sums(self, world: int) -> list[float]:
-        """For each rank, the sum of its steps' factors times its share in each. Collective where batches are tuned."""
+        """The sum, for each rank, of its steps' factors times its share in each. Collective where batches are tuned."""
         everyones = [self._counts] * world if self._batches is None else self._everyones(world)
         return [
             sum(_FACTORS[step % len(_FACTORS)] * count for step, count in enumerate(counts)) / (world * self._batch)
@@ -205,7 +205,7 @@ class ReplayBatches:
         ]
 
     def tolerance(self, tolerance: float | None) -> float | None:
-        """What may be off per step."""
+        """The tolerance per step."""
         return (
             tolerance if tolerance is None or self._batches is None else max(tolerance, gradient_check.TUNED_TOLERANCE)
         )
@@ -222,7 +222,7 @@ class ReplayBatches:
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Nothing but a number of samples."""
+    """A dataset that is only a number of samples."""
 
     def __init__(self, size: int) -> None:
         self._size = size

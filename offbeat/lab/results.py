@@ -83,7 +83,7 @@ class RowResult(_Strict, frozen=True, kw_only=True):
 
 
 class RawRun(_Strict, frozen=True, kw_only=True):
-    """What one worker measured in one repeat of one row.
+    """The measurements of one worker in one repeat of one row.
 
     `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then. `staleness` is
     each step's, where something went wrong (`[[fault]]`) on offbeat.
@@ -160,7 +160,7 @@ def _once(lines: Sequence[Line]) -> list[MeasuredStep]:
 
 
 class LinkUse(_Strict, frozen=True, kw_only=True):
-    """What one row made of one link: the server's, or that of rank 0's host where the row has no server.
+    """The use that one row made of one link: the server's, or that of rank 0's host where the row has no server.
 
     `received_bytes` and `sent_bytes` are the host's, in every `interval_s` of one `repeat`, from the first measured
     step of any worker to the end of the last one. `share` of the link's rate is that of the busier direction;
@@ -181,12 +181,12 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
 
     @property
     def seen_s(self) -> float:
-        """For how long anybody looked."""
+        """Seconds that the link was sampled."""
         return self.interval_s * len(self.sent_bytes)
 
 
 class FaultCost(_Strict, frozen=True, kw_only=True):
-    """What one fault cost, in one repeat of one row, until the next one struck or the row ended.
+    """The cost of one fault, in one repeat of one row, until the next one struck or the row ended.
 
     * `others_s` - of the steps that the workers it did not strike ended in that time, the longest, less that worker's
       median step; the largest of these. None where all are started again, or no step was measured.
@@ -206,7 +206,7 @@ class FaultCost(_Strict, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What it cost, for people."""
+        """The cost in words, for people."""
         told = []
         if self.others_s is not None:
             told.append(f"the others' longest step took {self.others_s:.2f} s more than usual")
@@ -218,7 +218,7 @@ class FaultCost(_Strict, frozen=True, kw_only=True):
 
 
 class SwapCost(_Strict, frozen=True, kw_only=True):
-    """What one swap cost, in one repeat of one row.
+    """The cost of one swap, in one repeat of one row.
 
     * `policy` - which one came to decide, and `time_s` when, after the first measured step began.
     * `agreed_s` - from the proposal until all had agreed, as the job said.
@@ -240,7 +240,7 @@ class SwapCost(_Strict, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What it cost, for people."""
+        """The cost in words, for people."""
         told = f"{brief(self.policy)} from {self.time_s:.1f} s on: agreed upon within {1e3 * self.agreed_s:.0f} ms, "
         told += f"the longest step took {1e3 * self.longer_s:.0f} ms more than usual"
         if self.loss_before is not None and self.loss_after is not None:

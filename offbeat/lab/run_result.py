@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reached:
-    """What it took until rank 0 first measured the target: steps, seconds, and bytes that a worker sent, on average."""
+    """The effort until rank 0 first measured the target: steps, seconds, and bytes that a worker sent, on average."""
 
     steps: int
     time_s: float
@@ -31,7 +31,7 @@ class Reached:
 
 @dataclass
 class RunResult:
-    """What each worker measured, and what offbeat told (events, buckets, staleness)."""
+    """The measurements of each worker, and offbeat's own (events, buckets, staleness)."""
 
     workers: list[RawRun]
     events: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class RunResult:
 
     @property
     def index(self) -> int:
-        """Which of the repeats it is, from 0."""
+        """The number of the repeat, from 0."""
         return self.workers[0].repeat
 
     @property
@@ -54,17 +54,17 @@ class RunResult:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all workers together, each at its own pace."""
+        """Samples per second of all workers together, each at its own pace."""
         return sum(worker.samples / sum(worker.step_s) for worker in self.workers)
 
     @property
     def sent_bytes(self) -> float:
-        """What a worker sent in the measured steps; mean over the workers."""
+        """The bytes that a worker sent in the measured steps; mean over the workers."""
         return statistics.fmean(worker.bytes_sent for worker in self.workers)
 
     @property
     def final_metric(self) -> float | None:
-        """What rank 0 measured last; None if it measured nothing."""
+        """The last measurement of rank 0; None if it measured nothing."""
         metrics = self.workers[0].metrics
         return metrics[-1][1] if metrics else None
 
@@ -87,7 +87,7 @@ class RunResult:
         return None if reached is None else reached.time_s
 
     def reached(self, workload: Replay | TrainingScript) -> Reached | None:
-        """How the workload's target was reached; None if it was not, or there is none.
+        """The effort until the workload's target was reached; None if it was not, or there is none.
 
         Files written before the steps of a metric were kept say 0 steps and bytes.
         """
@@ -109,7 +109,7 @@ def repeats(report: ResultFile, row: str) -> list[RunResult]:
 
 
 def reached(report: ResultFile, row: str) -> Reached | None:
-    """How a row reached the target, medians over its repeats; None if it did not in every one."""
+    """The effort until a row reached the target, medians over its repeats; None if it did not in every one."""
     workload = Scenario.from_toml(report.scenario).workload
     runs = [one.reached(workload) for one in repeats(report, row)]
     found = [run for run in runs if run is not None]

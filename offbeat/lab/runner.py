@@ -212,13 +212,13 @@ def run_once(
 
 
 def _named(swapped: TimedSwap, begin_s: float) -> str:
-    """Which policy came to decide, and when."""
+    """Say which policy took over, and when."""
     offset_s = time.time() - time.perf_counter() + begin_s
     return f"swap: {swapped.policy}, {swapped.begin_s - offset_s:.2f} s after the first measured step began"
 
 
 def _with_staleness(worker: RawRun, told: Sequence[_MetricsRecord]) -> RawRun:
-    """With the staleness of each measured step; those to warm up come first in what was told."""
+    """Add the staleness of each measured step; those to warm up come first in `told`."""
     stale = [record.staleness for record in told if record.kind == "step" and record.rank == worker.rank]
     return msgspec.structs.replace(worker, staleness=stale[-len(worker.step_s) :])
 
@@ -243,7 +243,7 @@ def _report(
     measured: dict[str, float],
     failed: dict[str, OffbeatError],
 ) -> ResultFile:
-    """What was measured so far: of the rows that have been run at least once."""
+    """The result so far: of the rows that have been run at least once."""
     rows = [job for job in rows if repeats[job.row.name]]
     everything = [worker for job in rows for one in repeats[job.row.name] for worker in one.workers]
     # Where the row that others are to be compared with has not been run yet, or has failed, another takes its place.
@@ -317,7 +317,7 @@ def _record(
 
 
 def _link_use(job: RowJob, runs: Sequence[RunResult]) -> LinkUse | None:
-    """How evenly a row used its link; None if nobody looked, or it was over before anything could be seen."""
+    """Measure how evenly a row used its link; None if nobody looked, or it was over before anything could be seen."""
     traffic = [(one.link, one.seconds_per_step) for one in runs if one.link is not None and one.link.received_bytes]
     if not traffic:
         return None

@@ -1,4 +1,4 @@
-"""What it cost that another policy came to decide: how long some worker had to wait, and whether the loss leapt.
+"""The cost of a swap of the policy: how long some worker had to wait, and whether the loss leapt.
 
 A swap lasts from when it was proposed until the last worker has taken it up. See `SwapCost` for what is measured.
 """

@@ -95,7 +95,7 @@ def bind(
 
 
 def _barrier() -> None:
-    """Without it a worker that is done closes its sockets while another still reads its last bucket."""
+    """Wait for all: otherwise a worker that is done closes its sockets while another still reads its last bucket."""
     # Seen once in some twenty runs with a communication hook: DDP's reducer, the last to know the group, is deallocated
     # with the GIL held and joins Gloo's thread, which needs the GIL to drop the last reference to this operation.
     work = dist.barrier(async_op=True)

@@ -1,4 +1,4 @@
-"""How a run went on over time, where something went wrong: steps per second, the part spent waiting, and staleness."""
+"""The plot of a run over time, where something went wrong: steps per second, the part spent waiting, and staleness."""
 
 from __future__ import annotations
 

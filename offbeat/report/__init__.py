@@ -1,4 +1,4 @@
-"""What people look at during and after a run, made from the records in its folder.
+"""What happened in a run? Tables, plots and pages for people, made from the records in its folder.
 
 * `records` - the lines of metrics.jsonl, read while they are written
 * `per_worker` - what they add up to per worker, and who sets the pace

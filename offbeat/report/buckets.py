@@ -1,4 +1,4 @@
-"""Where the time of each bucket goes, in the median step: when it was issued and had arrived, and what it held up."""
+"""The time of each bucket in the median step: when it was issued and had arrived, and what it held up."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bucket_times(records: Sequence[Record]) -> list[BucketTimes]:
     computed_s = statistics.median(fences)
 
     def usual_s(index: int, end: int) -> float:
-        """From the beginning of the median step; steps of unequal length are compared by when all was computed."""
+        """Seconds from the beginning of the median step; unequal steps are compared by when all was computed."""
         since = [step.buckets[index][end] - fence for step, fence in zip(steps, fences, strict=True)]
         return max(0.0, computed_s + statistics.median(since))
 
@@ -93,7 +93,7 @@ def draw_buckets(times: Sequence[BucketTimes]) -> str:
 
 
 def _held_up(step: StepRecord) -> list[float]:
-    """For how long each bucket was what the step waited for."""
+    """Seconds that the step waited for each bucket."""
     latest = step.compute_s + step.early_wait_s
     held = [0.0] * len(step.buckets)
     for index in sorted(range(len(held)), key=lambda index: step.buckets[index][1]):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One of the runs.
+    """A run that is compared.
 
     Args:
         name: of its folder.
@@ -49,14 +49,14 @@ class Figure:
 
     @property
     def ratios(self) -> tuple[str, ...]:
-        """Of each run to the first, such as "0.97 x"; empty for the first, and where there is none."""
+        """The ratio of each run to the first, such as "0.97 x"; empty for the first, and where there is none."""
         first = self.values[0]
         known = [value / first if value is not None and first else None for value in self.values[1:]]
         return ("", *("" if ratio is None else f"{ratio:.3g} x" for ratio in known))
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[Figure]:
-    """What can be said of at least one of the runs."""
+    """List the figures that at least one of the runs has."""
     of: list[tuple[str, Callable[[ComparedRun], float | None], Callable[[float], str]]] = [
         ("workers", lambda run: float(len(tally(run.records))), "{:.0f}".format),
         ("steps, all workers", lambda run: _total(run, "steps"), "{:,.0f}".format),
@@ -171,7 +171,7 @@ def _seconds(run: ComparedRun) -> float | None:
 
 
 def _per_second(run: ComparedRun) -> float | None:
-    """Over the whole time: also while workers were lost, stopped, or not there yet."""
+    """Samples per second over the whole time: also while workers were lost, stopped, or not there yet."""
     seconds, samples = trained_s(run.records), _total(run, "samples")
     return samples / seconds if samples is not None and seconds else None
 

@@ -33,7 +33,7 @@ def ranks(which: Sequence[int], *, capital: bool = False) -> str:
 
 
 def span(values: Collection[float], spec: str = "", unit: str = "") -> str:
-    """From the least to the greatest, or the one value if they look alike.
+    """Format the least and the greatest value, or the one value if they look alike.
 
     >>> span([0.321, 0.41], ".0%"), span([19.0, 19.01], ".1f", " ms")
     ('32 to 41%', '19.0 ms')

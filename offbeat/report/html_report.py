@@ -256,7 +256,7 @@ def _seconds(seconds: float) -> str:
 
 
 def amount_of_bytes(count: float) -> str:
-    """With the unit that reads well.
+    """Format an amount of bytes with the unit that reads well.
 
     >>> amount_of_bytes(1536000)
     '1.54 MB'

@@ -14,7 +14,7 @@ _MOST_TEXT = 16  # of a phase
 
 
 def scene_of(overview: Overview) -> ModelStatus:
-    """What is to be seen of it.
+    """Make the status of a model from an overview.
 
     A step of all is an update; of several models the steps are those of the first.
     """
@@ -53,7 +53,7 @@ def _seen(words: WorkerReport, status: TrainingStatus | None) -> WorkerStatus:
 
 
 def _phase(words: WorkerReport, status: TrainingStatus | None) -> tuple[str, float]:
-    """What a worker does, or how it ended, and for how long."""
+    """The activity of a worker, or how it ended, and for how long."""
     since_s, state_s = words.since_s + words.age_s, words.state_since_s + words.age_s
     if words.phase == "finished":
         return "left" if status is not None and status.left else "done", since_s

@@ -1,4 +1,4 @@
-"""What happened to the whole job, once each, in order of time: workers write about the same thing at nearly one time.
+"""The events of the whole job, once each, in order of time: workers write about the same thing at nearly one time.
 
 A stall, a plan swap, a worker that was lost, joined, left or came back: each worker that knew of it has recorded it.
 Those records are one event here, with the workers that tell of it. Ends of workers stand among them.
@@ -58,7 +58,7 @@ def job_events(records: Sequence[Record]) -> list[JobEvent]:
 
 
 def began_s(records: Iterable[Record]) -> float:
-    """When the first worker had prepared its model, or else the first record; 0 if there is none."""
+    """The time when the first worker had prepared its model, or else of the first record; 0 if there is none."""
     times = [(not isinstance(record, StartRecord), record.time_s) for record in records]
     return min(times, default=(False, 0.0))[1]
 

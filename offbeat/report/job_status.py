@@ -1,4 +1,4 @@
-"""What follows from the status of a job, in words."""
+"""Conclusions from the status of a job, in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def pacemaker(scene: ModelStatus) -> str:
-    """Who paces the rounds, in one sentence; nothing if there is too little to compare."""
+    """Say which worker paces the rounds, in one sentence; "" if there is too little to compare."""
     if scene.pace:
         return scene.pace
     known = [seen for seen in scene.present if seen.step_s]

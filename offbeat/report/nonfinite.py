@@ -18,7 +18,7 @@ _ADVICE = 'Plan(nonfinite="raise") or "skip" would have noticed it in the gradie
 
 @dataclass
 class _Bad:
-    """When a value was NaN or Inf.
+    """The times when a value was NaN or Inf.
 
     Args:
         first: the first step at which it was.
@@ -40,7 +40,7 @@ class _Bad:
 
 
 def nonfinite(records: Sequence[Record]) -> str:
-    """Which values were NaN or Inf, in a few sentences; nothing if none was."""
+    """Say which values were NaN or Inf, in a few sentences; "" if none was."""
     found = _search(record for record in records if isinstance(record, LogRecord))
     if not found:
         return ""

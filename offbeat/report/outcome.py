@@ -1,4 +1,4 @@
-"""How a run ended: what its workers said last, and what they reported about each other.
+"""The outcome of a run: the last records of its workers, and their reports about each other.
 
 A worker that ends in order, or raises, leaves an end record. One that is killed leaves none: then the others' stall
 reports (stall-rank*.json, see `offbeat.diagnosis.explain`) say what is known of it.
@@ -53,7 +53,7 @@ class Stall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Suspect:
-    """What the stall reports say of one worker.
+    """The stall reports' statement on one worker.
 
     Args:
         rank: of that worker; None if nobody was late, or for the parameter server.
@@ -73,7 +73,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Args:
         well: whether all workers said that they did.
@@ -107,7 +107,7 @@ def read_stalls(run_dir: Path, since_s: float) -> list[Stall]:
 
 
 def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> RunOutcome:
-    """How the run with these records ended."""
+    """Find how the run with these records ended."""
     workers = {worker.rank: worker for worker in tally(records)}
     starts = [record for record in records if isinstance(record, StartRecord)]
     # Who joined a job has a rank beyond its own world; those of the beginning write elsewhere.
@@ -163,7 +163,7 @@ def _raised(ends: Sequence[EndRecord]) -> list[str]:
 
 
 def _killed(killed: Mapping[int, str], workers: Mapping[int, WorkerTotals]) -> list[str]:
-    """Of whom the launcher knows how they ended."""
+    """Say which workers were killed, as the launcher knows it."""
     told = []
     for rank, text in sorted(killed.items()):
         counts = [workers[rank].step + 1] if rank in workers and workers[rank].steps else []
@@ -200,7 +200,7 @@ def _others(ends: Sequence[EndRecord], did: str) -> list[str]:
 
 
 def _suspects(stalls: Iterable[Stall], workers: Mapping[int, WorkerTotals], errors: Mapping[int, str]) -> list[Suspect]:
-    """What bears on the end, each but once."""
+    """List what bears on the end, each but once."""
     reporters: dict[tuple[int | None, str], list[int]] = {}
     texts: dict[tuple[int | None, str], str] = {}
     for stall in stalls:

@@ -1,4 +1,4 @@
-"""What the records add up to, per worker.
+"""The totals of the records, per worker.
 
 Rates, shares and compute per step leave out the first step, because it holds the start-up of the process; `samples`,
 `bytes_sent` and `wait_s` hold everything.
@@ -131,7 +131,7 @@ def tally(records: Iterable[Record]) -> list[WorkerTotals]:
 
 
 def pace(records: Sequence[Record]) -> str:
-    """Who sets the pace, in one sentence; nothing if there is too little to compare."""
+    """Say which worker sets the pace, in one sentence; "" if there is too little to compare."""
     shared, count = _shared(records)
     workers = tally(shared)
     if len(workers) < 2 or count < _FEWEST_STEPS:
@@ -148,7 +148,7 @@ def pace(records: Sequence[Record]) -> str:
 
 
 def told_pace(records: Sequence[Record]) -> str:
-    """What the run itself said about its pace when it ended: a server, or the tuning of batches, knows more."""
+    """The run's own sentence about its pace when it ended: a server, or the tuning of batches, knows more."""
     told = [record.text for record in records if isinstance(record, EventRecord) and record.what == "pace"]
     return told[-1] if told else ""
 

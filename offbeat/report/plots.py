@@ -105,7 +105,7 @@ def _bands(axes: Any, points: dict[int, list[tuple[float, float]]], xlabel: str)
 
 
 def legend(axes: Any) -> None:
-    """Above the plot, if anything in it has a name."""
+    """Draw the legend above the plot, if anything in it has a name."""
     if not axes.get_legend_handles_labels()[0]:
         return
     shown = axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=8, labelcolor=INK)
@@ -113,7 +113,7 @@ def legend(axes: Any) -> None:
 
 
 def svg(draw_on: Callable[[Sequence[Any]], None], *, heights: Sequence[float] = (3.0,), width: float = 7.0) -> str:
-    """What is drawn on panels one above the other, which share their x axis, as SVG.
+    """Draw panels one above the other, which share their x axis, as SVG.
 
     Args:
         draw_on: is given the panels, as matplotlib's axes.

@@ -1,4 +1,4 @@
-"""What is seen of a job, for a Prometheus server: `offbeat top --prometheus`.
+"""The status of a job for a Prometheus server: `offbeat top --prometheus`.
 
 Names follow the custom there: base units, `_total` for what only grows, and sums rather than means where a server can
 divide them itself: `rate(offbeat_worker_staleness_updates_total[1m])` over that of the applied contributions is the
@@ -48,7 +48,7 @@ class _Figure:
 def _said(
     what: Callable[[TrainingStatus], float | None], *, least: float = -math.inf
 ) -> Callable[[ModelStatus, WorkerStatus], float | None]:
-    """What a worker says itself; None where it says nothing, or less than `least`."""
+    """Make a reader of a worker's own figure; None where there is none, or less than `least`."""
 
     def of(_: ModelStatus, seen: WorkerStatus) -> float | None:
         value = None if seen.status is None else what(seen.status)
@@ -111,7 +111,7 @@ _FIGURES = (
 
 
 class Figures:
-    """What `prometheus_client` collects, again at each scrape.
+    """The collector of `prometheus_client`, asked again at each scrape.
 
     Args:
         scenes: that were seen last; later ones are put into `latest`.

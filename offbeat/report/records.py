@@ -83,7 +83,7 @@ OF_JOB = -1
 
 
 class EventRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw_only=True):
-    """Something worth telling people about.
+    """An event worth showing to people.
 
     Args:
         what: such as "stall", "swap", "membership", "server"; "killed" and "interrupted" are the launcher's.
@@ -99,7 +99,7 @@ class EventRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw
 
 
 class ResourceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="resources", kw_only=True):
-    """What a worker's process used over about a second, which ended at `time_s`.
+    """The resources that a worker's process used over about a second, which ended at `time_s`.
 
     Args:
         cpu_cores: processor seconds per second.
@@ -128,7 +128,7 @@ Record = StartRecord | StepRecord | LogRecord | EventRecord | ResourceRecord | E
 
 
 class Records:
-    """Reads a run's metrics.jsonl, also while it grows.
+    """The records in a run's metrics.jsonl, also while it grows.
 
     Args:
         path: the file; it need not exist yet.

@@ -52,7 +52,7 @@ def spread(
 
 
 def band(points: Sequence[tuple[float, float]], most: int = MOST_BINS) -> Band:
-    """Where most of a cloud of points lies, from left to right.
+    """The band that holds most of a cloud of points, from left to right.
 
     Args:
         points: (x, y), in any order; at least one.

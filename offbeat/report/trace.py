@@ -83,7 +83,7 @@ def _step(record: StepRecord, start_us: float, buckets: Sequence[BucketRecord]) 
 
 
 def _served_times(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """From when to when (unix time) the plan had a parameter server."""
+    """The intervals (unix time) in which the plan had a parameter server."""
     plans = [(record.time_s, _SERVED in record.plan) for record in records if isinstance(record, StartRecord)][:1]
     plans = [(0.0, plans[0][1])] if plans else []
     for record in records:
@@ -104,7 +104,7 @@ def _contribution(record: StepRecord, start_us: float) -> list[dict[str, Any]]:
 
 
 def _told_by_server(records: Sequence[Record], origin_s: float) -> list[dict[str, Any]]:
-    """What it told all workers, once each."""
+    """The notices of the server to all workers, once each."""
     return [
         {"ph": "i", "s": "p", "name": "told", "pid": _SERVER, "tid": _TOLD, "ts": (event.time_s - origin_s) * 1e6}
         | {"args": {"text": event.text}}

@@ -55,7 +55,7 @@ class Damage:
 
     @property
     def needs(self) -> int:
-        """How many bytes have to be there for it to happen."""
+        """The number of bytes that have to be there for it to happen."""
         return {"cut": 0, "flip": 1, "swap": 2 * self.size}.get(self.kind, self.size)
 
 
@@ -74,11 +74,11 @@ class ProxyDirection:
         self._chance = random.Random(name)
 
     def hold(self) -> None:
-        """Nothing passes; it waits."""
+        """Hold all bytes back."""
         self._passes.clear()
 
     def release(self) -> None:
-        """What was held, and all that comes, passes."""
+        """Let pass what was held, and all that comes."""
         self._passes.set()
 
     def damage(self, damage: Damage) -> None:
@@ -91,7 +91,7 @@ class ProxyDirection:
         return bool(self.delay_s or self.jitter_s or self.rate_bytes_per_s)
 
     def due_s(self, now_s: float) -> float:
-        """When a piece that has come now may go on."""
+        """The time when a piece that has just arrived may go on."""
         return now_s + self.delay_s + (self.jitter_s * self._chance.random() if self.jitter_s else 0.0)
 
     async def pass_on(self, data: bytes, writer: asyncio.StreamWriter) -> None:
@@ -104,7 +104,7 @@ class ProxyDirection:
 
 
 class Proxy:
-    """Forwards each connection to `target`.
+    """A TCP proxy that forwards each connection to `target`.
 
     Args:
         target: "host:port".
@@ -139,7 +139,7 @@ class Proxy:
             self.cut_all()
 
     def hold(self) -> None:
-        """Nothing passes in either direction: a partition."""
+        """Hold all bytes back in both directions: a partition."""
         self.up.hold()
         self.down.hold()
 

@@ -1,4 +1,4 @@
-"""What every codec promises."""
+"""The promises of every codec, checked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _check_restart(codec: Codec, bucket: Bucket, world: int) -> None:
 
 
 def _check_partial(codec: Codec, bucket: Bucket, world: int, rtol: float, atol: float) -> None:
-    """If only some workers take part, the update is the mean over those."""
+    """Check that the update is the mean over those workers that take part, if only some do."""
     gradients = _gradients(bucket, world, seed=2)[: max(1, world - 1)]
     weight = len(gradients) / world
     partial = _exchange(codec, gradients, [codec.init(bucket) for _ in gradients], keep_sent=True, weight=weight)

@@ -1,4 +1,4 @@
-"""What every controller promises.
+"""The promises of every controller, checked.
 
 `check_controller` tells it of workers whose waiting comes and goes, as it would be told of a job: what it decides is
 adopted, under the last of its policies hardly anybody waits, and each brings more or less than the others.

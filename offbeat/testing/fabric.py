@@ -1,4 +1,4 @@
-"""What every fabric promises."""
+"""The promises of every fabric, checked."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Interleaving:
             self._may_return(rank)
 
     def _goes_on(self) -> bool:
-        """At a standstill: whether somebody hangs, and is now noticed to."""
+        """Whether, at a standstill, a worker hangs and is now noticed to."""
         well = [self._books.accounts[rank] for rank, life in self._lives.items() if not life.hung]
         waiting = [one.rank for one in well if one.held] + [one.rank for one in well if one.needs]
         hung = [life for life in self._lives.values() if life.hung]
@@ -271,7 +271,7 @@ class Interleaving:
             raise InvariantViolation(wrong, getattr(event, "worker", None))
 
     def _fail_because(self, error: Exception, event: Event) -> NoReturn:
-        """What the policy raised, or decided although it is not possible."""
+        """Fail with what the policy raised, or decided although it is not possible."""
         self.log.append((event, ()))
         what = f"it raised {error!r}"
         if isinstance(error, InvalidDecision):
@@ -279,7 +279,7 @@ class Interleaving:
         raise InvariantViolation(what, getattr(event, "worker", None)) from error
 
     def _note(self, event: Event, state: State) -> None:
-        """What the event means for the books, and what it leads to."""
+        """Enter the event in the accounts, and follow it up."""
         books = self._books
         match event:
             case Ready(worker=rank, clock=clock):
@@ -305,7 +305,7 @@ class Interleaving:
         self._make_updates()
 
     def _carry_out(self, action: Action) -> None:
-        """What the action means for the books, and what it leads to."""
+        """Enter the action in the accounts, and follow it up."""
         books = self._books
         match action:
             case Grant(worker=rank):
@@ -404,7 +404,7 @@ class Interleaving:
                 return speed * min(50.0, 0.3 * self._rng.paretovariate(1.2))
 
     def story(self, what: str, rank: int | None = None) -> str:
-        """What went wrong, and the last events and actions about one worker."""
+        """Say what went wrong, with the last events and actions about one worker."""
         told = [
             f"  {event}: {', '.join(map(_said, actions)) or 'nothing'}"
             for event, actions in self.log

@@ -1,4 +1,4 @@
-"""What every synchronization policy promises.
+"""The promises of every synchronization policy, checked.
 
 `check_policy` plays a server and its workers in virtual time, thousands of times, each time with other luck: unequal
 and equal times, workers that come, go, crash and hang in every phase, another policy in between, memory that is lost.
@@ -87,7 +87,7 @@ def check_policy(
 
 
 def _what_it_says_wrong(policy: Policy) -> str:
-    """What is wrong with what the policy says about itself; "" if nothing is."""
+    """Find what the policy declares wrongly about itself; "" if nothing."""
     for name in ("replicated", "drops", "gated"):
         if not isinstance(value := getattr(policy, name), bool):
             return f"`{name}` is {value!r}, and has to be True or False"

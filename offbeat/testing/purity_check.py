@@ -1,4 +1,4 @@
-"""Whether a policy decides from the state alone.
+"""The check that a policy decides from the state alone.
 
 A fault here shows seldom and late: what a policy keeps to itself is lost by a swap or a restart of the server, and a
 clock or a dictionary's order is another one on another machine. So it is asked about one state several times.
@@ -29,7 +29,7 @@ _CLOCKS = {
 
 
 def impurity(policy: Policy, fresh: Policy, state: State) -> str:
-    """What is wrong with how `policy` decides about `state`, as half a sentence; "" if nothing is.
+    """Say what is wrong with how `policy` decides about `state`, as half a sentence; "" if nothing is.
 
     Args:
         fresh: a copy of the policy that has never been asked; it is not asked here either, but copied.
@@ -57,7 +57,8 @@ def impurity(policy: Policy, fresh: Policy, state: State) -> str:
 
 
 class _Ears:
-    """Hears the first clock that is asked while it is entered; nothing under a profiler, which listens there itself.
+    """A context that notes the first clock that is asked while it is entered; none under a profiler, which listens
+    there itself.
 
     The garbage collector rests meanwhile: who is called by it (finalizers, `gc.callbacks`: Hypothesis times it) would
     be taken for the policy.

@@ -20,7 +20,7 @@ _HUGE = 1e30
 
 
 class Injected(Exception):
-    """What a fault raises where the user's code would."""
+    """An injected fault raises this where the user's code would raise its own."""
 
 
 def hold_gil(seconds: float) -> None:
@@ -36,7 +36,7 @@ def jump() -> None:
 
 
 def raise_in_forward(note: Callable[[], None]) -> None:
-    """In the next forward pass of any module."""
+    """Raise in the next forward pass of any module."""
 
     def strike(module: torch.nn.Module, arguments: Any) -> None:
         handle.remove()
@@ -46,7 +46,7 @@ def raise_in_forward(note: Callable[[], None]) -> None:
 
 
 def raise_in_backward(note: Callable[[], None]) -> None:
-    """In a hook that autograd calls, in the backward pass of the next forward pass."""
+    """Raise in a hook that autograd calls, in the backward pass of the next forward pass."""
 
     def attach(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -57,7 +57,7 @@ def raise_in_backward(note: Callable[[], None]) -> None:
 
 
 def raise_in_loader(note: Callable[[], None]) -> None:
-    """When this process next fetches a batch."""
+    """Raise when this process next fetches a batch."""
     whole = fetch._MapDatasetFetcher.fetch
 
     def strike(fetcher: Any, indices: Any) -> NoReturn:

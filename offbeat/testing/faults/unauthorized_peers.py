@@ -1,4 +1,4 @@
-"""Somebody dials the server who may not: with another token, another version of the protocol, or by TLS."""
+"""Peers that may not dial the server: with another token, another version of the protocol, or by TLS."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def dial(kind: str, address: str, rank: int, note: Callable[[], None]) -> None:
 
 
 class _Nobody:
-    """Takes in nothing: it never gets so far."""
+    """A receiver for a peer that never gets so far."""
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         return memoryview(bytearray(size_bytes))
