@@ -41,7 +41,7 @@ from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
-from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup
+from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, check_spec
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
-_CROSSED = ({ProcessGroup, ParameterServer}, {Elastic, ParameterServer})  # from one to the other while training
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,7 @@ class Plan:
                 )
         for f in dataclasses.fields(self):
             toml_reader.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
+        check_spec(self.fabric)
         local = isinstance(self.sync, LocalSGD)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
@@ -111,7 +111,7 @@ class Plan:
                 "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
                 "gradient, such as KSync(k) - at `plan.sync`."
             )
-        if not self.sync.replicated and not self.fabric.offers.served:
+        if not self.sync.replicated and not self.is_served:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker goes on at its own time, and this "
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
@@ -218,7 +218,7 @@ class Plan:
 
     def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name == "fabric" and {type(here), type(there)} in _CROSSED:
+            if name == "fabric" and here.offers.holds != there.offers.holds:
                 self._check_crossing(here, there)
             elif name not in ("sync", "controller"):
                 raise PlanError(
@@ -237,12 +237,12 @@ class Plan:
     @property
     def is_served(self) -> bool:
         """Whether parameters live at a server."""
-        return self.fabric.offers.served
+        return self.fabric.offers.holds == "server"
 
     @property
     def outlives(self) -> bool:
         """Whether the others go on without a worker that is lost, and without a server."""
-        return isinstance(self.fabric, Elastic)
+        return self.fabric.offers.elastic and not self.is_served
 
     @property
     def digest(self) -> str:

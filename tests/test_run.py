@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import DisagreementError, ModelError, NumericsError, PlanError
-from offbeat.fabric import Fabric, Offers, ProcessGroup
+from offbeat.fabric import BindContext, Fabric, InMemory, Offers, ProcessGroup
 from tests.parity import jobs
 from tests.workers import listen, run_workers
 
@@ -277,8 +277,8 @@ class Theirs:
     def offers(self) -> Offers:
         return ProcessGroup().offers
 
-    def bind(self, *, backend: str) -> Fabric:
-        return ProcessGroup().bind(backend=backend)
+    def bind(self, context: BindContext) -> Fabric:
+        return ProcessGroup().bind(context)
 
 
 @dataclass(frozen=True)
@@ -290,22 +290,46 @@ class Unbound:
         return ProcessGroup().offers
 
 
-def with_their_fabric() -> tuple[list[float], str]:
+@dataclass(frozen=True)
+class BoundByBackend:
+    """One that is still bound by a backend alone."""
+
+    @property
+    def offers(self) -> Offers:
+        return ProcessGroup().offers
+
+    def bind(self, *, backend: str) -> Fabric:
+        return ProcessGroup().bind(BindContext(backend=backend))
+
+
+def with_their_fabric() -> list[float]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     with offbeat.init(offbeat.Plan(fabric=Theirs(), tuning=offbeat.BatchTuning())) as run:
         replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         replica(torch.tensor([[float(run.rank)]])).sum().backward()
         optimizer.step()
-    with pytest.raises(PlanError) as caught:
-        offbeat.init(offbeat.Plan(fabric=Unbound()))
-    return model.weight.flatten().tolist(), str(caught.value)
+    return model.weight.flatten().tolist()
 
 
 def test_a_fabric_of_somebody_else() -> None:
-    for weight, refused in run_workers(2, with_their_fabric):
-        assert weight == [-0.5]
-        assert refused.startswith("Cannot run over Unbound(): it has no bind(backend=...)")
+    assert run_workers(2, with_their_fabric) == [[-0.5], [-0.5]]
+
+
+def test_a_fabric_that_cannot_be_bound_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^Cannot run over Unbound\(\): it has no bind\(context\)"):
+        offbeat.Plan(fabric=Unbound())
+    with pytest.raises(PlanError) as refused:
+        offbeat.Plan(fabric=BoundByBackend())
+    assert str(refused.value) == (
+        "Cannot run over BoundByBackend(): its bind takes backend, but a fabric is given one BindContext now; write "
+        "bind(self, context), and read context.backend - at `plan.fabric`."
+    )
+
+
+def test_a_fabric_for_threads_is_refused_in_one_of_several_processes() -> None:
+    with pytest.raises(PlanError, match=r"^Cannot run 2 worker processes over InMemory\(\)"):
+        InMemory().bind(BindContext(rank=0, world=2))
 
 
 def with_more_than_there_are() -> str:

@@ -70,7 +70,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     # Who has joined later has a rank beyond those of the beginning, and is alone in its own.
     share = shares(task.samples, batch=asked.batch, rank=rank % world, world=world)
     # Where a server holds the parameters, backward waits for nobody.
-    waits = bound.run is None or not bound.run.plan.fabric.offers.served
+    waits = bound.run is None or not bound.run.plan.is_served
     tries = 15 if began is None else 3
     backward_s = _backward_s(task, twin, asked.batch, tries) if waits and least_s else 0.0
     snapshots = []

@@ -86,7 +86,6 @@ def run(
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
     from offbeat.cli.part_syntax import read_part
-    from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 
     if not script.is_file():
@@ -119,7 +118,7 @@ def run(
         joining=joining,
         history=folder.resolve() / "history" if history else None if joining is None else joining.history,
         hash_every=hash_every,
-        store=_store(folder.resolve()) if isinstance(chosen.fabric, Elastic) and joining is None else None,
+        store=_store(folder.resolve()) if chosen.outlives and joining is None else None,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.elastic_group import GroupProgress
-from offbeat.fabric.fabric import Offers
+from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.retryable import ReplayBroadcast, RetryableAllGather, RetryableAllReduce, RetryableBroadcast
 from offbeat.payload import Sum
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from offbeat.pending import Pending
 
 _AT_ONCE = timedelta(milliseconds=1)
+_OFFERS = Offers(partial=True, elastic=True)
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,21 @@ class Elastic:
 
     @property
     def offers(self) -> Offers:
-        return Offers()
+        return _OFFERS
 
-    def bind(self, circle: ElasticGroup) -> BoundElastic:
-        """Make one worker's end of it. Collective: every rank calls it."""
-        return BoundElastic(circle)
+    def bind(self, context: BindContext) -> BoundElastic:
+        """Make one worker's end of it in the group of the context. Collective: every rank calls it.
+
+        Raises:
+            PlanError: if the tensors are not on CPUs.
+        """
+        if context.backend != "gloo":
+            raise PlanError(
+                f"Cannot run {self!r} with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
+                "ProcessGroup(), or ParameterServer() - at `plan.fabric`."
+            )
+        assert context.group is not None, "an elastic fabric is bound to the group that its workers form"
+        return BoundElastic(context.group)
 
 
 class BoundElastic:
@@ -73,7 +84,7 @@ class BoundElastic:
     def __init__(self, circle: ElasticGroup) -> None:
         self._circle, self._members = circle, circle.members
         self.rank, self.world = circle.rank, circle.world
-        self.offers = Offers()
+        self.offers = _OFFERS
         self._group: dist.ProcessGroup | None = None
         self._group = circle.enter(self)
         self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack

@@ -1,6 +1,7 @@
 """A fabric carries payloads and adds them up.
 
-`FabricSpec` is the frozen description in a plan; `bind` makes the `Fabric`, which has handles. Call order on a fabric:
+`FabricSpec` is the frozen description in a plan; `bind(context)` makes the `Fabric`, which has handles. What a fabric
+can do is asked of what it `Offers`, never of its type. Call order on a fabric:
 
 1. (all ranks) `start` and `broadcast` in the same order on every rank, if `offers.ordered`
 2. (each rank) `Pending.wait` until it says True, then `Pending.result`
@@ -11,14 +12,17 @@ A fabric never decides how long to wait and never prints: the engine's one waiti
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from offbeat.errors import PlanError
 from offbeat.payload import Gather, Payload, Sum
 
 if TYPE_CHECKING:
     import torch
 
+    from offbeat.fabric.elastic_group import ElasticGroup
     from offbeat.pending import Pending
 
 
@@ -30,13 +34,34 @@ class Offers:
         carries: kinds of payload.
         ordered: exchanges match by order of issue, so every rank must issue the same ones in the same order.
         exact: a sum of two workers has the bits of a float addition.
-        served: a server holds the parameters; workers push contributions and pull parameters, so that any policy runs.
+        holds: where parameters and optimizer live. At the "workers", each applies the same update; at a "server",
+            workers push contributions and pull parameters, so that any policy runs.
+        partial: a reply may be of some workers' contributions only; `Total.weight` says of how many.
+        elastic: training goes on without a worker that is lost, and takes newcomers in.
     """
 
     carries: frozenset[type] = frozenset({Sum, Gather})
     ordered: bool = True
     exact: bool = True
-    served: bool = False
+    holds: Literal["workers", "server"] = "workers"
+    partial: bool = False
+    elastic: bool = False
+
+
+@dataclass(frozen=True)
+class BindContext:
+    """What a worker's process gives to a fabric that is bound; the default is that of a worker that is alone.
+
+    Args:
+        rank, world: worker `rank` of the `world` that the job begins with; a newcomer's rank is beyond those.
+        backend: "gloo" or "nccl": where the tensors are.
+        group: the workers that take part, if the fabric is `elastic`: one for all fabrics of a worker.
+    """
+
+    rank: int = 0
+    world: int = 1
+    backend: str = "gloo"
+    group: ElasticGroup | None = None
 
 
 class Fabric(Protocol):
@@ -69,7 +94,7 @@ class Fabric(Protocol):
 
 
 class FabricSpec(Protocol):
-    """Describes a fabric in a plan. All but `ParameterServer` also have `bind(backend=...)`."""
+    """Describes a fabric in a plan. If it `holds` the parameters at the workers, it has `bind(context)` as well."""
 
     @property
     def offers(self) -> Offers: ...
@@ -79,9 +104,28 @@ class FabricSpec(Protocol):
 class Binds(Protocol):
     """A fabric that this worker's process can be bound to."""
 
-    def bind(self, *, backend: str) -> Fabric:
-        """This worker's end. Collective: every rank calls it.
+    def bind(self, context: BindContext) -> Fabric:
+        """Make this worker's end. Collective: every rank calls it.
 
-        Args:
-            backend: "gloo" or "nccl": where tensors are.
+        Raises:
+            PlanError: if it cannot carry what this process has.
         """
+
+
+def check_spec(spec: FabricSpec) -> None:
+    """Check that a fabric can be bound, if it has to be.
+
+    Raises:
+        PlanError: with what is missing, or has to be changed.
+    """
+    if spec.offers.holds == "server":
+        return
+    if not isinstance(spec, Binds):
+        raise PlanError(
+            f"Cannot run over {spec!r}: it has no bind(context), which returns this worker's end - at `plan.fabric`."
+        )
+    if "backend" in inspect.signature(spec.bind).parameters:
+        raise PlanError(
+            f"Cannot run over {spec!r}: its bind takes backend, but a fabric is given one BindContext now; write "
+            "bind(self, context), and read context.backend - at `plan.fabric`."
+        )

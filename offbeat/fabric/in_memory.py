@@ -3,9 +3,10 @@
 For tests, for the docs, and for a worker that is alone. It adds in rank order, so results are the same on every run.
 
 >>> import torch
+>>> from offbeat.fabric import BindContext
 >>> from datetime import timedelta
 >>> from offbeat.payload import Sum
->>> fabric = InMemory().bind()
+>>> fabric = InMemory().bind(BindContext())
 >>> pending = fabric.start(Sum(torch.ones(2)))
 >>> pending.wait(timedelta(seconds=1)), pending.result().tensor
 (True, tensor([1., 1.]))
@@ -17,8 +18,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.errors import DisagreementError
-from offbeat.fabric.fabric import Offers
+from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
@@ -39,9 +40,18 @@ class InMemory:
     def offers(self) -> Offers:
         return Offers()
 
-    def bind(self, meeting: InMemoryGroup | None = None, rank: int = 0) -> BoundInMemory:
-        """Make one worker's end of it; the workers of a world share one `InMemoryGroup`."""
-        return BoundInMemory(meeting or InMemoryGroup(1), rank)
+    def bind(self, context: BindContext) -> BoundInMemory:
+        """Make the end of a worker that is alone; threads share an `InMemoryGroup`, and each has a `BoundInMemory`.
+
+        Raises:
+            PlanError: if it is one of several processes.
+        """
+        if context.world > 1:
+            raise PlanError(
+                f"Cannot run {context.world} worker processes over {self!r}: it lives in one process. "
+                "Use ProcessGroup() - at `plan.fabric`."
+            )
+        return BoundInMemory(InMemoryGroup(1), 0)
 
 
 class InMemoryGroup:

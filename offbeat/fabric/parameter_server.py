@@ -76,4 +76,4 @@ class ParameterServer:
 
     @property
     def offers(self) -> Offers:
-        return Offers(carries=frozenset({Sum}), ordered=False, served=True)
+        return Offers(carries=frozenset({Sum}), ordered=False, holds="server", partial=True, elastic=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import NetworkError
-from offbeat.fabric.fabric import Offers
+from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
@@ -43,14 +43,9 @@ class ProcessGroup:
     def offers(self) -> Offers:
         return Offers()
 
-    def bind(self, parent: dist.ProcessGroup | None = None, backend: str | None = None) -> BoundProcessGroup:
-        """Make a group of our own over the ranks of `parent` (all ranks if None). Collective: every rank calls it.
-
-        Args:
-            backend: "gloo" or "nccl"; that of `parent` if None.
-        """
-        ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
-        group = dist.new_group(ranks, timeout=_NEVER, backend=backend)
+    def bind(self, context: BindContext) -> BoundProcessGroup:
+        """Make a group of our own over all ranks of the default one. Collective: every rank calls it."""
+        group = dist.new_group(timeout=_NEVER, backend=context.backend)
         assert isinstance(group, dist.ProcessGroup)
         return BoundProcessGroup(group)
 

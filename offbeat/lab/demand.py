@@ -37,6 +37,6 @@ class Demand:
         policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
         numbers = list(steps)
         part = min(sum(one.contributes(step) is not None for step in numbers) for one in policies) / len(numbers)
-        if isinstance(plan.codec, Cast) and not plan.fabric.offers.served:
+        if isinstance(plan.codec, Cast) and not plan.is_served:
             part /= 2
         return cls(all(one.replicated for one in policies), plan.tuning is not None, part)

@@ -176,14 +176,13 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         return RowJob(row, scenario, folder, plan, "", tolerance, demand=demand)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Cast, Dense
-    from offbeat.fabric import Elastic
     from offbeat.plan import Plan
 
     try:
         made = Plan.from_toml(_plan_toml(index, row, scenario, folder))
     except PlanError as error:
         raise ScenarioError(f"Cannot use the plan of row {row.name!r} (row[{index}].plan): {error}") from error
-    served = made.fabric.offers.served
+    served = made.is_served
     if served and not scenario.servers and not scenario.loopback:
         raise ScenarioError(
             f"Cannot use the plan of row {row.name!r}: there is no host for its parameter server. Add one with "
@@ -200,7 +199,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         made.to_toml(),
         tolerance,
         served,
-        elastic=isinstance(made.fabric, Elastic),
+        elastic=made.outlives,
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,
         is_settled=each and not served and made.controller is None,

@@ -121,7 +121,7 @@ def averages_gradients(bound: Bound) -> bool:
     if bound.run is None:
         return True
     plan = bound.run.plan
-    return plan.fabric.offers.served is False and all(plan.sync.contributes(step) == "gradient" for step in range(1000))
+    return not plan.is_served and all(plan.sync.contributes(step) == "gradient" for step in range(1000))
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 from offbeat.diagnosis.startup_barrier import StartupBarrier
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.errors import NetworkError, PlanError
-from offbeat.fabric import Elastic
 from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def store_of_job(plan: Plan) -> Store | None:
     place, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
     if not place or not prefix:
         return None
-    if not isinstance(plan.fabric, Elastic):
+    if not plan.outlives:
         raise PlanError(
             f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
             "plan (`offbeat run --plan`) - at `plan.fabric`."

@@ -56,7 +56,7 @@ from offbeat.engine.sentinels import join_watch, start_watch
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, NetworkError, OffbeatError, PlanError, WorkerLostError
 from offbeat.exit_codes import LEFT
-from offbeat.fabric import Binds, Elastic, ElasticGroup, InMemory, ProcessGroup, never_destroy
+from offbeat.fabric import BindContext, Binds, ElasticGroup, InMemory, ProcessGroup, never_destroy
 from offbeat.loading import position
 from offbeat.loading.manager import LoaderManager
 from offbeat.plan import Plan
@@ -191,7 +191,7 @@ class Run:
             plan = Plan.from_toml(told.plan)
         self._metrics = _open_metrics(run_dir)
         self._meter = StepMetrics(self.rank, self._clock, self._metrics, self._waiter)
-        elastic = isinstance(plan.fabric, Elastic) and self.world > 1
+        elastic = plan.outlives and self.world > 1
         self._circle = ElasticGroup(_shared(store), self.rank, self.world, timeout) if elastic else None
         members = None if self._circle is None else lambda: self._circle.members  # type: ignore[union-attr]
         self._control = ControlGroup(self._bind(plan, "gloo"), self._waiter, members)
@@ -592,37 +592,11 @@ class Run:
         self._data.crowded()
 
     def _bind(self, plan: Plan, backend: str) -> Fabric:
-        fabric: Fabric
-        if self.world == 1:
-            fabric = InMemory().bind()
-        elif not isinstance(plan.fabric, InMemory):
-            # Beside a server a process group carries what is agreed on at the beginning.
-            spec = ProcessGroup() if plan.fabric.offers.served else plan.fabric
-            if isinstance(spec, Elastic):
-                return self._bind_elastic(spec, backend)
-            if not isinstance(spec, Binds):
-                raise PlanError(
-                    f"Cannot run over {spec!r}: it has no bind(backend=...), which returns this worker's end - at "
-                    "`plan.fabric`."
-                )
-            fabric = self._waiter.call(lambda: spec.bind(backend=backend), WaitContext("the connection to the others"))
-        else:
-            raise PlanError(
-                f"Cannot run {self.world} worker processes over {plan.fabric!r}: it lives in one process. "
-                "Use ProcessGroup() - at `plan.fabric`."
-            )
-        self._fabrics.append(fabric)
-        return fabric
-
-    def _bind_elastic(self, spec: Elastic, backend: str) -> Fabric:
-        circle = self._circle
-        assert circle is not None
-        if backend != "gloo":
-            raise PlanError(
-                f"Cannot run {spec!r} with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
-                "ProcessGroup(), or ParameterServer() - at `plan.fabric`."
-            )
-        fabric = self._waiter.call(lambda: spec.bind(circle), WaitContext("the connection to the others"))
+        # Beside a server a process group carries what is agreed on at the beginning; who is alone needs none.
+        spec = InMemory() if self.world == 1 else ProcessGroup() if plan.is_served else plan.fabric
+        assert isinstance(spec, Binds), "checked when the plan was made"
+        context = BindContext(self.rank, self.world, backend, self._circle)
+        fabric = self._waiter.call(lambda: spec.bind(context), WaitContext("the connection to the others"))
         self._fabrics.append(fabric)
         return fabric
 

@@ -11,7 +11,6 @@ import msgspec
 
 from offbeat import model_profiles
 from offbeat.errors import ScenarioError
-from offbeat.fabric import Elastic
 from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
 from offbeat.sim import allreduce
@@ -130,7 +129,7 @@ def predict(
         )
     struck = scenario.fault if faults is None else faults
     for fault in struck:
-        check(fault, elastic=plan is not None and isinstance(plan.fabric, Elastic))
+        check(fault, elastic=plan is not None and plan.outlives)
     dropped = scenario.run.warmup_steps
     count = dropped + (scenario.run.steps if steps is None else steps)
     played = _played(scenario, row, plan, known, count, struck)
@@ -162,7 +161,7 @@ def _played(
         sleeps=isinstance(scenario.workload, Replay),
         there_and_back_s=2 * links.to_worker_s + links.queue_s,
     )
-    if plan is not None and plan.fabric.offers.served:
+    if plan is not None and plan.is_served:
         return SimulatedServer(
             plan,
             courses,

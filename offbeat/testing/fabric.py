@@ -150,6 +150,7 @@ class _Checker:
     def _total(self, pending: Pending) -> Total:
         reply = self._wait(pending)
         assert isinstance(reply, Total), f"the reply to a Sum is {type(reply).__name__}, not a Total"
+        assert reply.weight == 1.0 or self._fabric.offers.partial, "a sum left workers out, and is not partial"
         return reply
 
     def _wait(self, pending: Pending) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import Elastic, ElasticGroup, InMemory, ProcessGroup
+from offbeat.fabric import BindContext, Elastic, ElasticGroup, ProcessGroup
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.process_group import Works
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
@@ -38,7 +39,7 @@ def test_in_memory(world: int) -> None:
 def check_process_group() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
-    check_fabric(ProcessGroup().bind())
+    check_fabric(ProcessGroup().bind(BindContext(rank, world)))
     dist.destroy_process_group()
 
 
@@ -49,7 +50,8 @@ def test_process_group(world: int) -> None:
 
 def check_elastic() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    check_fabric(Elastic().bind(ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)))
+    group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)
+    check_fabric(Elastic().bind(BindContext(rank, world, group=group)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -59,7 +61,7 @@ def test_elastic(world: int) -> None:
 
 def check_on_gpu() -> None:
     dist.init_process_group("nccl", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=0, world_size=1)
-    fabric = ProcessGroup().bind()
+    fabric = ProcessGroup().bind(BindContext(backend="nccl"))
     total = fabric.start(Sum(torch.ones(3, device="cuda")))
     assert total.wait(timedelta(seconds=10))
     reply = total.result()
@@ -100,7 +102,7 @@ def test_an_end_just_when_the_time_is_up_is_no_broken_connection() -> None:
 
 def test_workers_that_bring_different_things() -> None:
     meeting = InMemoryGroup(2)
-    ends = [InMemory().bind(meeting, rank) for rank in range(2)]
+    ends = [BoundInMemory(meeting, rank) for rank in range(2)]
     pending = [ends[0].start(Sum(torch.ones(2))), ends[1].start(Gather((torch.ones(2),)))]
     assert all(p.wait(timedelta(seconds=1)) for p in pending)
     with pytest.raises(DisagreementError, match="different operations"):
@@ -144,8 +146,29 @@ class Swaps(BoundInMemory):
         return arrival
 
 
+class _LeavesOut(InMemoryPending):
+    def result(self) -> Reply:
+        reply = super().result()
+        return replace(reply, weight=0.5) if isinstance(reply, Total) and reply.tail is not None else reply
+
+
+class LeavesOut(BoundInMemory):
+    """Says of some sums that a worker is not in them."""
+
+    def start(self, payload: Payload) -> InMemoryPending:
+        arrival = super().start(payload)
+        arrival.__class__ = _LeavesOut
+        return arrival
+
+
 @pytest.mark.parametrize(
-    ("kind", "says"), [(HalfSum, "is wrong"), (Overwrites, "overwrote"), (Swaps, "another's sum|spoilt")]
+    ("kind", "says"),
+    [
+        (HalfSum, "is wrong"),
+        (Overwrites, "overwrote"),
+        (Swaps, "another's sum|spoilt"),
+        (LeavesOut, "left workers out"),
+    ],
 )
 def test_the_check_finds(kind: Any, says: str) -> None:
     with pytest.raises(AssertionError, match=says):

@@ -26,7 +26,7 @@ from offbeat.clock import WallClock
 from offbeat.diagnosis.wait import BlockingWait
 from offbeat.engine import ControlGroup, JobInfo, JoinCheck, JoinClient, JoinServer
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.fabric import ElasticGroup, InMemory
+from offbeat.fabric import BindContext, ElasticGroup, InMemory
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
     store = HashStore()
     circle = ElasticGroup(store, 0, 1)
     waiter = BlockingWait(clock=WallClock(), timeout=TIMEOUT)
-    control = ControlGroup(InMemory().bind(), waiter)
+    control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
     reception = JoinServer(store, control, circle, waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
@@ -327,7 +327,7 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
 def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
     """One that has said hello, one that is ready, one that is expected already, and one that comes later."""
     store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
-    control = ControlGroup(InMemory().bind(), waiter)
+    control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
     reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
@@ -359,7 +359,7 @@ def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
 
 def test_who_dies_before_it_says_hello_keeps_nobody_behind_it_out() -> None:
     store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
-    control = ControlGroup(InMemory().bind(), waiter)
+    control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
     reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
     JoinClient(store, 1, waiter, version="1")  # and nothing more is heard of it
