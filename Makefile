@@ -24,7 +24,7 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 	$(BIN)/python -m pytest -m slow --timeout 600
 
 docs: $(STAMP)  ## write the pages that are made from the code
-	$(BIN)/python -m tests.cli.documentation
+	$(BIN)/python -m tests.docs.command_line
 
 faults: $(STAMP)  ## what survives what: cells that are not in the result yet (a quiet machine, about an hour)
 	$(BIN)/python -m benchmarks.faults

@@ -1,8 +1,8 @@
 """Fuzzes a parameter server: `python fuzz/server.py -runs=20000` (pip install 'offbeat[fuzz]').
 
 An input whose first byte is even is what one worker says to a shard, from its first word to its last, while two others
-train (see `tests.fabric.garbage`); else it is one message, for each of the decoders. Nothing but a `PeerError` comes of
-it, and the others go on.
+train (see `tests.server.garbage_peer`); else it is one message, for each of the decoders. Nothing but a `PeerError`
+comes of it, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 with atheris.instrument_imports(include=["offbeat.server", "offbeat.sync"]):
     from offbeat.errors import PeerError
     from offbeat.protocol import messages
-    from tests.fabric.garbage import torment
+    from tests.server.garbage_peer import torment
 
 DECODERS = (
     messages.from_guest,

@@ -42,9 +42,9 @@ from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.tcp import connect, listen
 from tests.cli.commands import COMMAND, clean_environment, offbeat, script, start
-from tests.fabric.links import Parts
-from tests.fabric.test_shard import Worker
-from tests.report.scenes import a_scene
+from tests.report.fake_status import a_scene
+from tests.server.in_process import Parts
+from tests.server.test_shard import Worker
 
 if TYPE_CHECKING:
     import subprocess

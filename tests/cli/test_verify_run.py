@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from offbeat.cli.app import app
 from offbeat.errors import HistoryError
 from offbeat.sync import SSP
+from tests.audit.recorded_runs import Recorded, rewrite
+from tests.audit.test_verify import apply_twice, other_hash
 from tests.cli.commands import TRAIN, offbeat, script, start
 from tests.cli.test_join import soon
-from tests.history.recorded import Recorded, rewrite
-from tests.history.test_audit import apply_twice, other_hash
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from offbeat.testing import check_policy
-from tests.conformance.rogues import ROGUES, ForgetsToWake, OneTooFar
+from tests.conformance.broken_policies import ROGUES, ForgetsToWake, OneTooFar
 
 QUICK, STRICT = RoundRobin(warmup=2), RoundRobin(strict=True, warmup=2)
 

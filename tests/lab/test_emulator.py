@@ -18,7 +18,7 @@ from offbeat.lab.emulator import Direction, Law
 from offbeat.lab.namespace import inside
 from offbeat.lab.network import Network
 from offbeat.topology import Topology
-from tests.lab.rights import needs_root
+from tests.lab.permissions import needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from offbeat.lab.recorder import MeasuredStep
 from offbeat.lab.results import RawRun
 from offbeat.lab.timeline_plot import draw_courses, steps_per_s
 from offbeat.scenario import Scenario
-from tests.lab.rights import needs_root
+from tests.lab.permissions import needs_root
 
 if TYPE_CHECKING:
     from offbeat.lab.recorder import Line

@@ -20,7 +20,7 @@ from offbeat.lab.namespace import DIRECTORY
 from offbeat.model_profiles import size_bytes
 from offbeat.scenario import Replay, Scenario
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
-from tests.lab.rights import needs_root, soon
+from tests.lab.permissions import needs_root, soon
 
 if TYPE_CHECKING:
     from offbeat.lab.results import ResultFile

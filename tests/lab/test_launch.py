@@ -19,7 +19,7 @@ from offbeat.lab.network import INTERFACE, Network
 from offbeat.scenario import Scenario, System
 from offbeat.topology import Topology
 from tests.cli.commands import alive, descendants
-from tests.lab.rights import needs_root, soon
+from tests.lab.permissions import needs_root, soon
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,7 +20,7 @@ from offbeat.lab.namespace import DIRECTORY, inside
 from offbeat.lab.network import Network, bucket_bytes
 from offbeat.topology import Host, Link, Topology
 from tests.cli.commands import alive
-from tests.lab.rights import Owner, namespaces_of, needs_root, soon
+from tests.lab.permissions import Owner, namespaces_of, needs_root, soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,7 +13,7 @@ from offbeat.report.html_report import page
 from offbeat.report.job_events import job_events, trained_s
 from offbeat.report.records import OF_JOB, EventRecord, append, has_ended
 from offbeat.report.trace import trace
-from tests.report.made_up import end, start, step, write
+from tests.report.fake_records import end, start, step, write
 
 if TYPE_CHECKING:
     from pathlib import Path

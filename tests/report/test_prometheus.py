@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.report.prometheus import PHASES, Figures
-from tests.report.scenes import a_scene, seen
+from tests.report.fake_status import a_scene, seen
 
 if TYPE_CHECKING:
     from offbeat.protocol.status import ModelStatus

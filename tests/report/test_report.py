@@ -16,7 +16,7 @@ from offbeat.report import Records, pace, tally
 from offbeat.report.html_report import page
 from offbeat.report.plots import colour
 from offbeat.report.trace import trace
-from tests.report.made_up import a_run, start, step, write
+from tests.report.fake_records import a_run, start, step, write
 
 if TYPE_CHECKING:
     from pathlib import Path

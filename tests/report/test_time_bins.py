@@ -16,7 +16,7 @@ from offbeat.report.per_worker import tally
 from offbeat.report.plots import draw
 from offbeat.report.records import Record, StepRecord
 from offbeat.report.time_bins import band, edges_of, spread, with_gaps
-from tests.report.made_up import log, start, step, write
+from tests.report.fake_records import log, start, step, write
 
 if TYPE_CHECKING:
     from pathlib import Path

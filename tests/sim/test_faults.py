@@ -16,7 +16,7 @@ from offbeat.sim import Known, Prediction, predict
 from offbeat.sim.detection_times import MEND_S, START_S, TIMEOUT_S, gone_s
 from offbeat.sim.faults import UNTIMED, check
 from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy, RoundRobin
-from tests.sim.worlds import world
+from tests.sim.scenarios import world
 
 POLICIES: tuple[Policy, ...] = (
     BSP(),

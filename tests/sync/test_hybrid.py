@@ -32,7 +32,7 @@ from offbeat.sync import (
     Wake,
     on,
 )
-from tests.sync.link import Server
+from tests.sync.simulated_link import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -33,7 +33,7 @@ from offbeat.sync import (
     on,
 )
 from offbeat.sync.round_robin import Rotation
-from tests.sync.link import Server
+from tests.sync.simulated_link import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

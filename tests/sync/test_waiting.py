@@ -31,7 +31,7 @@ from offbeat.sync import (
     on,
 )
 from offbeat.sync.dssp import Allowance
-from tests.sync.link import Server
+from tests.sync.simulated_link import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable

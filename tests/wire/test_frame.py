@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from offbeat.errors import PeerError
 from offbeat.wire.frame import HEADER_BYTES, SCRATCH_BYTES, VERSION, Frame, Reader, encode
 from offbeat.wire.messages import AskRoster, ClusterReport, Hello, ReportWords, WorkerReport, pack, unpack
-from tests.wire.golden import CORPUS, GOLDEN
+from tests.wire.golden_frames import CORPUS, GOLDEN
 
 FRAMES = st.lists(st.builds(Frame, st.binary(max_size=200), st.binary(max_size=200)), max_size=5)
 

@@ -1,0 +1,383 @@
+"""An audit finds what is wrong: each history here was changed in one place, and the right law says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from offbeat.audit import contributions, verify
+from offbeat.audit.findings import AuditResult
+from offbeat.audit.updates import UpdateAudit
+from offbeat.history import (
+    HistoryEnded,
+    HistoryLog,
+    LifeBegan,
+    ParametersAfter,
+    PolicyStep,
+    UpdateMade,
+    actions_of,
+    event_of,
+    told,
+)
+from offbeat.sync import (
+    ASP,
+    BSP,
+    DSSP,
+    SSP,
+    Apply,
+    Drop,
+    Grant,
+    Hybrid,
+    KSync,
+    Policy,
+    Pulled,
+    Ready,
+    Release,
+    RoundRobin,
+)
+from tests.audit.recorded_runs import Recorded, rewrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+POLICIES: tuple[Policy, ...] = (
+    BSP(),
+    ASP(),
+    SSP(1),
+    DSSP(1, 3),
+    KSync(2),
+    RoundRobin(),
+    RoundRobin(strict=True),
+    Hybrid(BSP(), ASP(), groups=2),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_history_as_it_was_holds(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={2: 5})
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.files, verdict.jobs, verdict.lives, verdict.notes) == (4, 1, 1, [])
+    assert verdict.checked >= {2, 3}
+    assert verdict.applied + verdict.dropped + verdict.lost + verdict.pending == 2 * job.steps + 5
+    assert verdict.replayed == verdict.events - 3, "all but the first joins"
+    assert verdict.hashes == verdict.applied + verdict.dropped
+    assert policy.bound is None or verdict.lead <= policy.bound == verdict.bound
+
+
+def index_of(records: list[Any], is_it: Callable[[Any], bool], number: int = 3) -> int:
+    """Where the `number`-th of such records is."""
+    return [i for i, record in enumerate(records) if is_it(record)][number]
+
+
+def decides(kind: type) -> Callable[[Any], bool]:
+    return lambda record: isinstance(record, PolicyStep) and any(isinstance(one, kind) for one in actions_of(record))
+
+
+def happens(kind: type) -> Callable[[Any], bool]:
+    return lambda record: isinstance(record, PolicyStep) and isinstance(event_of(record), kind)
+
+
+def with_actions(record: PolicyStep, change: Callable[[list[Any]], list[Any]]) -> PolicyStep:
+    actions = tuple(change(list(actions_of(record))))
+    return told(record.model, event_of(record), actions, asked=record.asked)
+
+
+def apply_twice(records: list[Any]) -> None:
+    """An earlier contribution is applied a second time."""
+    first = next(one for one in actions_of(records[index_of(records, decides(Apply))]) if isinstance(one, Apply))
+    at = index_of(records, decides(Apply), 5)
+    records[at] = with_actions(records[at], lambda actions: [*actions, first])
+
+
+def leave_apply_out(records: list[Any]) -> None:
+    at = index_of(records, decides(Apply))
+    records[at] = with_actions(records[at], lambda actions: [one for one in actions if not isinstance(one, Apply)])
+
+
+def drop_instead(records: list[Any]) -> None:
+    at = index_of(records, decides(Apply))
+    records[at] = with_actions(
+        records[at], lambda actions: [Drop(one.pushes) if isinstance(one, Apply) else one for one in actions]
+    )
+
+
+def lower_rate(records: list[Any]) -> None:
+    at = index_of(records, decides(Apply))
+    records[at] = with_actions(
+        records[at],
+        lambda actions: [
+            Apply(one.pushes, one.rate / 2, one.in_order) if isinstance(one, Apply) else one for one in actions
+        ],
+    )
+
+
+def lose_ready(records: list[Any]) -> None:
+    del records[index_of(records, happens(Ready), 7)]
+
+
+def lose_pulled(records: list[Any]) -> None:
+    del records[index_of(records, happens(Pulled), 7)]
+
+
+def make_twice(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    records.insert(at, records[at])
+
+
+def make_of_another(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    used = tuple(msgspec.structs.replace(one, clock=one.clock + 1) for one in records[at].used)
+    records[at] = msgspec.structs.replace(records[at], used=used)
+
+
+def make_with_another_weight(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    used = tuple(msgspec.structs.replace(one, weight=one.weight + 1) for one in records[at].used)
+    records[at] = msgspec.structs.replace(records[at], used=used)
+
+
+def make_in_part(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    used = tuple(msgspec.structs.replace(one, blocks=one.blocks - 1) for one in records[at].used)
+    records[at] = msgspec.structs.replace(records[at], used=used)
+
+
+def make_one_block_twice(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    records[at] = msgspec.structs.replace(records[at], times=records[at].times + 1)
+
+
+def forget_to_make(records: list[Any]) -> None:
+    del records[index_of(records, lambda record: isinstance(record, UpdateMade), -1)]
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
+@pytest.mark.parametrize(
+    "change",
+    [
+        apply_twice,
+        leave_apply_out,
+        drop_instead,
+        lower_rate,
+        make_twice,
+        make_of_another,
+        make_with_another_weight,
+        make_in_part,
+        make_one_block_twice,
+        forget_to_make,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_each_contribution_counts_once(tmp_path: Path, policy: Policy, change: Callable[[list[Any]], None]) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+    rewrite(job.coordinator, change)
+    verdict = verify(tmp_path)
+    assert 2 in {one.law for one in verdict.violations}, verdict
+    first = verdict.first(2)
+    assert first is not None
+    assert first.what.endswith(".")
+    assert (verdict.twice > 0) == (change is apply_twice)
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1), ASP()], ids=repr)
+@pytest.mark.parametrize("change", [lose_ready, lose_pulled], ids=lambda change: change.__name__)
+def test_an_event_that_is_lost_shows(tmp_path: Path, policy: Policy, change: Callable[[list[Any]], None]) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+    rewrite(job.coordinator, change)
+    assert not verify(tmp_path).holds
+
+
+def release_too_early(records: list[Any]) -> None:
+    """Who is ready is let go on at once, whatever the others have."""
+    at = index_of(records, lambda record: happens(Ready)(record) and not decides(Release)(record))
+    event = event_of(records[at])
+    assert isinstance(event, Ready)
+    rank = event.worker
+
+    def change(actions: list[Any]) -> list[Any]:
+        granted = [] if any(isinstance(one, Grant) and one.worker == rank for one in actions) else [Grant(rank)]
+        return [*actions, *granted, Release(rank)]
+
+    records[at] = with_actions(records[at], change)
+
+
+def release_nobody(records: list[Any]) -> None:
+    at = index_of(records, decides(Release))
+    records[at] = with_actions(records[at], lambda actions: [one for one in actions if not isinstance(one, Release)])
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(0), RoundRobin(strict=True)], ids=repr)
+@pytest.mark.parametrize("change", [release_too_early, release_nobody], ids=lambda change: change.__name__)
+def test_nobody_is_further_ahead_than_allowed(
+    tmp_path: Path, policy: Policy, change: Callable[[list[Any]], None]
+) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+    rewrite(job.coordinator, change)
+    first = verify(tmp_path).first(3)
+    assert first is not None
+    assert any("Release" in line or "Ready" in line for line in first.story), "it tells the story"
+
+
+def other_hash(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
+    records[at] = msgspec.structs.replace(records[at], digest=records[at].digest ^ 1)
+
+
+def test_equal_versions_are_equal_parameters(tmp_path: Path) -> None:
+    Recorded(BSP(), tmp_path, leaves={})
+    rewrite(tmp_path / "worker-1.log", other_hash)
+    verdict = verify(tmp_path)
+    assert {one.law for one in verdict.violations} == {1}
+    (broken, *_) = verdict.violations
+    assert "After step 3 at version 4" in broken.what
+    assert any("rank 1" in line for line in broken.story)
+
+
+def under_two_numbers(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
+    records[at] = msgspec.structs.replace(records[at], numbers=(2, *records[at].numbers))
+
+
+def from_other_samples(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
+    records[at] = msgspec.structs.replace(records[at], samples=77.0)
+
+
+def never_announced(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, ParametersAfter))
+    records[at] = msgspec.structs.replace(records[at], numbers=(1000,))
+
+
+def under_one_number(records: list[Any]) -> None:
+    first, second = (
+        at for at, record in enumerate(records) if isinstance(record, ParametersAfter) and record.step in (2, 3)
+    )
+    records[second] = msgspec.structs.replace(records[second], numbers=records[first].numbers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [under_two_numbers, under_one_number, from_other_samples, never_announced],
+    ids=lambda change: change.__name__,
+)
+def test_what_workers_say_is_what_was_decided(tmp_path: Path, change: Callable[[list[Any]], None]) -> None:
+    Recorded(ASP(), tmp_path, leaves={})
+    rewrite(tmp_path / "worker-1.log", change)
+    assert {one.law for one in verify(tmp_path).violations} == {2}
+
+
+def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
+    """What is cut off at the end breaks nothing: workers know more, and that is said."""
+    job = Recorded(SSP(1), tmp_path, leaves={})
+    rewrite(job.coordinator, lambda records: records.__delitem__(slice(len(records) // 2, None)))
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert verdict.unrecorded > 0
+    assert len(list(HistoryLog(job.coordinator))) < len(job.records)
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["undone", "in the snapshot"])
+def test_what_a_shard_that_was_told_to_end_did_not_make_is_undone(tmp_path: Path, kept: int) -> None:
+    """Its history is whole, and so is the coordinator's, which decided one more update before it missed the shard."""
+    job = Recorded(SSP(1), tmp_path, leaves={})
+
+    def begin_anew(records: list[Any]) -> None:
+        last = records[index_of(records, lambda record: isinstance(record, UpdateMade), -1)].version
+        forget_to_make(records)
+        began = next(record for record in records if isinstance(record, LifeBegan))
+        records.insert(-1, msgspec.structs.replace(began, life=began.life + 1, version=last - 1 + kept))
+
+    rewrite(job.coordinator, begin_anew)
+    verdict = verify(tmp_path)
+    assert verdict.lives == 2
+    assert [one.law for one in verdict.violations] == [2] * kept, verdict
+    assert kept or "says nothing of having made it" not in str(verdict)
+    assert verdict.lost == 1 - kept
+
+
+@pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
+def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+
+    def stop(records: list[Any]) -> None:
+        forget_to_make(records)
+        records[-1] = HistoryEnded("it was told to stop")
+
+    rewrite(job.coordinator, stop)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+
+
+@pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])
+def test_what_a_worker_was_told_is_outdated_is_dropped(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """It was cut off, and the coordinator had heard nothing of it."""
+    Recorded(ASP(), tmp_path, leaves={})
+    before = verify(tmp_path)
+
+    def tell(records: list[Any]) -> None:
+        at = index_of(records, lambda record: isinstance(record, ParametersAfter))
+        outdated = msgspec.structs.replace(records[at], numbers=numbers, counted=False, digest=None)
+        records.insert(at, outdated)
+
+    rewrite(tmp_path / "worker-1.log", tell)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.applied, verdict.dropped) == (before.applied, before.dropped + 1)
+    (one,) = (one for one in contributions(tmp_path) if one.fate != "applied")
+    assert (one.rank, one.numbers, one.fate, one.share, one.told) == (1, numbers, "dropped", 0.0, False)
+
+
+def test_each_contribution_has_its_share(tmp_path: Path) -> None:
+    """Of three workers, which weigh 1, 2 and 3, one is cut off, and is missed from then on."""
+    Recorded(BSP(), tmp_path, leaves={1: 4})
+    known = contributions(tmp_path)
+    assert {(one.rank, one.step) for one in known if one.step is not None} == {
+        (rank, step) for rank in range(3) for step in range(4 if rank == 1 else 8)
+    }
+    shares = {(one.rank, one.step): one.share for one in known if one.step in (0, 7)}
+    assert shares == pytest.approx({(0, 0): 1 / 6, (1, 0): 2 / 6, (2, 0): 3 / 6, (0, 7): 1 / 4, (2, 7): 3 / 4})
+    assert all(one.told for one in known if one.fate == "applied")
+
+
+def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped() -> None:
+    """In an update it is, so that its round was complete; but one that was made from nothing keeps its fate."""
+    fates, verdict = UpdateAudit(), AuditResult()
+    fates.fates = {(0, 3): "applied", (1, 3): "applied"}
+    fates.weights = {(0, 3): 0.0, (1, 3): 0.0}
+    for rank, samples in ((0, 4.0), (1, 0.0)):
+        has = ParametersAfter(0, 3, 0.0, None, samples, numbers=(3,), counted=not samples)
+        fates.brought(rank, has, verdict, is_whole=True)
+    assert fates.fates == {(0, 3): "dropped", (1, 3): "applied"}
+    assert verdict.holds
+
+
+def write_no_more(records: list[Any]) -> None:
+    """The coordinator's disk is full in the middle of the job, which goes on."""
+    at = index_of(records, decides(Apply))
+    records[at + 1 :] = [HistoryEnded("No space left on device", gave_up=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_what_could_not_be_written_is_not_said_to_be_lost(tmp_path: Path, policy: Policy) -> None:
+    job = Recorded(policy, tmp_path, leaves={})
+    whole = verify(tmp_path)
+    rewrite(job.coordinator, write_no_more)
+    verdict = verify(tmp_path)
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.lost, verdict.lost_samples) == (0, 0.0)
+    assert verdict.unrecorded > 0
+    counted = verdict.applied + verdict.dropped + verdict.pending
+    assert counted == whole.applied + whole.dropped + whole.pending
+    assert verdict.notes == [
+        "coordinator.log ends before its process did, which could write no more of it: No space left on device."
+    ]
+
+
+def test_what_a_killed_server_had_not_recorded_is_still_lost(tmp_path: Path) -> None:
+    job = Recorded(SSP(1), tmp_path, leaves={})
+    rewrite(job.coordinator, lambda records: records.__delitem__(slice(index_of(records, decides(Apply)) + 1, None)))
+    assert verify(tmp_path).lost > 0

@@ -1,0 +1,102 @@
+"""The command line is frozen, and documented."""
+
+from __future__ import annotations
+
+import pytest
+from typer.main import get_command
+
+from offbeat.cli.app import app
+from tests.docs.command_line import PAGE, commands, options, page
+
+# An option that leaves this table breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
+COMMANDS = {
+    "run": [
+        "SCRIPT",
+        "ARGUMENTS",
+        "--workers",
+        "--plan",
+        "--sync",
+        "--codec",
+        "--fabric",
+        "--controller",
+        "--servers",
+        "--join",
+        "--timeout",
+        "--run-dir",
+        "--history",
+        "--hash-every",
+    ],
+    "serve": [
+        "--bind",
+        "--port",
+        "--job",
+        "--coordinator",
+        "--token-file",
+        "--certificate",
+        "--key",
+        "--authority",
+        "--timeout",
+        "--snapshots",
+        "--every",
+        "--history",
+    ],
+    "top": [
+        "--job",
+        "--once",
+        "--interval",
+        "--json",
+        "--prometheus",
+        "--bind",
+        "--job-name",
+        "--token-file",
+        "--certificate",
+        "--key",
+        "--authority",
+    ],
+    "report": ["RUN_DIRS", "--output"],
+    "swap": ["POLICY", "--job", "--fabric", "--job-name", "--token-file", "--certificate", "--key", "--authority"],
+    "verify-run": ["PATHS", "--against", "--json"],
+    "simulate": ["SCENARIO", "--like", "--workers", "--steps", "--json", "--write"],
+    "doctor": ["--json"],
+    "plan show": ["PATH"],
+    "plan diff": ["FIRST", "SECOND"],
+    "lab run": ["SCENARIO", "--json", "--png", "--repeats", "--steps"],
+    "lab show": ["SCENARIO"],
+    "lab clean": ["--force"],
+    "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
+    "certs": ["FOLDER", "--host"],
+}
+
+
+def test_commands_and_options_are_frozen() -> None:
+    assert {name: options(command) for name, command in commands().items()} == COMMANDS
+    assert options(get_command(app)) == ["--version", "--debug"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_everything_has_help(name: str) -> None:
+    command = commands()[name]
+    assert command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+
+
+def test_what_is_required_is_marked() -> None:
+    """On the page, and in --help, which typer writes."""
+    required = {
+        f"{name} {longest}"
+        for name, command in commands().items()
+        for parameter, longest in zip(command.params, options(command), strict=True)
+        if parameter.required
+    }
+    assert {"run SCRIPT", "top --job", "swap --job", "swap POLICY", "lab run --json"} <= required
+    marked, name = set(), ""
+    for line in page().splitlines():
+        name = line.removeprefix("## offbeat ") if line.startswith("## ") else name
+        if line.endswith("**Required.** |"):
+            marked.add(f"{name} {max(line.split('|')[1].strip(' `').split('`, `'), key=len)}")
+    assert marked == required
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run `make docs`"

@@ -1,0 +1,108 @@
+"""Claims of speed stand on files: pages are made from them, and the files are what they say."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.claims import CLAIMS, IDEAL
+from benchmarks.first_screen import PICTURE, ROWS, course, draw
+from benchmarks.page import PAGE, RESULTS, measured, page
+from offbeat.lab import results
+from offbeat.scenario import Scenario
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_page_is_made_from_the_files() -> None:
+    assert PAGE.read_text() == page(), "run `make results-page`"
+
+
+def test_every_claim_speaks_of_rows_that_are_there() -> None:
+    for name, claims in CLAIMS.items():
+        scenario = Scenario.from_toml((ROOT / f"benchmarks/scenarios/{name}.toml").read_text())
+        rows = {row.name for row in scenario.row} | {""}
+        assert {claim.row for claim in claims} <= rows
+        assert {claim.against for claim in claims if claim.measure != IDEAL} <= rows
+
+
+def test_every_scenario_has_its_claims() -> None:
+    assert {path.stem for path in (ROOT / "benchmarks/scenarios").glob("*.toml")} == set(CLAIMS)
+
+
+# A strict mark: whoever measures again takes it away.
+OUTDATED: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=OUTDATED[name], strict=True)) if name in OUTDATED else name
+        for name in measured()
+    ],
+)
+def test_files_hold_the_scenario_they_were_measured_with(name: str) -> None:
+    report = results.read(RESULTS / f"{name}.json")
+    assert Scenario.from_toml(report.scenario).scenario.name == name
+    assert report.digest == Scenario.from_toml((ROOT / f"benchmarks/scenarios/{name}.toml").read_text()).digest, (
+        "the scenario has changed since: measure again"
+    )
+    assert (RESULTS / f"{name}.png").stat().st_size > 10_000
+    for row in report.rows:
+        repeats = [raw for raw in report.raw if raw.row == row.row]
+        assert len({raw.repeat for raw in repeats}) == row.repeats
+        # The median of the rows is that of the raw records.
+        means = []
+        for repeat in range(row.repeats):
+            steps = [step for raw in repeats if raw.repeat == repeat for step in raw.step_s]
+            means.append(sum(steps) / len(steps))
+        assert statistics.median(means) == pytest.approx(row.seconds_per_step.median, rel=1e-6)
+
+
+def test_the_readme_quotes_the_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in ("uniform", "mnist", "loopback"):
+        report = results.read(RESULTS / f"{name}.json")
+        row = next(row for row in report.rows if row.row == "offbeat")
+        (quoted,) = re.findall(rf"\| \[{name}\]\([^)]*\) \|.*\| ([\d.]+) x \|", text)
+        assert quoted == f"{row.ratio_to_baseline:.3f}"
+
+
+def test_the_readme_shows_before_it_tabulates() -> None:
+    """What it is, the change to a script, the commands, one picture, and why; only then tables."""
+    text = (ROOT / "README.md").read_text()
+    first, table = text.split("\n|", 1)
+    order = ["# offbeat", "```diff", "offbeat run --workers", f"]({PICTURE.relative_to(ROOT)})", "Why you may want it"]
+    assert sorted(order, key=first.index) == order
+    assert len(first.splitlines()) <= 45, "a screen"
+    for words in ("of times less is better", "the room"):
+        assert words not in text
+    assert "| --- |" in table
+
+
+def test_the_picture_of_the_readme_is_made_from_a_result(tmp_path: Path) -> None:
+    report = results.read(RESULTS / "kill.json")
+    draw(report, tmp_path / "drawn.png")
+    width, height = (int.from_bytes((tmp_path / "drawn.png").read_bytes()[at : at + 4]) for at in (16, 20))
+    assert (width, height) == (1200, 435)
+    assert PICTURE.stat().st_size > 10_000
+    longest = {}
+    for row in ROWS:
+        times_s, steps = course(report, row)
+        assert steps == list(range(steps[0], steps[0] + len(steps))), "each step once"
+        longest[row] = max(later - earlier for earlier, later in itertools.pairwise(times_s))
+    usual_s = report.rows[0].seconds_per_step.median
+    assert longest["elastic"] < 2 * usual_s
+    assert longest["asp"] < 2 * usual_s
+    assert longest["ddp+restarts"] > 11, "what README.md says"
+
+
+def test_columns_have_plain_headings() -> None:
+    headings = {cell for line in re.findall(r"(\|.*)\n\| --- \|", page()) for cell in line.strip("| ").split(" | ")}
+    assert "physical limit, ms per step" in headings
+    assert not headings & {"row", "limit", "uneven", "idle", "final", "stale, mean/max", "others, s", "back, s", "min"}
+    assert not [heading for heading in headings if re.match(r"x \w", heading)]
