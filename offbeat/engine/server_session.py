@@ -242,6 +242,7 @@ def connect(
     timeout: timedelta,
     run_dir: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    seed: int | None = None,
     place: tuple[int, int] | None = None,
     stays: Callable[[Plan], str] = lambda plan: "",
     patience: timedelta = _FIRST_PATIENCE,
@@ -254,6 +255,7 @@ def connect(
         plan: of the job; `spec` is its fabric.
         waiter: waits for the server to be there, and asks it from then on what is wrong with it.
         tell: called, on another thread, with what people should know about the server.
+        seed: of this worker; compared with the others'.
         run_dir: where the first leaves how to look at the job (`offbeat top`); None for nowhere.
         place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
         stays: why this worker could not leave the server to go by another plan, or "".
@@ -313,6 +315,7 @@ def connect(
         patience=timedelta(seconds=spec.patience_s),
         tell=tell,
         plans=plans,
+        seed=seed,
     )
     dialling = WaitContext(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:

@@ -95,6 +95,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         former: digests of plans that held before this one.
         swaps: how often it was swapped.
         ranks: of the workers that the job begins with here; () for all below `world`.
+        seed: of the worker; None in what was written before workers said it.
     """
 
     world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -110,6 +111,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     former: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)] = ()
     swaps: Count = 0
     ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
+    seed: int | None = None
 
     @property
     def begins_with(self) -> frozenset[int]:

@@ -75,6 +75,7 @@ class PlanManager:
         prepared: Sequence[PreparedModel],
         reducers: Sequence[SynchronizerProxy],
         rank: int,
+        seed: int,
         run_dir: Path | None,
         joins: tuple[int, int] | None,
         circle: ElasticGroup | None,
@@ -87,7 +88,7 @@ class PlanManager:
         self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
         self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
         self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
-        self._rank, self._run_dir, self._joins, self._tell = rank, run_dir, joins, tell
+        self._rank, self._seed, self._run_dir, self._joins, self._tell = rank, seed, run_dir, joins, tell
         self._circle, self._tell_of_server = circle, tell_of_server
         self._crossing = FabricMigration(
             control=control,
@@ -139,6 +140,7 @@ class PlanManager:
             self._timeout,
             self._run_dir,
             self._tell_of_server,
+            seed=self._seed,
             place=None if self._takes_part else self._joins,
             stays=self._stays,
             **how,

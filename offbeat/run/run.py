@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import secrets
 import signal
@@ -85,6 +86,7 @@ _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
 _MOST_SHOWN = 4096  # characters of a plan
 _MOST_EXPECTED = 1 << 53
+_MOST_SEEDS = 1 << 64
 _runs: set[Run] = set()  # open ones
 _told: list[Run] = []  # to leave
 _apart: list[StepCheck] = []  # of this process's runs with several workers
@@ -112,7 +114,7 @@ def init(
         timeout: a wait longer than this is explained (who has not arrived, and why): seconds, or a timedelta; 5 s, or
             that of `offbeat run`.
         run_dir: where metrics are written; that of `offbeat run`, or nowhere.
-        seed: of the order in which a prepared loader deals out samples.
+        seed: of the order in which a prepared loader deals out samples; the same on every worker.
         history: folder in which this worker records what it has after each step, for `offbeat verify-run`; that of
             `offbeat run --history`, or none.
 
@@ -129,6 +131,7 @@ def init(
         text = os.environ.get("OFFBEAT_TIMEOUT_S")
         timeout = _timeout(text) if text else _TIMEOUT
     timeout = to_timedelta(timeout, "Cannot explain waits")
+    seed = _seed(seed)
     if run_dir is None:
         run_dir = os.environ.get("OFFBEAT_RUN_DIR") or None
     if history is None:
@@ -234,6 +237,7 @@ class Run:
             prepared=self._prepared_models,
             reducers=self._reducers,
             rank=self.rank,
+            seed=seed,
             run_dir=run_dir,
             joins=self._joins,
             circle=self._circle,
@@ -256,6 +260,7 @@ class Run:
         self._membership: ElasticJoin | None = None
         try:
             self._control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
+            self._control.agree("seed", str(seed), "Give offbeat.init(seed=...) the same number on every worker.")
             plan.check_world(self.world)
             self._swapping.connect()
             if self._watch is not None or self._server is not None:
@@ -819,7 +824,7 @@ class Run:
                 )
         if not isinstance(state["plan"], str):
             raise state_checks.damaged(TypeError(f"its plan is a {type(state['plan']).__name__}, not a text"))
-        seed = state_checks.whole(state["seed"], "seed", least=-(1 << 63), most=(1 << 64) - 1)  # as torch takes it
+        seed = state_checks.whole(state["seed"], "seed", least=-(_MOST_SEEDS >> 1), most=_MOST_SEEDS - 1)
         try:
             self._compare_plans(state["plan"])
             self._seed = seed
@@ -1147,6 +1152,16 @@ def _timeout(text: str) -> timedelta:
         return timedelta(seconds=float(text))
     except (ValueError, OverflowError) as error:
         raise PlanError(f"Cannot read OFFBEAT_TIMEOUT_S={text!r}: it must be a number of seconds.") from error
+
+
+def _seed(seed: Any) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = _MOST_SEEDS
+    if not -(_MOST_SEEDS >> 1) <= number < _MOST_SEEDS:  # as torch takes it
+        raise PlanError(f"Cannot use {seed!r} as a seed: it must be a whole number of at most 64 bits.")
+    return number
 
 
 def _every(text: str) -> int:

@@ -47,6 +47,7 @@ TOKEN = Token(SECRET.encode())
 PLAN = offbeat.Plan(sync=offbeat.BSP(), fabric=offbeat.ParameterServer()).to_toml()
 OTHER_PLAN = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.ParameterServer()).to_toml()
 WORLD = 2
+SEED = 3
 GOOD, BAD = (1, 2), 0  # ranks; of several contributions the lowest rank's hyper-parameters are taken
 
 
@@ -71,7 +72,7 @@ class Job:
 
     def begin(self, world: int = WORLD, *, after_s: float = 0.0) -> None:
         """Have the workers make three steps, so long after they have come."""
-        self.clients = [Client(self.loop, rank=rank, world=world) for rank in GOOD]
+        self.clients = [Client(self.loop, rank=rank, world=world, seed=SEED) for rank in GOOD]
         for client in self.clients:
             self.dial(accept=client.accept, rank=client.rank)
         time.sleep(after_s)
@@ -183,6 +184,7 @@ def details(**changes: Any) -> ModelInfo:
         "shards": 1,
         "holders": 1,
         "plan": PLAN,
+        "seed": SEED,
         "layout": layout.digest,
         "names": names,
         "blocks": tuple(

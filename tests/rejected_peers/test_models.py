@@ -50,7 +50,7 @@ def test_another_layout(job: Job) -> None:
     messages, said, address = opened(job, layout=other)
     says = (
         f"Cannot take in rank 0: its layout is {other!r}, that of the job here is {details().layout!r}. Start every "
-        "worker with the same plan, the same model and the same optimizer."
+        "worker with the same plan, the same seed, the same model and the same optimizer."
     )
     assert messages == [Refused(says, disagrees=True)]
     assert says.removesuffix(".") in said
@@ -99,6 +99,7 @@ DETAILS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": msgspec.structs.replace(details().optimizer, kind="LBFGS")},
         "Cannot hold an optimizer 'LBFGS'",
     ),
+    "another seed": ({"seed": 4}, "its seed is '4', that of the job here is '3'"),
     "other shards": ({"shards": 3}, "its number of shards is '3', that of the job here is '1'"),
 }
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.errors import DisagreementError, ModelError
+from offbeat.errors import DisagreementError, ModelError, PlanError
 from tests.parity import jobs
 from tests.workers import run_workers
 
@@ -63,20 +63,33 @@ def test_models_that_differ_anywhere(what: str) -> None:
         assert DIFFERENCES[what] in text
 
 
-def different_data(what: str) -> str:
+def different_data() -> str:
     odd = os.environ["RANK"] == "1"
-    data = TensorDataset(torch.zeros(12 if odd and what == "size" else 8, 20))
+    data = TensorDataset(torch.zeros(12 if odd else 8, 20))
     model = jobs.MLP()
-    with offbeat.init(seed=5 if odd and what == "seed" else 0) as run, pytest.raises(DisagreementError) as caught:
+    with offbeat.init() as run, pytest.raises(DisagreementError) as caught:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=2, shuffle=True))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "says"), [("size", "'8 samples'"), ("seed", "'seed 0'")])
-def test_shares_of_different_wholes(what: str, says: str) -> None:
-    for text in run_workers(2, different_data, what):
+def test_shares_of_different_wholes() -> None:
+    for text in run_workers(2, different_data):
         assert "The data differs between workers" in text
-        assert says in text
+        assert "'8 samples'" in text
+
+
+def different_seeds() -> str:
+    with pytest.raises(DisagreementError) as caught:
+        offbeat.init(seed=5 if os.environ["RANK"] == "1" else 1 << 63)
+    return str(caught.value)
+
+
+def test_seeds_are_compared_where_no_loader_is_prepared() -> None:
+    for text in run_workers(3, different_seeds):
+        assert text == (
+            "The seed differs between workers: rank 1 against rank 0. First difference: rank 1 has '5', rank 0 has "
+            "'9223372036854775808'. Give offbeat.init(seed=...) the same number on every worker."
+        )
 
 
 # -- what one worker alone can get wrong ---------------------------------------------------------------------------
@@ -119,6 +132,12 @@ def test_a_gradient_that_nobody_averages() -> None:
     assert all(
         "a parameter of shape [2, 2] has a gradient that was not averaged" in t for t in run_workers(2, unfrozen_later)
     )
+
+
+@pytest.mark.parametrize("seed", [None, "7", 0.5, 1 << 64, -(1 << 63) - 1])
+def test_what_is_no_seed(seed: Any) -> None:
+    with pytest.raises(PlanError, match="as a seed: it must be a whole number of at most 64 bits"):
+        offbeat.init(seed=seed)
 
 
 @pytest.mark.parametrize("value", ["abc", torch.ones(3)])

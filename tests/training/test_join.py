@@ -205,7 +205,7 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     model = nn.Linear(2 if newcomer and how == "model" else 1, 50, bias=False)
     nn.init.zeros_(model.weight)
     try:
-        run = offbeat.init(plan, timeout=TIMEOUT)
+        run = offbeat.init(plan, timeout=TIMEOUT, seed=5 if newcomer and how == "seed" else 0)
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
             where, name = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
             setattr(where, name, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
@@ -233,15 +233,20 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     [
         ("model", "the model differs from that of those that train"),
         ("optimizer", "the optimizer differs from that of those that train"),
+        ("seed", "the seed differs from that of those that train"),
         pytest.param("plan", "Cannot join with another plan", marks=pytest.mark.slow),
     ],
 )
-def test_who_has_another_model_or_plan_is_refused_and_the_job_goes_on(how: str, says: str, tmp_path: Path) -> None:
+def test_who_has_another_model_seed_or_plan_is_refused_and_the_job_goes_on(how: str, says: str, tmp_path: Path) -> None:
     *results, newcomer = run_workers(2, come, str(tmp_path), how, 100, newcomers=1)
     assert says in newcomer[2]
-    assert {"model": "[50, 2]", "optimizer": "this worker has 'Adam', they have 'SGD'", "plan": "26214400"}[
-        how
-    ] in newcomer[2]
+    first = {
+        "model": "[50, 2]",
+        "optimizer": "this worker has 'Adam', they have 'SGD'",
+        "seed": "this worker has '5', they have '0'. Give offbeat.init(seed=...) the same",
+        "plan": "26214400",
+    }
+    assert first[how] in newcomer[2]
     for moves, longest_s, _ in results:
         assert moves == [1.0] * 100
         assert longest_s < 1.0

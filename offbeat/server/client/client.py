@@ -100,6 +100,7 @@ class Client:
         patience: for how long to dial a server that is gone; 0 gives up at once.
         tell: called, on the event loop's thread, with what people should know.
         plans: who knows which plans this worker can go by; None if it can go by no other.
+        seed: of this worker, which the server compares with the others'; None if it has none.
     """
 
     def __init__(
@@ -113,11 +114,12 @@ class Client:
         patience: timedelta = timedelta(seconds=60),
         tell: Callable[[str], None] = lambda text: None,
         plans: PlanJudge | None = None,
+        seed: int | None = None,
     ) -> None:
         self._loop = loop
         self._plans = plans
         self._swaps: dict[int, ServerRequest] = {}
-        self.rank, self.world = rank, world
+        self.rank, self.world, self._seed = rank, world, seed
         self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
         self._shard_hosts = tuple(hosts)
         self._tell = tell
@@ -338,6 +340,7 @@ class Client:
             back=self._back(place, shard),
             hosts=self._hosts_of(place),
             ranks=self.ranks,
+            seed=self._seed,
         )
         self._links[shard].send(pack(OpenModel(place.model, self._route.entry)), pack(details))
 

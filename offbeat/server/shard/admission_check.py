@@ -30,6 +30,7 @@ def compare(rank: int, theirs: ModelInfo, ours: ModelInfo) -> None:
     # A plan from before a swap will do, or after one that this shard has not heard of: the coordinator sees to that.
     if theirs_plan in ours.former or (theirs.back is not None and theirs.back.swaps != ours.swaps):
         theirs_plan = plan
+    seed = ours.seed if theirs.seed is None or ours.seed is None else theirs.seed
     optimizers = zip_longest(lines_of(theirs.optimizer), lines_of(ours.optimizer), fillvalue="nothing")
     for what, there, here in (
         ("plan", theirs_plan, plan),
@@ -38,14 +39,15 @@ def compare(rank: int, theirs: ModelInfo, ours: ModelInfo) -> None:
         ("way to cut it into blocks", digest_of(str(theirs.blocks)), digest_of(str(ours.blocks))),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
+        ("seed", str(seed), str(ours.seed)),
         *(("optimizer", there, here) for there, here in optimizers),
     ):
         if there != here:
             where = _line(theirs.plan, ours.plan) if what == "plan" else _parameter(theirs, ours)
             raise DisagreementError(
                 f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}"
-                f"{where if what in ('plan', 'layout') else ''}. Start every worker with the same plan, the same model "
-                "and the same optimizer."
+                f"{where if what in ('plan', 'layout') else ''}. Start every worker with the same plan, the same seed, "
+                "the same model and the same optimizer."
             )
 
 
