@@ -42,7 +42,7 @@ from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, check_spec
-from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin, TakesTurns, check_workers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -117,7 +117,7 @@ class Plan:
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
-        if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and _takes_single_turns(self.sync):
+        if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
                 "of the shards beside them, would be idle. Use slots=, as many as there are workers or a little less, "
@@ -184,9 +184,9 @@ class Plan:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
         """
         if world > 1:
-            _check_crowds(self.sync, "workers", [list(range(world))], "plan.sync")
+            check_workers(self.sync, [range(world)], "plan.sync")
             for policy in () if self.controller is None else self.controller.policies:
-                _check_crowds(policy, "workers", [list(range(world))], "plan.controller")
+                check_workers(policy, [range(world)], "plan.controller")
 
     def swapped(self, part: str, *, whole: bool = False) -> Plan:
         """Make this plan with another part, such as ``[sync]``, as it may come to hold while a job trains.
@@ -233,6 +233,11 @@ class Plan:
                 f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
                 "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
             )
+
+    @property
+    def _takes_single_turns(self) -> bool:
+        """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
+        return isinstance(self.sync, TakesTurns) and self.sync.slots_over(hosts=2) == 1
 
     @property
     def is_served(self) -> bool:
@@ -295,54 +300,6 @@ def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
             raise PlanError(f"Unknown key {key!r}{_nearest(key, fields)} - at `plan.{key}`.")
         values[key] = _value(value, Plan, key, "plan", "plan")
     return values
-
-
-def _takes_single_turns(policy: Policy) -> bool:
-    """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
-    if isinstance(policy, Hybrid):
-        return _takes_single_turns(policy.outer)
-    return isinstance(policy, RoundRobin) and policy.slots_over(hosts=2) == 1
-
-
-def _check_crowds(policy: Policy, what: str, crowds: list[list[int]], path: str) -> None:
-    """Refuse a policy that counts on more than there are.
-
-    Args:
-        what: it decides about: workers, or groups of them.
-        crowds: those that it decides about together; several if it is one within groups.
-
-    Raises:
-        PlanError: with the path of the number.
-    """
-    there = max(map(len, crowds))
-    if isinstance(policy, KSync) and policy.k > there:
-        raise PlanError(
-            f"Cannot make updates of {policy.k} contributions with {there} {what}: there would never be so many. "
-            f"Choose from 1 to {there}, or BSP() to wait for all - at `{path}.k`."
-        )
-    if not isinstance(policy, Hybrid):
-        return
-    if isinstance(policy.groups, int):
-        if policy.groups > there:
-            raise PlanError(
-                f"Cannot make groups of {policy.groups} with {there} {what}: not even one would be whole. Choose from "
-                f"1 to {there}, or {policy.inner!r} alone - at `{path}.groups`."
-            )
-    elif missing := {rank for group in policy.groups for rank in group}.difference(*crowds):
-        raise PlanError(
-            f"Cannot use groups {policy.groups!r} with {sum(map(len, crowds))} {what}: there is no {min(missing)} "
-            f"among them, counting from 0 - at `{path}.groups`."
-        )
-    within: list[list[int]] = []
-    between: list[list[int]] = []
-    for crowd in crowds:
-        groups: dict[int, list[int]] = {}
-        for rank in crowd:
-            groups.setdefault(policy.group_of(rank), []).append(rank)
-        within += groups.values()
-        between.append(list(groups))
-    _check_crowds(policy.inner, "workers in the largest group", within, f"{path}.inner")
-    _check_crowds(policy.outer, "groups", between, f"{path}.outer")
 
 
 def part_of(room: str, table: Any) -> Any:

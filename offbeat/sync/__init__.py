@@ -22,7 +22,7 @@ from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, 
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
 from offbeat.sync.local_sgd import LocalSGD, OuterSGD
-from offbeat.sync.policy import Contributes, Policy, adoption, on, settle
+from offbeat.sync.policy import Contributes, CountsWorkers, Policy, TakesTurns, adoption, check_workers, on, settle
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
 from offbeat.sync.state import InvalidDecision, Member, State
@@ -37,6 +37,7 @@ __all__ = [
     "Adopted",
     "Apply",
     "Contributes",
+    "CountsWorkers",
     "Deadline",
     "DrainOldKind",
     "Drop",
@@ -62,8 +63,10 @@ __all__ = [
     "RoundRobin",
     "State",
     "TakesEveryNth",
+    "TakesTurns",
     "Wake",
     "adoption",
+    "check_workers",
     "on",
     "settle",
 ]

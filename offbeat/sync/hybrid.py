@@ -15,7 +15,7 @@ from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, W
 from offbeat.sync.events import Left
 from offbeat.sync.hybrid_group import HybridGroup, begun, blamed, inner_member, still_true, stuck_in, told, without
 from offbeat.sync.local_sgd import LocalSGD
-from offbeat.sync.policy import Policy, settle
+from offbeat.sync.policy import Policy, TakesTurns, check_workers, settle
 from offbeat.sync.state import State, changed, observe
 
 if TYPE_CHECKING:
@@ -119,6 +119,35 @@ class Hybrid:
     @property
     def gated(self) -> bool:
         return self.inner.gated or self.outer.gated
+
+    def slots_over(self, hosts: int) -> int | None:
+        """Ask the outer policy: a turn is one of a group."""
+        return self.outer.slots_over(hosts) if isinstance(self.outer, TakesTurns) else None
+
+    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
+        """Refuse groups that cannot be made of these workers, and what the two policies refuse."""
+        there = max(map(len, crowds))
+        if isinstance(self.groups, int):
+            if self.groups > there:
+                raise PlanError(
+                    f"Cannot make groups of {self.groups} with {there} {what}: not even one would be whole. Choose "
+                    f"from 1 to {there}, or {self.inner!r} alone - at `{path}.groups`."
+                )
+        elif missing := {rank for group in self.groups for rank in group}.difference(*crowds):
+            raise PlanError(
+                f"Cannot use groups {self.groups!r} with {sum(map(len, crowds))} {what}: there is no {min(missing)} "
+                f"among them, counting from 0 - at `{path}.groups`."
+            )
+        within: list[list[int]] = []
+        between: list[list[int]] = []
+        for crowd in crowds:
+            groups: dict[int, list[int]] = {}
+            for rank in crowd:
+                groups.setdefault(self.group_of(rank), []).append(rank)
+            within += groups.values()
+            between.append(list(groups))
+        check_workers(self.inner, within, f"{path}.inner", "workers in the largest group")
+        check_workers(self.outer, between, f"{path}.outer", "groups")
 
     def contributes(self, step: int) -> Contributes:
         """Ask the inner policy."""

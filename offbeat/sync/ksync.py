@@ -86,6 +86,15 @@ class KSync:
     def gated(self) -> bool:
         return self.late == "drop"
 
+    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
+        """Refuse an update of more contributions than any of these crowds has members."""
+        there = max(map(len, crowds))
+        if self.k > there:
+            raise PlanError(
+                f"Cannot make updates of {self.k} contributions with {there} {what}: there would never be so many. "
+                f"Choose from 1 to {there}, or BSP() to wait for all - at `{path}.k`."
+            )
+
     def contributes(self, step: int) -> Contributes:
         """The gradient of every step."""
         return "gradient"

@@ -12,7 +12,7 @@ at any moment.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from offbeat.sync.actions import Wake
 from offbeat.sync.events import Adopted
@@ -59,6 +59,37 @@ class Policy(Protocol):
 
     def decide(self, state: State) -> Sequence[Action]:
         """Decide what to do now; empty if nothing. Pure."""
+
+
+@runtime_checkable
+class CountsWorkers(Protocol):
+    """A policy that works only with enough workers, or with certain ones."""
+
+    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
+        """Refuse workers with which it would never make an update; see the function `check_workers`."""
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A policy in which only some workers push at a time."""
+
+    def slots_over(self, hosts: int) -> int | None:
+        """How many may push at once where the parameters are spread over so many hosts; None if any number."""
+
+
+def check_workers(policy: Policy, crowds: Sequence[Sequence[int]], path: str, what: str = "workers") -> None:
+    """Check that a policy does not count on more workers than there are.
+
+    Args:
+        crowds: ranks that it decides about together; several if it is one within groups.
+        path: where the policy is in the plan.
+        what: it decides about: workers, or groups of them.
+
+    Raises:
+        PlanError: with the path of the number that is too large.
+    """
+    if isinstance(policy, CountsWorkers):
+        policy.check_workers(crowds, path, what)
 
 
 def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
