@@ -74,7 +74,7 @@ class TakesTurns(Protocol):
     """A policy in which only some workers push at a time."""
 
     def slots_over(self, hosts: int) -> int | None:
-        """How many may push at once where the parameters are spread over so many hosts; None if any number."""
+        """Count the workers that may push at once over parameters on so many hosts; None if any number."""
 
 
 def check_workers(policy: Policy, crowds: Sequence[Sequence[int]], path: str, what: str = "workers") -> None:
@@ -121,7 +121,7 @@ def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action,
     """Observe `event`, let `policy` decide, and return the state after that.
 
     Raises:
-        PolicyMisstep: if the policy decided something impossible, or finds no end.
+        InvalidDecision: if the policy decided something impossible, or finds no end.
     """
     return settle(policy, observe(state, event))
 
@@ -130,7 +130,7 @@ def settle(policy: Policy, state: State) -> tuple[State, tuple[Action, ...]]:
     """Let `policy` decide until it has no more actions, and return the state after that.
 
     Raises:
-        PolicyMisstep: if the policy decided something impossible, or finds no end.
+        InvalidDecision: if the policy decided something impossible, or finds no end.
     """
     decided: list[Action] = []
     most = 16 + 8 * len(state.members)

@@ -230,7 +230,7 @@ def enact(state: State, action: Action) -> State:
     """The state after `action`.
 
     Raises:
-        PolicyMisstep: if the action is not possible in this state.
+        InvalidDecision: if the action is not possible in this state.
     """
     match action:
         case Grant(worker=worker):
