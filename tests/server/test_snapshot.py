@@ -162,17 +162,48 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
     assert caplog.text.count(f"Snapshots are written to {tmp_path} again.") == 1
 
 
-def test_a_folder_belongs_to_one_shard_of_one_job(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_shard(tmp_path: Path) -> None:
     archive = SnapshotStore(tmp_path, "j")
     archive.write(snapshot(1), None)
     with pytest.raises(NetworkError, match=r"another shard does\. Give each shard a folder of its own"):
         SnapshotStore(tmp_path, "j")
     archive.close()
-    with pytest.raises(NetworkError, match=r"snapshots of job 'k' in .*: it holds those of job 'j'\. Choose another"):
-        SnapshotStore(tmp_path, "k")
     fresh = SnapshotStore(tmp_path, "k", is_fresh=True)
     assert not fresh.held
     assert fresh.least == 1
+
+
+def test_snapshots_of_another_job_are_passed_over_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = SnapshotStore(tmp_path, "j")
+    theirs.write(snapshot(1), None)
+    theirs.write(snapshot(2), SnapshotId(1, 7))
+    theirs.note_gone({3})
+    theirs.close()
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    assert len(before) == 3
+    with caplog.at_level(logging.WARNING):
+        ours = SnapshotStore(tmp_path, "k")
+        assert not ours.held
+        ours.look()
+    first, second = sorted(path.name for path in tmp_path.glob("*.snapshot"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Passed over in {tmp_path}, where it stays: {first}, {second} of job 'j'. This shard is of job 'k' and begins "
+        "with no snapshot. Give each job a folder of its own."
+    ]
+    assert ours.least == 2, "the numbers are taken"
+    ours.note_gone({1})
+    for number in (3, 4, 5):
+        assert ours.write(snapshot(number, job="k"), SnapshotId(number - 1, 7))
+    assert len(list(tmp_path.glob("*.snapshot"))) == 4
+    ours.close()
+    caplog.clear()
+    again = SnapshotStore(tmp_path, "k")
+    assert list(again.held) == [SnapshotId(5, 7), SnapshotId(4, 7)]
+    assert f"begins with its newest own one, {5:012d}-{7:010x}.snapshot." in caplog.text
+    again.clear()
+    again.close()
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.*")} == before
+    assert list(SnapshotStore(tmp_path, "j").held) == [SnapshotId(2, 7), SnapshotId(1, 7)]
 
 
 def test_who_has_gone_is_noted_for_this_job_alone(tmp_path: Path) -> None:

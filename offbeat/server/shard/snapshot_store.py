@@ -1,6 +1,7 @@
 """The folder in which a shard keeps its snapshots: the last two, each written whole or not at all.
 
-Beside them it is noted which workers have gone, so that nobody waits for those that a snapshot still has.
+Beside them it is noted which workers have gone, so that nobody waits for those that a snapshot still has. Snapshots of
+another job are passed over, which is said, and stay where they are.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class SnapshotStore:
     Args:
         folder: made if it is not there.
         job: whose snapshots they are.
-        is_fresh: the job begins now, so what is there is of no use any more.
+        is_fresh: the folder is this run's own and the job begins now, so what is there is of no use any more.
 
     Raises:
-        NetworkError: if it cannot be used, another shard uses it, or it holds snapshots of another job.
+        NetworkError: if it cannot be used, or another shard uses it.
     """
 
     def __init__(self, folder: Path, job: str, *, is_fresh: bool = False) -> None:
@@ -67,15 +68,12 @@ class SnapshotStore:
             ) from error
         self._stuck: set[Path] = set()  # files that could not be removed, which was said
         self._whole: dict[SnapshotId, SnapshotHeader] = {}
+        self._foreign: dict[Path, str] = {}  # files of other jobs, with their names
         if is_fresh:
             self._paths()
             self.clear()
             return
-        try:
-            self.look()
-        except NetworkError:
-            self.close()
-            raise
+        self.look()
 
     @property
     def held(self) -> dict[SnapshotId, SnapshotHeader]:
@@ -83,12 +81,11 @@ class SnapshotStore:
         return self._whole
 
     def look(self) -> None:
-        """See anew what is there: before another life, as a file may have been damaged since it was written.
-
-        Raises:
-            NetworkError: if the folder holds snapshots of another job.
-        """
+        """See anew what is there: before another life, as a file may have been damaged since it was written."""
+        known = set(self._foreign)
         self._whole = self._look(self._paths())
+        if not known.issuperset(self._foreign):
+            self._say_what_is_passed_over()
 
     def read(self, identity: SnapshotId) -> Snapshot:
         """One that is held.
@@ -133,15 +130,15 @@ class SnapshotStore:
     @property
     def gone(self) -> frozenset[int]:
         """Workers that had gone, and had not come back; nobody, if that cannot be read."""
-        try:
-            noted = read_file(self._folder / _GONE, _gone)
-        except (OSError, UnreadableError):
-            return frozenset()
-        return noted.workers if noted.job == self._job else frozenset()
+        noted = self._noted()
+        return noted.workers if noted is not None and noted.job == self._job else frozenset()
 
     def note_gone(self, workers: Set[int]) -> None:
-        """Note which have gone. If it cannot be written, they are waited for in vain for a while."""
-        if workers != self.gone:
+        """Note which have gone. If it cannot be written, they are waited for in vain for a while.
+
+        The note of another job stays as long as its snapshots are here.
+        """
+        if workers != self.gone and not self._has_foreign_note:
             part = self._folder / f"{_GONE}.new"
             with contextlib.suppress(OSError):
                 part.write_bytes(msgspec.json.encode(DepartedWorkers(self._job, frozenset(workers))))
@@ -151,11 +148,23 @@ class SnapshotStore:
         """Remove all: the job has ended, or another begins."""
         self._whole = {}
         self._remove_others()
-        self._remove(self._folder / _GONE)
+        if not self._has_foreign_note:
+            self._remove(self._folder / _GONE)
 
     def close(self) -> None:
         """Let another process use the folder."""
         os.close(self._lock)
+
+    @property
+    def _has_foreign_note(self) -> bool:
+        noted = self._noted()
+        return noted is not None and noted.job in self._foreign.values()
+
+    def _noted(self) -> DepartedWorkers | None:
+        try:
+            return read_file(self._folder / _GONE, _gone)
+        except (OSError, UnreadableError):
+            return None
 
     def _look(self, paths: list[Path]) -> dict[SnapshotId, SnapshotHeader]:
         whole: dict[SnapshotId, SnapshotHeader] = {}
@@ -166,12 +175,22 @@ class SnapshotStore:
                 _log.warning("Cannot use the snapshot %s: %s. One before it is used, if there is one.", path, error)
                 continue
             if header.job != self._job:
-                raise NetworkError(
-                    f"Cannot keep snapshots of job {self._job!r} in {self._folder}: it holds those of job "
-                    f"{header.job!r}. Choose another folder."
-                )
+                self._foreign[path] = header.job
+                continue
             whole[header.identity] = header
         return dict(sorted(whole.items(), reverse=True))
+
+    def _say_what_is_passed_over(self) -> None:
+        jobs = " and ".join(
+            f"{', '.join(path.name for path, of in self._foreign.items() if of == job)} of job {job!r}"
+            for job in dict.fromkeys(self._foreign.values())
+        )
+        own = f"its newest own one, {self._path(next(iter(self._whole))).name}" if self._whole else "no snapshot"
+        _log.warning(
+            "Passed over in %s, where it stays: %s. This shard is of job %r and begins with %s. Give each job a folder "
+            "of its own.",
+            self._folder, jobs, self._job, own,
+        )  # fmt: skip
 
     def _read(self, path: Path) -> Snapshot:
         try:
@@ -190,7 +209,7 @@ class SnapshotStore:
         return self._folder / f"{identity.number:012d}-{identity.life:010x}{_SUFFIX}"
 
     def _remove_others(self) -> None:
-        stays = {self._path(identity) for identity in self._whole}
+        stays = {self._path(identity) for identity in self._whole} | set(self._foreign)
         for path in [*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob("*.part")]:
             if path not in stays:
                 self._remove(path)
