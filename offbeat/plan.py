@@ -113,7 +113,7 @@ class Plan:
             )
         if not self.sync.replicated and not self.is_served:
             raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker goes on at its own time, and this "
+                f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker proceeds at its own pace, and this "
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
@@ -144,7 +144,7 @@ class Plan:
             raise PlanError(f"Cannot tune batches with {self.tuning!r}: use BatchTuning() or None - at `plan.tuning`.")
         if self.keeps not in KEEPS:
             raise PlanError(
-                f"Cannot keep the {self.keeps!r} when workers come and go: choose one of {', '.join(KEEPS)} "
+                f"Cannot keep the {self.keeps!r} when workers join and leave: choose one of {', '.join(KEEPS)} "
                 "- at `plan.keeps`."
             )
         if self.controller is not None:
@@ -159,8 +159,8 @@ class Plan:
         alone = [] if self.is_served else [policy for policy in controller.policies if not policy.replicated]
         if alone:
             raise PlanError(
-                f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may have decide, each "
-                "worker goes on at its own time, and there is no server. Use fabric=ParameterServer(), or only "
+                f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may choose, each "
+                "worker proceeds at its own pace, and there is no server. Use fabric=ParameterServer(), or only "
                 "policies that need none, such as BSP() and LocalSGD(8) - at `plan.controller`."
             )
         if self.sync not in controller.policies:

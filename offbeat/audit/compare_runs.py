@@ -57,8 +57,8 @@ def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdi
     promised = all(_is_deterministic(plan) for plan in here.plans)
     if not promised:
         verdict.notes.append(
-            "Law 5 is not promised for this plan, which goes by who comes first, or by the clock: it is only looked "
-            "where the two runs part."
+            "Law 5 does not hold for this plan, which depends on the order of arrivals or on the clock: the "
+            "comparison only shows where the two runs part."
         )
     for step in common:
         mine, theirs = here.has[step], there.has[step]

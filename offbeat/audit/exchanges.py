@@ -52,7 +52,7 @@ def _check_sum(place: Place, took: Took, verdict: AuditResult, *, may_lack: bool
     verdict.applied += sum(weight > 0 for weight in given)
     if max(sums) - min(sums) > _slack(given):
         told = " and ".join(f"{total:g}" for total in sorted(sums))
-        verdict.violated(2, f"In step {step} not all were given the same: weights of {told} are in the means.", story)
+        verdict.violated(2, f"In step {step} the workers' means differ: weights of {told} are in the means.", story)
     elif min(sums) < sum(given) - _slack(given):
         verdict.violated(
             2, f"In step {step} a weight of {sum(given):g} was given, and of {min(sums):g} the mean was made.", story

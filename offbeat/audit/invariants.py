@@ -198,7 +198,7 @@ class InvariantChecker:
             lead = max(lead, account.pace + 1 - brought)
             if bound is not None and brought < account.pace + 1 - bound:
                 raise InvariantViolation(
-                    f"worker {rank} is released for step {account.pace + 1}, but worker {other.rank} has brought "
+                    f"worker {rank} is released for step {account.pace + 1}, but worker {other.rank} has pushed "
                     f"{brought}: that breaks the bound of {bound}",
                     rank,
                 )

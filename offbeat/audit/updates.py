@@ -169,7 +169,7 @@ class UpdateAudit:
             elif fate == "pending" or (fate == "dropped" and push[1] >= began.past.get(push[0], 0)):
                 self.fates[push] = "lost"  # unless it is announced again
         if began.version > self._version and (self._version or self.fates):
-            text = f"The server went on from version {began.version}; its history ends at {self._version} before that."
+            text = f"The server resumed from version {began.version}; its history ends at {self._version} before that."
             if was_whole:
                 verdict.violated(2, text)
             else:
@@ -223,7 +223,7 @@ class UpdateAudit:
         pushes = [(rank, number) for number in dict.fromkeys(has.numbers)]
         for push in self._brought.intersection(pushes):
             verdict.violated(
-                2, f"Rank {rank} brought contribution {push} in its step {has.step}, and another of that number before."
+                2, f"Rank {rank} pushed contribution {push} in its step {has.step}, and another of that number before."
             )
         self._brought.update(pushes)
         known = [self.fates[push] for push in pushes if push in self.fates]
@@ -234,7 +234,7 @@ class UpdateAudit:
             what = f"is {known[0]}" if known else "was never announced"
             verdict.violated(
                 2,
-                f"Rank {rank} brought contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
+                f"Rank {rank} pushed contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
             )
         if has.counted and not is_whole and (not known or (went_on and set(known) <= {"dropped", "pending"})):
             self._take_unrecorded(pushes[-1], has, verdict, went_on=went_on)
@@ -242,7 +242,7 @@ class UpdateAudit:
         if len(used) > 1:
             verdict.twice += 1
             verdict.violated(
-                2, f"Rank {rank} brought one contribution under the numbers {has.numbers}, and {used} are all used."
+                2, f"Rank {rank} pushed one contribution under the numbers {has.numbers}, and {used} are all used."
             )
         for push in used:
             if has.samples and not self.weights.get(push):

@@ -47,7 +47,7 @@ def explain(
 def _other_sum(state: TuningState, total: int, least: Mapping[int, int]) -> str:
     """Say why the batches of a round make `total` samples instead of as many as were asked for."""
     if state.changed:  # the others are made up for when the next round is planned
-        return f"a worker has come, gone or run out of memory since the last round: {total} samples of {state.total}"
+        return f"a worker has joined, left or run out of memory since the last round: {total} samples of {state.total}"
     regular = {worker: machine for worker, machine in state.machines.items() if machine.every == 1}
     said = f"a round has {total} samples instead of {state.total}"
     if total > state.total and all(machine.batch <= least[worker] for worker, machine in regular.items()):

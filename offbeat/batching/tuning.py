@@ -200,19 +200,19 @@ class BatchTuning:
             ModelError: if it was saved with another global batch than `total`, or cannot be one.
         """
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
-            raise ModelError("Cannot go on tuning batches: the checkpoint has nothing that this version can read.")
+            raise ModelError("Cannot continue tuning batches: the checkpoint has nothing that this version can read.")
         try:
             state = msgspec.convert(plain.get("tuning"), TuningState, str_keys=True)
         except msgspec.ValidationError as error:
-            raise ModelError(f"Cannot go on tuning batches: the checkpoint is damaged ({error}).") from error
+            raise ModelError(f"Cannot continue tuning batches: the checkpoint is damaged ({error}).") from error
         if state.total != total:
             raise ModelError(
-                f"Cannot go on with a global batch of {total}: the checkpoint was made with {state.total}. Use the "
-                "same, by the batch size or the number of workers, or go on with tuning=None."
+                f"Cannot continue with a global batch of {total}: the checkpoint was made with {state.total}. Use the "
+                "same, by the batch size or the number of workers, or continue with tuning=None."
             )
         if not -1 <= state.round < _MOST_COUNTED or not 0 <= state.plans < _MOST_COUNTED:
             raise ModelError(
-                f"Cannot go on tuning batches: the checkpoint is damaged (round {state.round}, {state.plans} plans)."
+                f"Cannot continue tuning batches: the checkpoint is damaged (round {state.round}, {state.plans} plans)."
             )
         for worker, machine in state.machines.items():
             counts = 1 <= machine.most <= total and 0 <= machine.batch <= total
@@ -220,7 +220,7 @@ class BatchTuning:
             counts = counts and 0 <= machine.blocked < _MOST_COUNTED and 0 <= worker < _MOST_COUNTED
             if not counts or not machine.compute.sound or not machine.transfer.sound:
                 raise ModelError(
-                    f"Cannot go on tuning batches: the checkpoint is damaged (worker {worker}: {machine})."
+                    f"Cannot continue tuning batches: the checkpoint is damaged (worker {worker}: {machine})."
                 )
         return state
 

@@ -26,9 +26,9 @@ def bench() -> None:
 
 @app.command()
 def wire(
-    json: Annotated[Path | None, typer.Option(help="Where the raw records go.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.05, help="How long each turn takes.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="How many turns each row has, interleaved.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds that each turn takes.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each row, interleaved.")] = 5,
     tls: Annotated[bool, typer.Option("--tls", help="Measure with mutual TLS, too.")] = False,
 ) -> None:
     """Measure links between two processes on loopback: throughput against bare sockets, requests, memory."""

@@ -26,14 +26,14 @@ _BEFORE = datetime.timedelta(hours=1)
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where they go; made if it is not there.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder for them; made if it is not there.", show_default=False)],
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address of a server; several times for several.")
     ] = None,
 ) -> None:
     """Make a development authority, and certificates of servers and of workers.
 
-    Servers can be reached as localhost, and as each HOST. Who has authority.key can let anybody in.
+    Servers can be reached as localhost, and as each HOST. Whoever has authority.key can admit anybody.
     """
     for name in make(folder, (*LOCAL, *(host or ()))):
         typer.echo(str(folder / name))

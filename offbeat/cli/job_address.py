@@ -35,7 +35,8 @@ Certificate = Annotated[
 ]
 Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM; OFFBEAT_KEY if left out.")]
 Authority = Annotated[
-    Path | None, typer.Option(help="For TLS: who signs the server's, PEM; OFFBEAT_AUTHORITY if left out.")
+    Path | None,
+    typer.Option(help="For TLS: the authority that signs the server's, PEM; OFFBEAT_AUTHORITY if left out."),
 ]
 
 
@@ -91,9 +92,9 @@ def read_target(folder: Path) -> JobAddress:
     path = folder / "server.json"
     if not path.is_file():
         raise NetworkError(
-            f"Cannot look at the job in {folder}: it has neither server.json nor hub.json. Either it has not come to "
-            "offbeat.init yet: look again when it trains; or it is one worker alone, whose progress `offbeat run` "
-            "shows; or this is not the folder of a run."
+            f"Cannot look at the job in {folder}: it has neither server.json nor hub.json. Either it has not "
+            "reached offbeat.init yet: look again when it trains; or it is one worker alone, whose progress `offbeat "
+            "run` shows; or this is not the folder of a run."
         )
     try:
         target = msgspec.json.decode(path.read_bytes(), type=JobAddress)

@@ -38,14 +38,14 @@ ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", help="A s
 @app.command()
 def run(
     scenario: ScenarioFile,
-    json: Annotated[Path, typer.Option(help="Where the result goes.", show_default=False)],
-    png: Annotated[Path | None, typer.Option(help="Where a picture of it goes.")] = None,
+    json: Annotated[Path, typer.Option(help="File for the result.", show_default=False)],
+    png: Annotated[Path | None, typer.Option(help="File for a picture of it.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.repeats.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's run.steps.")] = None,
 ) -> None:
     """Run every row of a scenario, interleaved and repeated, and write what was measured. Needs root.
 
-    The result is written anew after each run. A row that fails is left out from then on, and the others go on.
+    The result is written anew after each run. A row that fails is left out from then on; the others continue.
     """
     import msgspec
 

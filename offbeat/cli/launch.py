@@ -244,7 +244,7 @@ class Launch:
                 self._record("interrupted", text)
                 return 128 + self._interrupted
             if not self._is_over() and (why := self._shards.look()):
-                self._console.print(f"{why} The job cannot go on without it.", style="bold red", markup=False)
+                self._console.print(f"{why} The job cannot continue without it.", style="bold red", markup=False)
                 return VICTIM
             now_s = time.monotonic()
             for worker in self._workers:

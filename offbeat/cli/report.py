@@ -30,9 +30,9 @@ _METRICS = "metrics.jsonl"
 
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders that `offbeat run` left.", show_default=False)],
-    output: Annotated[
-        Path, typer.Option(help="Where the comparison of several runs is written.", dir_okay=False)
-    ] = Path("comparison.html"),
+    output: Annotated[Path, typer.Option(help="File for the comparison of several runs.", dir_okay=False)] = Path(
+        "comparison.html"
+    ),
 ) -> None:
     """Write trace.json (for Perfetto) and report.html from a run's metrics.jsonl; of several runs, compare them."""
     if len(run_dirs) > 1:
@@ -135,7 +135,7 @@ def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
     if any(isinstance(record, EndRecord) for record in records):
         return "No step was recorded: no worker prepared a model. Call run.prepare in the script."
     if any(isinstance(record, EventRecord) and record.what == "interrupted" for record in records):
-        return "No step was recorded: the job was told to stop before any worker got as far as run.prepare."
+        return "No step was recorded: the job was stopped before any worker reached run.prepare."
     return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."
 
 

@@ -29,24 +29,26 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="How many local workers to start.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Local workers to start.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
     sync: Annotated[
-        str, typer.Option(help="When a worker may go on, such as 'SSP(4)', instead of the plan's.", show_default=False)
+        str,
+        typer.Option(
+            help="The policy that decides when workers wait, such as 'SSP(4)', instead of the plan's.",
+            show_default=False,
+        ),
     ] = "",
     codec: Annotated[
-        str, typer.Option(help="What is sent, such as 'Cast(\"bf16\")', instead of the plan's.", show_default=False)
+        str, typer.Option(help="The codec, such as 'Cast(\"bf16\")', instead of the plan's.", show_default=False)
     ] = "",
     fabric: Annotated[
         str,
-        typer.Option(
-            help="Where it is summed, such as 'ParameterServer()', instead of the plan's.", show_default=False
-        ),
+        typer.Option(help="The fabric, such as 'ParameterServer()', instead of the plan's.", show_default=False),
     ] = "",
     controller: Annotated[
         str,
         typer.Option(
-            help="What swaps the policy while training, such as 'WaitThreshold()', instead of the plan's.",
+            help="The controller that swaps policies while training, such as 'WaitThreshold()', instead of the plan's.",
             show_default=False,
         ),
     ] = "",
@@ -66,7 +68,7 @@ def run(
         float, typer.Option(callback=check_timeout, help="Explain every wait longer than this many seconds.")
     ] = 5.0,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where metrics, trace and report go; a new folder under runs/ if left out.")
+        Path | None, typer.Option(help="Folder for metrics, trace and report; a new one under runs/ if left out.")
     ] = None,
     history: Annotated[
         bool, typer.Option("--history", help="Record in its folder history/ what `offbeat verify-run` checks.")
@@ -79,8 +81,8 @@ def run(
 
     The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
     the workers disagreed; 76 if a worker left while the others still needed it; 78 if several workers trained to the
-    end, and no model was prepared. With a parameter server, or on Elastic(), the others go on without a worker that is
-    lost, and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a worker did.
+    end, and no model was prepared. With a parameter server, or on Elastic(), the others continue without a lost worker,
+    and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a worker did.
 
     Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.

@@ -30,13 +30,15 @@ def serve(
     token_file: TokenFile = None,
     certificate: Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")] = None,
-    authority: Annotated[Path | None, typer.Option(help="For TLS: who signs the workers' certificates, PEM.")] = None,
+    authority: Annotated[
+        Path | None, typer.Option(help="For TLS: the authority that signs the workers' certificates, PEM.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
     ] = 5.0,
     snapshots: Annotated[
         Path | None,
-        typer.Option(help="Keep snapshots in this folder, and go on from them if there are some; none if left out."),
+        typer.Option(help="Keep snapshots in this folder, and resume from them if there are any; none if left out."),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Updates between two snapshots.")] = 100,
     history: Annotated[

@@ -34,7 +34,7 @@ def simulate(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Instead of the scenario's run.steps.", show_default=False)
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Where the predictions go.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the predictions.", show_default=False)] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Put them into the result that --like names, beside what was measured.")
     ] = False,

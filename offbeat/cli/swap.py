@@ -41,7 +41,7 @@ def swap(
     fabric: Annotated[
         str,
         typer.Option(
-            help="Where it is summed from then on, such as 'ParameterServer()' or ProcessGroup; as now if left out.",
+            help="The fabric from then on, such as 'ParameterServer()' or ProcessGroup; as now if left out.",
             show_default=False,
         ),
     ] = "",
@@ -51,12 +51,12 @@ def swap(
     key: Key = None,
     authority: Authority = None,
 ) -> None:
-    """Have another policy decide when workers may go on, in a job that trains.
+    """Swap the policy of a job that trains.
 
     All workers are asked; if all can go by it, it holds for all at once, and nothing that is on its way is lost. If one
-    cannot, nothing changes, and the exit code is 2. If the plan has a controller, it lets go: nobody swaps back. A job
-    without a parameter server is asked through its run folder, and takes that up behind its next exchange. With
-    --fabric all go over to a server, or leave theirs, where they come together next.
+    cannot, nothing changes, and the exit code is 2. If the plan has a controller, it stops: nothing swaps back. A job
+    without a parameter server is asked through its run folder, and acts on it behind its next exchange. With
+    --fabric all workers move to a server, or leave theirs, at their next sync point.
     """
     import tomli_w
 
@@ -73,7 +73,7 @@ def swap(
     if Path(job).is_dir() and not (Path(job) / "server.json").exists():
         raise NetworkError(
             f"Cannot swap the policy of the job in {job}: it has neither metrics.jsonl nor server.json. Either it "
-            "has not come to run.prepare yet: ask again when it trains; or this is not the folder of a run."
+            "has not reached run.prepare yet: ask again when it trains; or this is not the folder of a run."
         )
     target = find(job, given(job_name, token_file, certificate, key, authority))
     said = asyncio.run(_ask(target, part))
@@ -100,8 +100,8 @@ def _wish(folder: Path, part: str) -> str:
                 raise NetworkError(f"Cannot swap the policy of the job in {folder}: it has ended.")
             if swap_request.is_left(folder, wished) and not is_without_server(str(folder)):
                 raise NetworkError(
-                    f"Cannot swap the policy of the job in {folder}: all have gone over to a server before they took "
-                    "this up. Ask again: the server will be asked."
+                    f"Cannot swap the policy of the job in {folder}: all workers have moved to a server before "
+                    "they read this. Ask again: the server will be asked."
                 )
             if time.monotonic() > told_s:
                 told_s = math.inf

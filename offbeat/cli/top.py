@@ -37,7 +37,7 @@ def top(
     interval: Annotated[
         float | None, typer.Option(min=0.05, help="Look every so many seconds, also in a pipe; 0.5 if left out.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what is seen, one JSON object per look.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the status as JSON, one object per look.")] = False,
     prometheus: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Serve the figures at /metrics on this port instead; 0 for any."),
@@ -54,9 +54,9 @@ def top(
 ) -> None:
     """Look at a job: what each worker does, how far and how fast it is, its loss, who keeps the others waiting.
 
-    A run folder says how to get in: its server.json holds the address, the job's name and the token of the parameter
-    server; what is given here outranks it. A job without a server is looked at where hub.json says, on the machine of
-    rank 0. Looking costs the job nothing; leave at any time with Ctrl-C.
+    A run folder has address and credentials: server.json holds the address, the job's name and the token of the
+    parameter server; options outrank it. A job without a server is reached by its hub.json, on the machine of rank 0.
+    Looking costs the job nothing; leave at any time with Ctrl-C.
     """
     if prometheus is not None and (once or json):
         raise NetworkError("Cannot print anything with --prometheus, which only serves. Leave out --once and --json.")

@@ -100,7 +100,7 @@ class TopView:
             who = "hub of the workers" if any(scene.fabric for scene in self.scenes) else "server"
             parts.append(Text(f"The {who} has not answered for {lasting(self.silent_s)}.", "red"))
         if self.looked and not self.scenes:
-            parts.append(Text("The server is there, but no worker has come yet."))
+            parts.append(Text("The server is running, but no worker has joined yet."))
         room = None
         if height is not None:
             notes = sum(-(-len(scene.note) // (width or len(scene.note))) for scene in self.scenes if scene.note)

@@ -25,7 +25,7 @@ Another = Annotated[
 def verify_run(
     paths: Places,
     against: Another = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Prove from its history that a run kept its promises.
 
@@ -113,7 +113,7 @@ def _counts(law: int, verdict: AuditResult) -> str:
 def _by(swapped: list[str]) -> str:
     """Say who requested the swaps."""
     times = Counter(swapped)
-    return f" (wanted by {', '.join(f'{who}: {count}' for who, count in times.items())})" if times else ""
+    return f" (requested by {', '.join(f'{who}: {count}' for who, count in times.items())})" if times else ""
 
 
 def _some(number: int, what: str, several: str = "") -> str:

@@ -34,7 +34,7 @@ _STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker_main.py"')
 END_OF_RUN = "the end of the run"
 _FATAL = frozenset({"dead", "raised", "done"})
 _DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
-_ALL_HERE = "All have arrived: what is left is the transfer itself, or a network that lost it."
+_ALL_HERE = "All have arrived: the transfer itself is slow, or the network has lost it."
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _without_hub(
         verdict = farewell[0] if farewell else _hub_lost(lost_s)
     culprits = () if verdict is None else (verdict,)
     fatal = verdict is not None and verdict.reason in _FATAL
-    note = "What the other workers do is not known without rank 0."
+    note = "Nothing is known of the other workers without rank 0."
     return Diagnosis(rank, here.step, place, waited_s, (rank,), culprits, fatal, note)
 
 

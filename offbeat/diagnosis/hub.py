@@ -221,7 +221,9 @@ class Hub:
     async def _be_looked_at(self, talk: MessageStream) -> None:
         """Answer somebody who only looks: the workers' sentinels do not notice."""
         if len(self._onlookers) >= _MAX_ONLOOKERS:
-            self._refusals.tell(f"{talk.peer} on the control connection: {_MAX_ONLOOKERS} look at the job already")
+            self._refusals.tell(
+                f"{talk.peer} on the control connection: {_MAX_ONLOOKERS} onlookers are connected already"
+            )
             talk.close()
             return
         self._onlookers.add(talk)
@@ -244,7 +246,7 @@ class Hub:
             raise PeerError("it did not prove that it knows the token")
         handshake.check(self._token, hello, join)
         if join.claim.role not in ("worker", "onlooker"):
-            raise PeerError(f"it says it is a {join.claim.role}, for which there is nothing here")
+            raise PeerError(f"it says it is a {join.claim.role}, which is not served here")
         if join.claim.role == "worker" and join.claim.rank >= self._world and not self._grows:
             raise PeerError(f"it says it is rank {join.claim.rank} of {self._world}")
         talk.say(handshake.welcome(self._token, hello, join))

@@ -116,7 +116,7 @@ class MissingWorkers:
 
     def to_json(self) -> dict[str, Any]:
         culprits = [
-            {"rank": rank, "reason": state or "absent", "text": f"{_SAYS.get(state, 'has not come')}."}
+            {"rank": rank, "reason": state or "absent", "text": f"{_SAYS.get(state, 'has not arrived')}."}
             for rank, state in self.states.items()
         ]
         place = self.place or "offbeat.init()"

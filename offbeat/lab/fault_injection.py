@@ -109,7 +109,7 @@ class FaultRun:
         if not steps:
             said = self._log.with_suffix(".joiner").read_text(errors="replace").strip().splitlines()
             raise ScenarioError(
-                "Cannot tell what join does: who was to join took no part while the others trained. It said "
+                "Cannot tell what join does: the worker that was to join took no part in training. It said "
                 f"{said[-1].strip() if said else 'nothing'!r}. Have it join earlier, or train for longer (fault.step)."
             )
         return (

@@ -140,7 +140,7 @@ def leases_of(message: LeaseGrants, samples: int) -> list[Lease | EndOfEpoch]:
         PeerError: if there are no such samples.
     """
     if any(not start < stop <= samples for deal in message.deals for _, start, stop in deal.pieces):
-        raise PeerError(f"The server deals out samples that are not among the {samples} of the dataset.")
+        raise PeerError(f"The server leases samples that are not among the {samples} of the dataset.")
     return [
         Lease(deal.number, deal.epoch, tuple(PositionRange(*piece) for piece in deal.pieces))
         if deal.pieces

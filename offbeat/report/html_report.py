@@ -217,7 +217,7 @@ def _events(records: Sequence[Record], damaged: int) -> str:
     for event in job_events(records):
         marked = event.what not in UNMARKED
         number += marked
-        who = f"told by {ranks(sorted(event.ranks))}" if event.ranks else "told by the launcher"
+        who = f"reported by {ranks(sorted(event.ranks))}" if event.ranks else "reported by the launcher"
         when = datetime.fromtimestamp(event.time_s).strftime("%Y-%m-%d %H:%M:%S")
         rows.append(
             f"<tr><td>{number if marked else ''}</td>"

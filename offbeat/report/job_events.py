@@ -86,11 +86,11 @@ def _dropped(records: Iterable[Record]) -> list[JobEvent]:
 
 def _of_spell(spell: Sequence[StepRecord]) -> JobEvent:
     first = spell[0]
-    text = f"What rank {first.rank} brought in step {first.step} was dropped: it is not in the parameters."
+    text = f"The contribution of rank {first.rank} in step {first.step} was dropped: it is not in the parameters."
     if len(spell) > 1:
         text = (
-            f"Of what rank {first.rank} brought in steps {first.step} to {spell[-1].step}, {len(spell)} contributions "
-            "were dropped: they are not in the parameters."
+            f"{len(spell)} contributions of rank {first.rank} in steps {first.step} to {spell[-1].step} were dropped: "
+            "they are not in the parameters."
         )
     return JobEvent(first.time_s, first.step, "dropped", text, [first.rank])
 

@@ -71,10 +71,10 @@ _FIGURES = (
         "Payload that its exchanges send.",
         _said(lambda s: s.sent_bytes_per_s if s.memory_bytes else None),
     ),
-    _Figure("clock", "How many of its contributions have arrived.", lambda _, w: w.clock),
+    _Figure("clock", "Contributions of it that have arrived.", lambda _, w: w.clock),
     _Figure(
         "ahead_steps",
-        "How many steps it is ahead of what the slowest worker has brought.",
+        "Steps that it is ahead of the slowest worker's contributions.",
         lambda scene, w: scene.ahead(w),
     ),
     _Figure(
@@ -141,7 +141,9 @@ def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric
     policy = InfoMetricFamily("offbeat_policy", "The synchronization policy, as Python.", labels=["model"])
     updates = CounterMetricFamily("offbeat_updates", "Updates of the parameters.", labels=["model"])
     running = GaugeMetricFamily("offbeat_running_seconds", "Time since the model was opened.", labels=["model"])
-    started = GaugeMetricFamily("offbeat_started", "Whether all workers of the beginning have come.", labels=["model"])
+    started = GaugeMetricFamily(
+        "offbeat_started", "Whether all workers of the beginning have joined.", labels=["model"]
+    )
     for scene in scenes:
         model = (str(scene.model),)
         policy.add_metric(model, {"policy": scene.policy})

@@ -93,8 +93,8 @@ class _Checker:
         pending = self._fabric.start(Sum(torch.ones(3)))
         if self._rank != late:
             began_s = time.monotonic()
-            assert not pending.wait(_SHORT), "wait() returned True although a worker had not come"
-            assert not pending.done(), "done() although a worker had not come"
+            assert not pending.wait(_SHORT), "wait() returned True although a worker had not arrived"
+            assert not pending.done(), "done() although a worker had not arrived"
             assert time.monotonic() - began_s < _LATE_S, "wait() took much longer than its timeout"
         assert self._total(pending).tensor.tolist() == [float(self._world)] * 3, "a late worker spoilt the sum"
         assert pending.done(), "waited for, but not done()"

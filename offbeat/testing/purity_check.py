@@ -38,7 +38,7 @@ def impurity(policy: Policy, fresh: Policy, state: State) -> str:
     with _Ears() as ears:
         first = list(policy.decide(state))
     if before != state:
-        return "it changed the state it was asked about: what is to be kept is told with Remember(...)"
+        return "it changed the state it was asked about: use Remember(...) for what is to be kept"
     if ears.heard:
         return f"it asks {ears.heard} for the time: the time of the last event is `state.now_s`"
     if first != (second := list(policy.decide(state))):

@@ -182,7 +182,7 @@ class Reader:
                 self._begin_body(begun)
             frame = None if self._frame is None else self._whole(self._frame)
         except Exception as error:
-            ours = PeerError("Cannot read on from this peer: what was to take in its frame has failed.")
+            ours = PeerError("Cannot read on from this peer: the receiver of its frame has failed.")
             self._failure = error if isinstance(error, PeerError) else ours
             self._body = self._frame = None
             raise
@@ -293,7 +293,7 @@ def _check_start(start: bytes) -> None:
 
 
 def _too_long(what: str, size: int, most: int) -> PeerError:
-    return PeerError(f"Cannot receive {what} of {size} bytes: the most that is taken here is {most}.")
+    return PeerError(f"Cannot receive {what} of {size} bytes: the most that is accepted here is {most}.")
 
 
 def _own_memory(frame: Frame, size_bytes: int) -> memoryview:

@@ -231,7 +231,7 @@ class PeerLink:
         except SessionOver as over:
             self._end(over.reason)
         except Exception as error:
-            self._end(PeerError(f"what was to take in its frames has failed: {error!r}"))
+            self._end(PeerError(f"the receiver of its frames has failed: {error!r}"))
             raise
         else:
             if session.queued:

@@ -73,7 +73,7 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionError):  # it has hung up in the meantime
             return
         except OSError as error:  # no more file descriptors
-            _log.warning("Cannot take in a connection on %s: %s", self.address, error)
+            _log.warning("Cannot accept a connection on %s: %s", self.address, error)
             self._loop.remove_reader(self._sock)
             self._pause = self._loop.call_later(_OUT_OF_FILES_S, self._open)
             return

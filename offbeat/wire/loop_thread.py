@@ -82,7 +82,7 @@ class LoopThread:
     def _check(self) -> None:
         if os.getpid() != self._pid:
             raise NetworkError(
-                "Cannot use the links of the process that forked this one: its event loop did not come along. "
+                "Cannot use the links of the process that forked this one: its event loop is not inherited. "
                 "Open links of its own here."
             )
         if self._loop.is_closed():

@@ -34,7 +34,7 @@ class RateLimitedLog:
         """
         if self._now_s() - self._began_s >= _WITHIN_S:
             if self._untold:
-                _log.warning("Refused %d others since the last one that was told of", self._untold)
+                _log.warning("Refused %d others since the last one that was logged", self._untold)
             self._began_s, self._told, self._untold = self._now_s(), 0, 0
         if self._told < _MOST:
             self._told += 1

@@ -262,7 +262,9 @@ class Session:
 
     def _acknowledge(self, number: int) -> None:
         if number > self._taken:
-            raise PeerError(f"Cannot go on with this peer: it acknowledges frame {number}, the last was {self._taken}.")
+            raise PeerError(
+                f"Cannot continue with this peer: it acknowledges frame {number}, the last was {self._taken}."
+            )
         for frames in (self._flight, self._queue):  # after a break, what had been in flight is in the queue
             while frames and frames[0].number <= number:
                 frame = frames.popleft()
@@ -327,23 +329,23 @@ class Session:
             reason = frame.metadata[:_MAX_REASON_BYTES].decode(errors="replace")
             raise SessionOver(PeerError(f"it ended the session: {reason}"))
         elif frame.kind != Kind.ACK:
-            raise PeerError("Cannot go on with this peer: it sent a frame that belongs to no session.")
+            raise PeerError("Cannot continue with this peer: it sent a frame that belongs to no session.")
 
     def _is_next(self, frame: Frame) -> bool:
         if self.ended or frame.number > self.received + 1:
-            raise PeerError(f"Cannot go on with this peer: frame {frame.number} came after frame {self.received}.")
+            raise PeerError(f"Cannot continue with this peer: frame {frame.number} came after frame {self.received}.")
         return frame.number == self.received + 1
 
     def _place(self, frame: Frame, size_bytes: int) -> memoryview | None:
         if frame.kind != Kind.DATA:
-            raise PeerError("Cannot go on with this peer: it sent a body where none belongs.")
+            raise PeerError("Cannot continue with this peer: it sent a body where none belongs.")
         if not self._is_next(frame):
             return None
         half = self._half
         if half is not None:
             # A body is asked for once, so what comes again has to be the same.
             if half.metadata != frame.metadata or half.body.nbytes != size_bytes:
-                raise PeerError(f"Cannot go on with this peer: it sent another frame {frame.number} than before.")
+                raise PeerError(f"Cannot continue with this peer: it sent another frame {frame.number} than before.")
             return half.body
         try:
             body = memoryview(self.receiver.destination(frame.metadata, size_bytes)).cast("B")
@@ -364,7 +366,7 @@ class Session:
         self._gone_s = None
         if received < self._acknowledged:
             raise PeerError(
-                f"Cannot go on with this peer: it has received frame {self._acknowledged}, and now says {received}."
+                f"Cannot continue with this peer: it has received frame {self._acknowledged}, and now says {received}."
             )
         self._acknowledge(received)
         self._owes_ack = True  # a word at once: the other side has waited for one
@@ -424,7 +426,7 @@ class Session:
         self._stuck_s += elapsed_s
         if self._stuck_s > timeout_s / 2 and self._silent_s < timeout_s / 2:
             self._stuck_s = 0.0
-            raise PeerError("Cannot go on with this peer: a frame that it has begun does not go on.")
+            raise PeerError("Cannot continue with this peer: a frame that it has begun does not continue.")
 
     @property
     def silent_s(self) -> float:

@@ -58,7 +58,7 @@ def leave(folder: Path, part: str) -> SwapRequest:
         os.link(new, folder / "wish.json")  # of two at once, one is told
     except FileExistsError as error:
         raise NetworkError(
-            f"Cannot ask the job in {folder}: it has not taken up what it was asked before. Wait until it does; if it "
+            f"Cannot ask the job in {folder}: it has not answered the request before. Wait until it does; if it "
             f"has ended, remove {folder / 'wish.json'}."
         ) from error
     except OSError as error:
@@ -100,7 +100,7 @@ def take(folder: Path) -> SwapRequest | None:
     finally:
         path.unlink(missing_ok=True)
     if wish is None:
-        raise PeerError(f"Cannot understand what was left in {path}: leave wishes with `offbeat swap`.")
+        raise PeerError(f"Cannot understand the request in {path}: make requests with `offbeat swap`.")
     return wish
 
 

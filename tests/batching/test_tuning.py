@@ -201,7 +201,7 @@ def test_who_has_gone_is_not_taken_for_a_bound() -> None:
     cluster.state = cluster.tuning.leave(cluster.tuning.leave(cluster.state, 0), 1)
     left = cluster.state.machines[2].batch
     told = cluster.explain()
-    assert f"a worker has come, gone or run out of memory since the last round: {left} samples of 96." in told
+    assert f"a worker has joined, left or run out of memory since the last round: {left} samples of 96." in told
     assert "bounds" not in told
 
 

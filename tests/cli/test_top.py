@@ -361,10 +361,10 @@ def test_who_may_not_look(served: Served, tmp_path: Path, changes: dict[str, str
 def test_over_tls(encrypted: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certificate, key, authority = (tmp_path / name for name in ("worker.pem", "worker.key", "authority.pem"))
     top(job=encrypted.address, job_name=JOB, certificate=certificate, key=key, authority=authority)
-    assert "no worker has come yet" in capsys.readouterr().out
+    assert "no worker has joined yet" in capsys.readouterr().out
     leave_address(tmp_path, encrypted.address, token="", certificate=str(certificate), key=str(key))
     top(job=str(tmp_path), authority=authority)
-    assert "no worker has come yet" in capsys.readouterr().out
+    assert "no worker has joined yet" in capsys.readouterr().out
 
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_how_fast_it_goes_is_taken_over_some_seconds() -> None:
 
 
 def test_who_has_not_come_and_who_does_not_answer() -> None:
-    assert "The server is there, but no worker has come yet." in drawn()
+    assert "The server is running, but no worker has joined yet." in drawn()
     assert "; 3 workers are here, it begins with the last" in drawn(a_scene(started=False), width=150)
     assert "has not answered" not in drawn(a_scene(), silent_s=1.0)
     assert drawn(a_scene(), silent_s=4.0).startswith("The server has not answered for 4.0 s.")

@@ -153,8 +153,8 @@ def test_contributions_that_were_dropped_are_events_of_their_moments(tmp_path: P
     far = step(1, 1400) | {"dropped": True}
     told_of = [(what, text, ranks) for _, what, text, ranks in told(tmp_path, *many, one, far)]
     assert told_of == [
-        ("dropped", "Of what rank 1 brought in steps 60 to 75, 3 contributions were dropped: they are not in the "
+        ("dropped", "3 contributions of rank 1 in steps 60 to 75 were dropped: they are not in the "
          "parameters.", [1]),
-        ("dropped", "What rank 2 brought in step 400 was dropped: it is not in the parameters.", [2]),
-        ("dropped", "What rank 1 brought in step 1400 was dropped: it is not in the parameters.", [1]),
+        ("dropped", "The contribution of rank 2 in step 400 was dropped: it is not in the parameters.", [2]),
+        ("dropped", "The contribution of rank 1 in step 1400 was dropped: it is not in the parameters.", [1]),
     ]  # fmt: skip

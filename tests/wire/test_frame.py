@@ -59,7 +59,7 @@ def test_long_frames_are_refused_before_they_come(size: int, in_body: bool) -> N
     stream = bytearray(encode(Frame(b"")))
     at = 12 if in_body else 8
     stream[at : at + 4] = size.to_bytes(4, "big")
-    with pytest.raises(PeerError, match="the most that is taken here is 300"):
+    with pytest.raises(PeerError, match="the most that is accepted here is 300"):
         reader().feed(bytes(stream[:HEADER_BYTES]))
 
 

@@ -675,6 +675,6 @@ def test_a_longer_frame_than_the_other_side_takes() -> None:
             link = await dial(server.address, taker := Taker())
             link.send(b"", b"x" * 101)
             await until(lambda: taker.losses, "it is not told")
-            assert "Cannot receive a body of 101 bytes: the most that is taken here is 100" in str(taker.losses[0])
+            assert "Cannot receive a body of 101 bytes: the most that is accepted here is 100" in str(taker.losses[0])
 
     play(story)

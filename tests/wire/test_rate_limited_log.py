@@ -24,7 +24,7 @@ def test_of_a_crowd_the_first_are_told_of_and_the_others_are_counted(caplog: pyt
     now_s += 60.0
     refusals.tell("another: it took too long")
     assert [record.getMessage() for record in caplog.records] == [
-        "Refused 990 others since the last one that was told of",
+        "Refused 990 others since the last one that was logged",
         "Refused another: it took too long",
     ]
     caplog.clear()

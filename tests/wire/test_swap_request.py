@@ -57,7 +57,7 @@ def test_who_gives_up_takes_back_only_what_it_left(tmp_path: Path) -> None:
 def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "server.json").touch()
-    with pytest.raises(NetworkError, match="all have gone over to a server before they took this up"):
+    with pytest.raises(NetworkError, match="all workers have moved to a server before they read this"):
         _wish(tmp_path, "")
     assert swap_request.take(tmp_path) is None
 
