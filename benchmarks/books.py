@@ -67,13 +67,13 @@ def books(story: Story, each: int = 1) -> Books | None:
         return None
     held = next(iter(story.held.values()))
     marks = {(rank, step): -value for rank, row in enumerate(held.marks) for step, value in enumerate(row) if value}
-    verdict, known = story.verdict, story.known
-    broken = tuple(f"law {one.law}: {one.what}" for one in verdict.violations[:_MOST_BROKEN])
+    result, known = story.verdict, story.known
+    broken = tuple(f"law {one.law}: {one.what}" for one in result.violations[:_MOST_BROKEN])
     ends = {rank: one.done for rank, one in story.held.items()}
     if not known:
         idle = {(rank, step) for rank, one in story.held.items() for step in one.idle}
         stepped = {rank: range(one.began, one.done) for rank, one in story.held.items()}
-        return _together(marks, stepped, idle, held.torn, verdict, broken)
+        return _together(marks, stepped, idle, held.torn, result, broken)
     spans = list(_spans(known, each, ends))
     shares: dict[Place, float | None] = {(rank, step): 0.0 for rank, done in ends.items() for step in range(done)}
     fates: dict[Place, str] = dict.fromkeys(shares, "pending")
@@ -135,7 +135,7 @@ def _together(
     steps: Mapping[int, range],
     idle: Collection[Place],
     torn: int,
-    verdict: AuditResult,
+    result: AuditResult,
     broken: tuple[str, ...],
 ) -> Books:
     """Where all step together, the marks of a step add up to 1, and who came to the end is in each."""
@@ -151,7 +151,7 @@ def _together(
         missing=sum(
             (rank, step) not in marks and (rank, step) not in idle for rank, own in steps.items() for step in own
         ),
-        checked=verdict.compared > 0,
+        checked=result.compared > 0,
         broken=broken,
     )
 

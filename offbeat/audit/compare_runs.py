@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.audit.log_files import find_jobs
-from offbeat.audit.replicas import read_diary
+from offbeat.audit.replicas import read_worker
 from offbeat.errors import HistoryError
 from offbeat.history import ModelPrepared, PlanAdopted
 from offbeat.plan import Plan
@@ -40,13 +40,13 @@ class ParameterTrace:
     has: dict[_Step, dict[int, ParametersAfter]] = field(default_factory=dict)
 
 
-def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdict: AuditResult) -> None:
-    """Hold a run against another; what is found goes into `verdict`.
+def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], result: AuditResult) -> None:
+    """Hold a run against another; what is found goes into `result`.
 
     Raises:
         HistoryError: if one cannot be read, or the two cannot be compared: they have other plans, or no step in common.
     """
-    here, there = _course(Path(path)), _course(Path(against))
+    here, there = _trace(Path(path)), _trace(Path(against))
     if here.plans != there.plans:
         first = next((pair for pair in zip(here.plans, there.plans, strict=False) if pair[0] != pair[1]), None)
         differ = "one of them was swapped for another" if first is None else _difference(*first)
@@ -56,14 +56,14 @@ def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdi
         raise HistoryError(f"Cannot compare {path} with {against}: they have no step in common.")
     promised = all(_is_deterministic(plan) for plan in here.plans)
     if not promised:
-        verdict.notes.append(
+        result.notes.append(
             "Law 5 does not hold for this plan, which depends on the order of arrivals or on the clock: the "
             "comparison only shows where the two runs part."
         )
     for step in common:
         mine, theirs = here.has[step], there.has[step]
         if mine.keys() != theirs.keys():
-            verdict.notes.append(
+            result.notes.append(
                 f"From step {step[1]} on other workers take part ({_ranks(mine)}; there {_ranks(theirs)}), so that law "
                 "5 says nothing of what follows."
             )
@@ -77,29 +77,29 @@ def compare(path: str | os.PathLike[str], against: str | os.PathLike[str], verdi
             if mine[rank].samples != theirs[rank].samples:
                 text += f". It was computed from {mine[rank].samples:g} samples, there from {theirs[rank].samples:g}"
             if promised:
-                verdict.violated(5, f"{text}.")
+                result.violated(5, f"{text}.")
             else:
-                verdict.notes.append(f"{text}.")
+                result.notes.append(f"{text}.")
             break
-        verdict.steps_against += 1
+        result.steps_against += 1
     if promised:
-        verdict.checked.add(5)
+        result.checked.add(5)
 
 
-def _course(path: Path) -> ParameterTrace:
-    course = ParameterTrace()
+def _trace(path: Path) -> ParameterTrace:
+    trace = ParameterTrace()
     for job in find_jobs([path]):
         for log in job.workers:
-            for has in read_diary(log).has:
+            for has in read_worker(log).has:
                 if has.numbers or not has.life:
-                    course.has.setdefault((has.model, has.step), {})[log.header.rank] = has
-            if not course.plans:
-                course.plans = [record.plan for record in log if isinstance(record, ModelPrepared)][:1]
+                    trace.has.setdefault((has.model, has.step), {})[log.header.rank] = has
+            if not trace.plans:
+                trace.plans = [record.plan for record in log if isinstance(record, ModelPrepared)][:1]
         for log in job.coordinators:
-            course.plans += [record.plan for record in log if isinstance(record, PlanAdopted)]
-    if not course.plans:
+            trace.plans += [record.plan for record in log if isinstance(record, PlanAdopted)]
+    if not trace.plans:
         raise HistoryError(f"Cannot compare {path}: there is no worker's history in it.")
-    return course
+    return trace
 
 
 def _differ(mine: ParametersAfter, theirs: ParametersAfter) -> bool:

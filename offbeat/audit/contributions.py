@@ -42,19 +42,19 @@ class ContributionFate:
     told: bool | None
 
 
-def listed(model: int, fates: UpdateAudit, diaries: Sequence[WorkerHistory]) -> Iterator[ContributionFate]:
+def listed(model: int, fates: UpdateAudit, histories: Sequence[WorkerHistory]) -> Iterator[ContributionFate]:
     """List the contributions to one model: those that workers recorded, in order of their files, then the others."""
     seen = set()
-    for diary in diaries:
-        for has in diary.has:
+    for history in histories:
+        for has in history.has:
             if has.model != model or not has.is_brought:
                 continue
-            pushes = [(diary.rank, number) for number in has.numbers]
+            pushes = [(history.rank, number) for number in has.numbers]
             seen.update(pushes)
             used = [push for push in pushes if fates.fates.get(push) == "applied"]
-            push = (used or pushes or [(diary.rank, -1)])[-1]
+            push = (used or pushes or [(history.rank, -1)])[-1]
             fate: Fate = _fate(fates, push) if push in fates.fates else "dropped"
-            yield ContributionFate(model, diary.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
+            yield ContributionFate(model, history.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
     for rank, number in sorted(fates.fates.keys() - seen):
         push = (rank, number)
         yield ContributionFate(model, rank, (number,), None, _fate(fates, push), fates.share(push), None)

@@ -20,48 +20,51 @@ if TYPE_CHECKING:
     Took = list[tuple[WorkerHistory, int]]  # who took part, and which of its records says so
 
 
-def check_exchanges(diaries: list[WorkerHistory], verdict: AuditResult) -> None:
+def check_exchanges(histories: list[WorkerHistory], result: AuditResult) -> None:
     """Add up what workers without a server gave, and count how far each went alone."""
     places: dict[Place, Took] = defaultdict(list)
-    for diary in diaries:
-        _check_lead(diary, verdict)
-        for index, has in enumerate(diary.has):
+    for history in histories:
+        _check_lead(history, result)
+        for index, has in enumerate(history.has):
             if not has.life and len(has.weights) > 1:
-                places[has.model, has.step, diary.loaded(index)].append((diary, index))
+                places[has.model, has.step, history.loaded(index)].append((history, index))
     if not places:
         return
-    there = {diary.rank for diary in diaries}
-    missing = set(range(max(diary.world for diary in diaries))).union(*(diary.admitted for diary in diaries)) - there
+    there = {history.rank for history in histories}
+    missing = (
+        set(range(max(history.world for history in histories))).union(*(history.admitted for history in histories))
+        - there
+    )
     if missing:
         ranks = ", ".join(map(str, sorted(missing)))
-        verdict.notes.append(f"The history of rank {ranks} is not there: what was exchanged cannot be added up.")
+        result.notes.append(f"The history of rank {ranks} is not there: what was exchanged cannot be added up.")
         return
-    last = {id(diary): _last(diary) for diary in diaries}
-    verdict.checked |= {2, 3}
+    last = {id(history): _last(history) for history in histories}
+    result.checked |= {2, 3}
     for place, took in sorted(places.items()):
         # Who was killed may have given something, and had no time to record it.
-        may_lack = any(not diary.is_whole and last[id(diary)] < place[2:] + place[1:2] for diary in diaries)
-        _check_sum(place, took, verdict, may_lack=may_lack)
+        may_lack = any(not history.is_whole and last[id(history)] < place[2:] + place[1:2] for history in histories)
+        _check_sum(place, took, result, may_lack=may_lack)
 
 
-def _check_sum(place: Place, took: Took, verdict: AuditResult, *, may_lack: bool) -> None:
+def _check_sum(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:
     _, step, _ = place
-    sums = {total for diary, index in took for total in diary.has[index].weights[1:]}
-    given = [diary.has[index].weights[0] for diary, index in took]
-    story = tuple(line for diary, index in took for line in diary.story(index)[-1:])
-    verdict.applied += sum(weight > 0 for weight in given)
+    sums = {total for history, index in took for total in history.has[index].weights[1:]}
+    given = [history.has[index].weights[0] for history, index in took]
+    story = tuple(line for history, index in took for line in history.story(index)[-1:])
+    result.applied += sum(weight > 0 for weight in given)
     if max(sums) - min(sums) > _slack(given):
         told = " and ".join(f"{total:g}" for total in sorted(sums))
-        verdict.violated(2, f"In step {step} the workers' means differ: weights of {told} are in the means.", story)
+        result.violated(2, f"In step {step} the workers' means differ: weights of {told} are in the means.", story)
     elif min(sums) < sum(given) - _slack(given):
-        verdict.violated(
+        result.violated(
             2, f"In step {step} a weight of {sum(given):g} was given, and of {min(sums):g} the mean was made.", story
         )
     elif max(sums) > sum(given) + _slack(given):
         if may_lack:
-            verdict.unrecorded += 1
+            result.unrecorded += 1
         else:
-            verdict.violated(
+            result.violated(
                 2,
                 f"In step {step} the mean was made of a weight of {max(sums):g}, and only {sum(given):g} was given: "
                 "something counts twice.",
@@ -74,30 +77,30 @@ def _slack(given: list[float]) -> float:
     return min((weight for weight in given if weight > 0), default=1.0) / 2
 
 
-def _check_lead(diary: WorkerHistory, verdict: AuditResult) -> None:
+def _check_lead(history: WorkerHistory, result: AuditResult) -> None:
     """Check, each time, how many steps the worker made alone since the last exchange."""
     exchanged: dict[tuple[int, int], int] = {}
-    for index, has in enumerate(diary.has):
+    for index, has in enumerate(history.has):
         if has.life:
             continue
-        place, policy = (has.model, diary.loaded(index)), diary.policy(index)
+        place, policy = (has.model, history.loaded(index)), history.policy(index)
         if has.weights:
             exchanged[place] = has.step
-            verdict.releases += 1
+            result.releases += 1
         if policy is None or place not in exchanged:
             continue
         bound = policy.every - 1 if isinstance(policy, LocalSGD) else 0
         lead = has.step - exchanged[place]
-        verdict.lead, verdict.bound = max(verdict.lead, lead), max(verdict.bound or 0, bound)
+        result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, bound)
         if lead > bound:
-            verdict.violated(
+            result.violated(
                 3,
-                f"Rank {diary.rank} has made {lead} steps without the others, behind step {exchanged[place]}: "
+                f"Rank {history.rank} has made {lead} steps without the others, behind step {exchanged[place]}: "
                 f"{policy!r} lets it make {bound}.",
-                diary.story(index),
+                history.story(index),
             )
 
 
-def _last(diary: WorkerHistory) -> tuple[int, int]:
+def _last(history: WorkerHistory) -> tuple[int, int]:
     """The last step that it recorded, behind as many checkpoints."""
-    return (diary.loaded(len(diary.has) - 1), diary.has[-1].step) if diary.has else (-1, -1)
+    return (history.loaded(len(history.has) - 1), history.has[-1].step) if history.has else (-1, -1)

@@ -1,7 +1,7 @@
 """The accounts of contributions and workers: what became of each contribution, how far every worker is, and which
 updates have all they need.
 
-The books are kept from events and actions alone, so that they do not share a mistake with `offbeat.sync.state`. Each
+The accounts are kept from events and actions alone, so that they do not share a mistake with `offbeat.sync.state`. Each
 entry is checked against what policies promise as it is made.
 """
 
@@ -233,7 +233,7 @@ class InvariantChecker:
         self._open = left
         return served
 
-    # -- what the books say --------------------------------------------------------------------------------------
+    # -- accounts -----------------------------------------------------------------------------------------------------
 
     def _decided(self, push: Push, fate: str) -> None:
         if self.fates[push] != "pending":

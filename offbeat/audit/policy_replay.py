@@ -91,15 +91,15 @@ class PolicyReplay:
         is_broken: what follows makes no sense any more, because of what was found.
     """
 
-    def __init__(self, began: LifeBegan, verdict: AuditResult) -> None:
+    def __init__(self, began: LifeBegan, result: AuditResult) -> None:
         self.began, self.model, self.life = began, began.model, began.life
         self.updates: dict[int, DecidedUpdate] = {}
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
         self.is_broken = False
-        self._verdict = verdict
-        self._books = InvariantChecker()
+        self._result = result
+        self._checker = InvariantChecker()
         self._state = State(version=began.version, past=dict(began.past), hosts=began.hosts)
         self._version = began.version
         self._knows_policy = True
@@ -117,7 +117,7 @@ class PolicyReplay:
     @property
     def fates(self) -> dict[Push, str]:
         """The fate of each contribution, as it was decided."""
-        return self._books.fates
+        return self._checker.fates
 
     @property
     def version(self) -> int:
@@ -127,7 +127,7 @@ class PolicyReplay:
     @property
     def members(self) -> tuple[int, ...]:
         """Workers that took part when the recording ended."""
-        return tuple(sorted(self._books.accounts))
+        return tuple(sorted(self._checker.accounts))
 
     def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted) -> None:
         """The next record."""
@@ -143,8 +143,8 @@ class PolicyReplay:
     # -- one event and what was decided --------------------------------------------------------------------------
 
     def _take(self, event: Event, actions: tuple[Action, ...], record: PolicyStep) -> None:
-        verdict, before = self._verdict, self._state
-        verdict.events += 1
+        result, before = self._result, self._state
+        result.events += 1
         self._tell(event, actions)
         if event.at_s < before.now_s:
             self._fail(3, f"at {event.at_s:.3f} s an event is recorded behind one of {before.now_s:.3f} s", event)
@@ -159,7 +159,7 @@ class PolicyReplay:
             self._began |= record.asked
             for place, action in enumerate(actions):
                 self._enter(action, ASP() if place < record.apart else self._policy)
-                self._books.make_updates()
+                self._checker.make_updates()
             self._state = self._follow(state, actions) if after is None else after
             self._forget(event)
         except _Ahead as broken:
@@ -175,7 +175,7 @@ class PolicyReplay:
             return
         old, self._policy, self._next_policy = self._policy, self._read(self._next_policy), None
         if self._began:
-            self._verdict.swaps += 1
+            self._result.swaps += 1
             if self._knows_policy and adoption(old, self._policy, event.at_s) != event:
                 raise InvariantViolation(
                     f"{self._policy!r} takes over from {old!r} by {event}, which is not how it does"
@@ -202,81 +202,81 @@ class PolicyReplay:
 
     def _note(self, event: Event, state: State) -> None:
         """Enter the event in the accounts."""
-        books = self._books
+        checker = self._checker
         if isinstance(event, Joined):
             self._leave(event.worker)
-            books.joined(event.worker, state.members[event.worker].step, state.members[event.worker].pace)
+            checker.joined(event.worker, state.members[event.worker].step, state.members[event.worker].pace)
             self._base[event.worker] = state.version
         match event:
-            case Ready(worker=rank, clock=clock, weight=weight) if rank in books.accounts:
-                if (rank, clock) in books.fates:
+            case Ready(worker=rank, clock=clock, weight=weight) if rank in checker.accounts:
+                if (rank, clock) in checker.fates:
                     raise InvariantViolation(f"contribution {(rank, clock)} is announced a second time", rank)
-                books.ready(rank, clock)
+                checker.ready(rank, clock)
                 self.weights[(rank, clock)] = weight
                 self._bases[(rank, clock)] = self._base[rank]
-            case Pushed(worker=rank, clock=clock) if rank in books.accounts:
+            case Pushed(worker=rank, clock=clock) if rank in checker.accounts:
                 self.arrived.add((rank, clock))
-                books.pushed(rank, clock)
-            case Pulled(worker=rank) if rank in books.accounts:
-                books.pulled(rank)
-            case TakesEveryNth(worker=rank, every=every) if rank in books.accounts:
-                books.paced(rank, every)
+                checker.pushed(rank, clock)
+            case Pulled(worker=rank) if rank in checker.accounts:
+                checker.pulled(rank)
+            case TakesEveryNth(worker=rank, every=every) if rank in checker.accounts:
+                checker.paced(rank, every)
             case Left(worker=rank):
                 self._leave(rank)
             case Adopted(level=True):
-                books.levelled()
-        books.make_updates()
+                checker.levelled()
+        checker.make_updates()
 
     def _leave(self, rank: int) -> None:
-        account = self._books.accounts.get(rank)
+        account = self._checker.accounts.get(rank)
         if account is not None:
             self.unarrived |= account.unarrived
-            self._books.left(rank)
+            self._checker.left(rank)
 
     def _enter(self, action: Action, policy: Policy) -> None:
         """Enter the decision in the accounts."""
-        books, verdict = self._books, self._verdict
+        checker, result = self._checker, self._result
         match action:
             case Grant(worker=rank):
                 self._account(rank, action)
-                books.granted(rank)
+                checker.granted(rank)
             case Apply(pushes=pushes, rate=rate):
                 for push in pushes:
                     self._known(push, "applied")
-                books.applied(action, policy)
+                checker.applied(action, policy)
                 for push in pushes:
                     stale = max(0, self._version - self._bases.pop(push, self._version))
-                    verdict.staleness += stale
-                    verdict.stalest = max(verdict.stalest, stale)
+                    result.staleness += stale
+                    result.stalest = max(result.stalest, stale)
                 self._version += 1
                 self.updates[self._version] = DecidedUpdate(self._version, pushes, rate)
             case Drop(pushes=pushes):
                 for push in pushes:
                     self._known(push, "dropped")
-                    books.dropped(push, policy)
+                    checker.dropped(push, policy)
             case Release(worker=rank):
                 account = self._account(rank, action)
-                verdict.releases += 1
+                result.releases += 1
                 with _about_pace():
-                    lead = books.released(account.rank, policy)
+                    lead = checker.released(account.rank, policy)
                 self._base[rank] = self._version
                 if policy.bound is not None:
-                    verdict.lead = max(verdict.lead, lead)
-                    verdict.bound = max(verdict.bound or 0, policy.bound)
+                    result.lead = max(result.lead, lead)
+                    result.bound = max(result.bound or 0, policy.bound)
             case Evict(worker=rank):
                 account = self._account(rank, action)
                 self.unarrived |= account.unarrived
                 with _about_pace():
-                    books.evicted(rank)
+                    checker.evicted(rank)
 
     def _known(self, push: Push, fate: str) -> None:
-        if push not in self._books.fates:
+        if push not in self._checker.fates:
             raise InvariantViolation(f"contribution {push} is {fate}, but was never announced", push[0])
-        if self._books.fates[push] == "applied" and fate == "applied":
-            self._verdict.twice += 1
+        if self._checker.fates[push] == "applied" and fate == "applied":
+            self._result.twice += 1
 
     def _account(self, rank: int, action: Action) -> Any:
-        account = self._books.accounts.get(rank)
+        account = self._checker.accounts.get(rank)
         if account is None:
             raise InvariantViolation(f"{action} is decided, but worker {rank} does not take part", rank)
         return account
@@ -297,7 +297,7 @@ class PolicyReplay:
         decided = tuple(a for stage in stages for a in stage.actions if not isinstance(a, Remember))
         actions = actions_of(record)
         if decided == actions:
-            self._verdict.replayed += 1
+            self._result.replayed += 1
             return after
         self._replays = False  # from here on it would decide from something else that it remembers
         ours = ", ".join(map(str, decided)) or "nothing"
@@ -317,7 +317,7 @@ class PolicyReplay:
             return Plan.from_toml(plan).sync
         except PlanError as error:
             self._knows_policy = False
-            self._verdict.notes.append(f"What was decided is not decided again, and no bound is checked: {error}")
+            self._result.notes.append(f"What was decided is not decided again, and no bound is checked: {error}")
             return ASP()
 
     # -- the story -----------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class PolicyReplay:
         self._report(law, f"{what} (at {event})", _rank_of(event) if rank is None else rank)
 
     def _report(self, law: int, what: str, rank: int | None) -> None:
-        self._verdict.violated(law, f"{what[0].upper()}{what[1:]}.", self.story(rank))
+        self._result.violated(law, f"{what[0].upper()}{what[1:]}.", self.story(rank))
 
 
 def _rank_of(event: Event) -> int | None:

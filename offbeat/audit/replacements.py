@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_replaced(
-    replaced: Iterable[tuple[int, ParametersReplaced]], diaries: Sequence[WorkerHistory], verdict: AuditResult
+    replaced: Iterable[tuple[int, ParametersReplaced]], histories: Sequence[WorkerHistory], result: AuditResult
 ) -> None:
     """Hold what the server says was replaced against what workers say they loaded.
 
@@ -27,31 +27,33 @@ def check_replaced(
     for life, one in dict.fromkeys(replaced):
         if not one.version:
             continue  # nothing had been trained: whoever comes first brings the parameters
-        verdict.replaced += not one.is_data
-        loaded = [diary for diary in diaries if _loaded_there(diary, life, one)]
-        there = [diary for diary in diaries if _was_there(diary, life, one)]
+        result.replaced += not one.is_data
+        loaded = [history for history in histories if _loaded_there(history, life, one)]
+        there = [history for history in histories if _was_there(history, life, one)]
         what = "the place in the data" if one.is_data else "the parameters"
         said = f"Rank {one.worker} replaced {what} of model {one.model} at version {one.version} of life {life}"
         if not there and not loaded:
-            verdict.notes.append(f"{said}; no worker's history says whether all loaded a checkpoint there.")
-        for diary in there:
-            if diary not in loaded:
-                verdict.violated(2, f"{said}, and rank {diary.rank} loaded no checkpoint there, as {diary.file} says.")
+            result.notes.append(f"{said}; no worker's history says whether all loaded a checkpoint there.")
+        for history in there:
+            if history not in loaded:
+                result.violated(
+                    2, f"{said}, and rank {history.rank} loaded no checkpoint there, as {history.file} says."
+                )
                 break
 
 
-def _was_there(diary: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
+def _was_there(history: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
     """Whether it had parameters of before, and has some of after that."""
     versions = [
-        max(has.versions[:2]) for has in diary.has if (has.model, has.life) == (one.model, life) and has.versions
+        max(has.versions[:2]) for has in history.has if (has.model, has.life) == (one.model, life) and has.versions
     ]
     return any(version < one.version for version in versions) and any(version > one.version for version in versions)
 
 
-def _loaded_there(diary: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
+def _loaded_there(history: WorkerHistory, life: int, one: ParametersReplaced) -> bool:
     """Whether what it had next, after some checkpoint that it loaded, was that version."""
-    for load in diary.loads:
-        following = (has for has in diary.has[load:] if has.model == one.model)
+    for load in history.loads:
+        following = (has for has in history.has[load:] if has.model == one.model)
         has = next(following, None)
         if has is not None and has.life == life and one.version in has.versions[:2]:
             return True

@@ -74,29 +74,29 @@ class WorkerHistory:
         return tuple(f"rank {self.rank}, {_told(one)}" for one in self.has[max(0, index - _STORY) : index + 1])
 
 
-def read_diary(log: HistoryLog) -> WorkerHistory:
+def read_worker(log: HistoryLog) -> WorkerHistory:
     """Read the history of a worker.
 
     Raises:
         HistoryError: if it cannot be read.
     """
-    diary = WorkerHistory(log.header.rank, log.path.name)
+    history = WorkerHistory(log.header.rank, log.path.name)
     for record in log:
-        diary.is_whole = isinstance(record, HistoryEnded) and not record.why
+        history.is_whole = isinstance(record, HistoryEnded) and not record.why
         if isinstance(record, ModelPrepared):
-            diary.world = max(diary.world, record.world)
-            diary.plans[record.model] = _policy(record.plan)
+            history.world = max(history.world, record.world)
+            history.plans[record.model] = _policy(record.plan)
         elif isinstance(record, PlanAdopted):
-            diary.swaps.append((len(diary.has), _policy(record.plan)))
+            history.swaps.append((len(history.has), _policy(record.plan)))
         elif isinstance(record, ParametersAfter):
-            diary.has.append(record)
+            history.has.append(record)
         elif isinstance(record, WorkersAdmitted):
-            diary.admitted |= set(record.ranks)
+            history.admitted |= set(record.ranks)
         elif isinstance(record, FabricMigrated):
-            diary.crosses.append(record)
+            history.crosses.append(record)
         elif isinstance(record, CheckpointLoaded):
-            diary.loads.append(len(diary.has))
-    return diary
+            history.loads.append(len(history.has))
+    return history
 
 
 def _policy(plan: str) -> Policy | None:
@@ -106,76 +106,76 @@ def _policy(plan: str) -> Policy | None:
         return None
 
 
-def check_replicas(diaries: list[WorkerHistory], verdict: AuditResult) -> None:
+def check_replicas(histories: list[WorkerHistory], result: AuditResult) -> None:
     """Compare what workers have with what others have at the same place."""
     seen: dict[Hashable, tuple[int, WorkerHistory, int]] = {}
     counted: Counter[Hashable] = Counter()
-    for diary in diaries:
-        for key, index in _places(diary):
-            digest = diary.has[index].digest
+    for history in histories:
+        for key, index in _places(history):
+            digest = history.has[index].digest
             if digest is None:
                 continue
             counted[key] += 1
-            first = seen.setdefault(key, (digest, diary, index))
+            first = seen.setdefault(key, (digest, history, index))
             if first[0] != digest:
                 other, theirs = first[1], first[1].has[first[2]]
-                verdict.violated(
+                result.violated(
                     1,
-                    f"{_told(diary.has[index], capital=True)} rank {diary.rank} has other parameters "
+                    f"{_told(history.has[index], capital=True)} rank {history.rank} has other parameters "
                     f"({digest:016x}) than rank {other.rank} after its step {theirs.step} ({first[0]:016x}).",
-                    (*other.story(first[2]), *diary.story(index)),
+                    (*other.story(first[2]), *history.story(index)),
                 )
-    verdict.hashes += counted.total()
-    verdict.compared += sum(count for count in counted.values() if count > 1)
-    if verdict.compared:
-        verdict.checked.add(1)
+    result.hashes += counted.total()
+    result.compared += sum(count for count in counted.values() if count > 1)
+    if result.compared:
+        result.checked.add(1)
 
 
-def check_borders(diaries: Sequence[WorkerHistory], verdict: AuditResult) -> None:
+def check_borders(histories: Sequence[WorkerHistory], result: AuditResult) -> None:
     """Compare what workers have on both sides of where they went to a server, or left it.
 
     Args:
-        diaries: of all stretches.
+        histories: of all stretches.
     """
     first: dict[str, tuple[WorkerHistory, FabricMigrated]] = {}
-    for diary in diaries:
-        for one in diary.crosses:
-            other, there = first.setdefault(one.border, (diary, one))
+    for history in histories:
+        for one in history.crosses:
+            other, there = first.setdefault(one.border, (history, one))
             if (one.step, one.digest) != (there.step, there.digest):
-                verdict.violated(
+                result.violated(
                     1,
-                    f"Where one stretch ends and another begins, rank {diary.rank} has {one.digest:016x} behind step "
-                    f"{one.step} ({diary.file}), and rank {other.rank} {there.digest:016x} behind step {there.step} "
+                    f"Where one stretch ends and another begins, rank {history.rank} has {one.digest:016x} behind step "
+                    f"{one.step} ({history.file}), and rank {other.rank} {there.digest:016x} behind step {there.step} "
                     f"({other.file}).",
                 )
-    verdict.borders += len(first)
+    result.borders += len(first)
     if first:
-        verdict.checked.add(1)
+        result.checked.add(1)
 
 
-def _places(diary: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
+def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
     """The place of each record: workers at the same place have the same parameters."""
     times: Counter[Hashable] = Counter()
-    for index, has in enumerate(diary.has):
+    for index, has in enumerate(history.has):
         key: Hashable
         if has.life:
-            key = (has.model, has.life, has.versions, _loaded_since(diary, index))
+            key = (has.model, has.life, has.versions, _loaded_since(history, index))
         else:
-            policy = diary.policy(index)
+            policy = history.policy(index)
             # From which step on a policy counts is not recorded; whether a step ended with an average is.
             if policy is None or (isinstance(policy, LocalSGD) and not has.weights):
                 continue
-            step = (has.model, has.step, diary.loaded(index))
+            step = (has.model, has.step, history.loaded(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
             key = (*step, times[step])
         yield key, index
 
 
-def _loaded_since(diary: WorkerHistory, index: int) -> int:
+def _loaded_since(history: WorkerHistory, index: int) -> int:
     """The checkpoint that is about to replace what it has, at the same versions; 0 if there is none."""
-    has = diary.has[index]
-    for number, load in enumerate(diary.loads, 1):
-        if index < load < len(diary.has) and diary.has[load].versions == has.versions:
+    has = history.has[index]
+    for number, load in enumerate(history.loads, 1):
+        if index < load < len(history.has) and history.has[load].versions == has.versions:
             return number
     return 0
 

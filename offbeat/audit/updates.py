@@ -36,17 +36,17 @@ class ShardUpdates:
     made: dict[int, UpdateMade] = field(default_factory=dict)
     is_whole: bool = False
 
-    def take(self, made: UpdateMade, verdict: AuditResult) -> None:
+    def take(self, made: UpdateMade, result: AuditResult) -> None:
         """The shard has made an update."""
         if made.version in self.made:
-            verdict.violated(2, f"Update {made.version} was made twice, as {self.file} says.")
+            result.violated(2, f"Update {made.version} was made twice, as {self.file} says.")
         self.made[made.version] = made
 
 
 def check_shards(
     decisions: PolicyReplay,
     shards: list[ShardUpdates],
-    verdict: AuditResult,
+    result: AuditResult,
     *,
     is_whole: bool,
     is_done: bool,
@@ -70,17 +70,17 @@ def check_shards(
             if update is None and not is_whole and version > decisions.version:
                 continue  # it was decided in the moment before the coordinator was killed
             if wrong := _what_is_wrong(made, update, shard, decisions):
-                verdict.violated(2, f"{wrong}, as {shard.file} says.", decisions.story())
+                result.violated(2, f"{wrong}, as {shard.file} says.", decisions.story())
                 break  # what follows is numbered otherwise
             for used in made.used:
                 blocks[(used.worker, used.clock)] += used.blocks
             for push in () if update is None else update.pushes:
                 of[push] += shard.serves.blocks
-        _check_all_made(decisions, shard, verdict, is_whole=is_whole and is_done, kept=kept)
+        _check_all_made(decisions, shard, result, is_whole=is_whole and is_done, kept=kept)
     missing = {push: bool(blocks[push]) for push in of if blocks[push] < of[push]}
     for push in sorted(missing):
         if push not in decisions.unarrived:
-            verdict.violated(
+            result.violated(
                 2,
                 f"Contribution {push} is in {blocks[push]} of {of[push]} blocks, although its worker was there until "
                 "it had arrived.",
@@ -114,7 +114,7 @@ def _weighs(one: UsedContribution, decisions: PolicyReplay) -> bool:
 
 
 def _check_all_made(
-    decisions: PolicyReplay, shard: ShardUpdates, verdict: AuditResult, *, is_whole: bool, kept: float
+    decisions: PolicyReplay, shard: ShardUpdates, result: AuditResult, *, is_whole: bool, kept: float
 ) -> None:
     """Check that every update was made whose contributions had arrived, if nobody ended the server before that.
 
@@ -125,7 +125,7 @@ def _check_all_made(
         return
     for version, update in decisions.updates.items():
         if version <= kept and version not in shard.made and decisions.arrived.issuperset(update.pushes):
-            verdict.violated(
+            result.violated(
                 2,
                 f"Update {version} was decided of {_listed(update.pushes)}, but {shard.file} says nothing of having "
                 "made it.",
@@ -155,7 +155,7 @@ class UpdateAudit:
         self._versions: dict[Push, int] = {}  # of the update that a contribution is in
         self._version = 0
 
-    def begin(self, decisions: PolicyReplay, verdict: AuditResult, *, was_whole: bool) -> None:
+    def begin(self, decisions: PolicyReplay, result: AuditResult, *, was_whole: bool) -> None:
         """A life begins: undo what its snapshot has not.
 
         Args:
@@ -171,12 +171,12 @@ class UpdateAudit:
         if began.version > self._version and (self._version or self.fates):
             text = f"The server resumed from version {began.version}; its history ends at {self._version} before that."
             if was_whole:
-                verdict.violated(2, text)
+                result.violated(2, text)
             else:
-                verdict.notes.append(text)
+                result.notes.append(text)
 
     def add(
-        self, decisions: PolicyReplay, shards: list[ShardUpdates], missing: dict[Push, bool], verdict: AuditResult
+        self, decisions: PolicyReplay, shards: list[ShardUpdates], missing: dict[Push, bool], result: AuditResult
     ) -> None:
         """Add the decisions of one incarnation.
 
@@ -193,8 +193,8 @@ class UpdateAudit:
         of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
         for push, fate in decisions.fates.items():
             if self.fates.get(push) == "applied":
-                verdict.twice += fate == "applied"
-                verdict.violated(
+                result.twice += fate == "applied"
+                result.violated(
                     2,
                     f"Contribution {push} is {fate} in life {decisions.life} of the server, but was in update "
                     f"{self._versions[push]} of a life before, which its snapshot holds.",
@@ -212,7 +212,7 @@ class UpdateAudit:
         self._version = decisions.version
 
     def brought(
-        self, rank: int, has: ParametersAfter, verdict: AuditResult, *, is_whole: bool, went_on: bool = False
+        self, rank: int, has: ParametersAfter, result: AuditResult, *, is_whole: bool, went_on: bool = False
     ) -> None:
         """A worker says under which numbers it announced one contribution: only one of them may be used.
 
@@ -222,7 +222,7 @@ class UpdateAudit:
         """
         pushes = [(rank, number) for number in dict.fromkeys(has.numbers)]
         for push in self._brought.intersection(pushes):
-            verdict.violated(
+            result.violated(
                 2, f"Rank {rank} pushed contribution {push} in its step {has.step}, and another of that number before."
             )
         self._brought.update(pushes)
@@ -232,16 +232,16 @@ class UpdateAudit:
             return
         if is_whole and (not known or (has.counted and set(known) <= {"dropped", "pending"})):
             what = f"is {known[0]}" if known else "was never announced"
-            verdict.violated(
+            result.violated(
                 2,
                 f"Rank {rank} pushed contribution {pushes[-1]} in its step {has.step}, but as recorded it {what}.",
             )
         if has.counted and not is_whole and (not known or (went_on and set(known) <= {"dropped", "pending"})):
-            self._take_unrecorded(pushes[-1], has, verdict, went_on=went_on)
+            self._take_unrecorded(pushes[-1], has, result, went_on=went_on)
         used = [push for push in pushes if self.fates.get(push) == "applied"]
         if len(used) > 1:
-            verdict.twice += 1
-            verdict.violated(
+            result.twice += 1
+            result.violated(
                 2, f"Rank {rank} pushed one contribution under the numbers {has.numbers}, and {used} are all used."
             )
         for push in used:
@@ -252,11 +252,11 @@ class UpdateAudit:
                 del self.fates[push]  # it came again under another number
         weight = next((self.weights[push] for push in pushes if push in self.weights), 0.0)
         if weight and abs(weight - has.samples) > _A_LITTLE * max(1.0, weight):
-            verdict.violated(
+            result.violated(
                 2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
             )
 
-    def _take_unrecorded(self, push: Push, has: ParametersAfter, verdict: AuditResult, *, went_on: bool) -> None:
+    def _take_unrecorded(self, push: Push, has: ParametersAfter, result: AuditResult, *, went_on: bool) -> None:
         """A worker was told that a contribution is used, by a server that had not recorded that.
 
         Either it was killed before it could, or it could not, and goes on with what it used if it was not killed later.
@@ -267,19 +267,19 @@ class UpdateAudit:
         was_kept = push[1] < past.get(push[0], 0) or (went_on and following == len(self._lives))
         self.fates[push] = "applied" if was_kept else "lost"
         self._versions[push], self.weights[push] = 0, has.samples
-        verdict.unrecorded += 1
+        result.unrecorded += 1
 
     def share(self, push: Push) -> float | None:
         """The share of a contribution in its update, times the update's rate; None if that is not recorded."""
         return self._shares.get(push) if self.fates.get(push) == "applied" else 0.0
 
-    def count(self, verdict: AuditResult) -> None:
+    def count(self, result: AuditResult) -> None:
         """Add up what became of all."""
         fates = list(self.fates.values())
-        verdict.applied += fates.count("applied")
-        verdict.dropped += fates.count("dropped") + self._outdated
-        verdict.pending += fates.count("pending")
+        result.applied += fates.count("applied")
+        result.dropped += fates.count("dropped") + self._outdated
+        result.pending += fates.count("pending")
         lost = [push for push, fate in self.fates.items() if fate == "lost"]
-        verdict.lost += len(lost)
-        verdict.in_part += len(self._in_part.intersection(lost))
-        verdict.lost_samples += sum(self.weights.get(push, 0.0) for push in lost)
+        result.lost += len(lost)
+        result.in_part += len(self._in_part.intersection(lost))
+        result.lost_samples += sum(self.weights.get(push, 0.0) for push in lost)

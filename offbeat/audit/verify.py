@@ -12,7 +12,7 @@ from offbeat.audit.findings import AuditResult
 from offbeat.audit.log_files import find_jobs
 from offbeat.audit.policy_replay import PolicyReplay
 from offbeat.audit.replacements import check_replaced
-from offbeat.audit.replicas import WorkerHistory, check_borders, check_replicas, read_diary
+from offbeat.audit.replicas import WorkerHistory, check_borders, check_replicas, read_worker
 from offbeat.audit.updates import ShardUpdates, UpdateAudit, check_shards
 from offbeat.history import (
     HistoryEnded,
@@ -43,15 +43,15 @@ def verify(*paths: str | os.PathLike[str]) -> AuditResult:
     Raises:
         HistoryError: if one cannot be read.
     """
-    verdict, diaries = AuditResult(), list[WorkerHistory]()
+    result, histories = AuditResult(), list[WorkerHistory]()
     for job in find_jobs(map(Path, paths)):
-        verdict.jobs += 1
-        verdict.files += len(job.coordinators) + len(job.shards) + len(job.workers)
-        audit = _Audit(job, verdict)
+        result.jobs += 1
+        result.files += len(job.coordinators) + len(job.shards) + len(job.workers)
+        audit = _Audit(job, result)
         audit.run()
-        diaries += audit.diaries
-    check_borders(diaries, verdict)
-    return verdict
+        histories += audit.histories
+    check_borders(histories, result)
+    return result
 
 
 def contributions(*paths: str | os.PathLike[str]) -> list[ContributionFate]:
@@ -67,7 +67,7 @@ def contributions(*paths: str | os.PathLike[str]) -> list[ContributionFate]:
     for job in find_jobs(map(Path, paths)):
         audit = _Audit(job, AuditResult())
         audit.run()
-        found += [one for model, fates in audit.fates.items() for one in listed(model, fates, audit.diaries)]
+        found += [one for model, fates in audit.fates.items() for one in listed(model, fates, audit.histories)]
     return found
 
 
@@ -75,17 +75,17 @@ class _Audit:
     """The audit of one job.
 
     Args:
-        verdict: what is found goes there.
+        result: what is found goes there.
 
     Attributes:
         fates: what became of the contributions to each model.
-        diaries: what each worker process recorded.
+        histories: what each worker process recorded.
     """
 
-    def __init__(self, job: JobHistory, verdict: AuditResult) -> None:
-        self._job, self._verdict = job, verdict
+    def __init__(self, job: JobHistory, result: AuditResult) -> None:
+        self._job, self._result = job, result
         self.fates: dict[int, UpdateAudit] = {}
-        self.diaries: list[WorkerHistory] = []
+        self.histories: list[WorkerHistory] = []
         self._decisions: list[PolicyReplay] = []  # in their order
         self._held: list[ShardUpdates] = []
         self._replaced: list[tuple[int, ParametersReplaced]] = []  # with the server's life
@@ -99,24 +99,24 @@ class _Audit:
         Raises:
             HistoryError: if something cannot be read.
         """
-        job, verdict = self._job, self._verdict
+        job, result = self._job, self._result
         for log in job.coordinators:
             self._read_coordinator(log)
         for log in job.shards:
             self._read_shard(log)
-        self.diaries = diaries = [self._read_worker(log) for log in job.workers]
-        verdict.lives += len({decisions.life for decisions in self._decisions})
+        self.histories = histories = [self._read_worker(log) for log in job.workers]
+        result.lives += len({decisions.life for decisions in self._decisions})
         if self._decisions:
-            verdict.checked |= {2, 3}
-            self._check_decisions(diaries)
-            check_replaced(self._replaced, diaries, verdict)
-        elif any(has.life for diary in diaries for has in diary.has):
-            verdict.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
-        check_exchanges(diaries, verdict)
-        check_replicas(diaries, verdict)
+            result.checked |= {2, 3}
+            self._check_decisions(histories)
+            check_replaced(self._replaced, histories, result)
+        elif any(has.life for history in histories for has in history.has):
+            result.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
+        check_exchanges(histories, result)
+        check_replicas(histories, result)
 
-    def _check_decisions(self, diaries: list[WorkerHistory]) -> None:
-        verdict = self._verdict
+    def _check_decisions(self, histories: list[WorkerHistory]) -> None:
+        result = self._result
         for model in sorted({decisions.model for decisions in self._decisions}):
             fates = self.fates[model] = UpdateAudit()
             was_whole = True
@@ -125,23 +125,23 @@ class _Audit:
             for decisions, kept in zip(lives, versions_kept, strict=True):
                 is_whole = self._is_whole[decisions.life]
                 held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
-                verdict.updates += len(decisions.updates)
+                result.updates += len(decisions.updates)
                 missing = {}
                 if not decisions.is_broken:
                     is_done = decisions.life not in self._stopped
-                    missing = check_shards(decisions, held, verdict, is_whole=is_whole, is_done=is_done, kept=kept)
-                fates.begin(decisions, verdict, was_whole=was_whole)
-                fates.add(decisions, held, missing, verdict)
+                    missing = check_shards(decisions, held, result, is_whole=is_whole, is_done=is_done, kept=kept)
+                fates.begin(decisions, result, was_whole=was_whole)
+                fates.add(decisions, held, missing, result)
                 was_whole = is_whole
             is_whole = all(self._is_whole.values())
             is_broken = any(one.is_broken for one in self._of(model))  # then nothing is known of what followed
-            for diary in () if is_broken else diaries:
-                for has in diary.has:
+            for history in () if is_broken else histories:
+                for has in history.has:
                     if has.model == model and has.is_brought:
                         recorded = self._is_whole.keys() - self._unrecorded
                         went_on = bool(self._unrecorded) and has.life not in recorded
-                        fates.brought(diary.rank, has, verdict, is_whole=is_whole, went_on=went_on)
-            fates.count(verdict)
+                        fates.brought(history.rank, has, result, is_whole=is_whole, went_on=went_on)
+            fates.count(result)
 
     def _of(self, model: int) -> list[PolicyReplay]:
         """Decisions about a model; of a life only the last, if all had left before it had any parameters."""
@@ -159,22 +159,22 @@ class _Audit:
                 if present and record.life not in lives:
                     present = {}
                 lives.add(record.life)
-                present[record.model] = PolicyReplay(record, self._verdict)
+                present[record.model] = PolicyReplay(record, self._result)
                 self._decisions.append(present[record.model])
             elif isinstance(record, PlanAdopted):
                 if present and record.by:
-                    self._verdict.swapped_by.append(record.by)
+                    self._result.swapped_by.append(record.by)
                 for decisions in present.values():
                     decisions.hear(record)
             elif isinstance(record, PolicyStep | WorkerReturned):
                 if record.model in present:
                     present[record.model].hear(record)
                 else:
-                    self._verdict.violated(2, f"Model {record.model} is decided about, but never began.")
+                    self._result.violated(2, f"Model {record.model} is decided about, but never began.")
             elif isinstance(record, ShardServes | UpdateMade | ParametersReplaced):
                 self._take(log, held, record)
             elif isinstance(record, NoticeGiven):
-                self._verdict.notes.append(record.what)
+                self._result.notes.append(record.what)
             elif isinstance(record, HistoryEnded):
                 is_whole = not record.gave_up
                 self._stopped |= lives if record.why and is_whole else set()
@@ -207,23 +207,23 @@ class _Audit:
             self._held.append(held[record.model])
         elif record.model not in held:
             what = "made an update" if isinstance(record, UpdateMade) else "let somebody replace the parameters"
-            self._verdict.violated(2, f"{log.path.name} has {what} of model {record.model}, and holds none of it.")
+            self._result.violated(2, f"{log.path.name} has {what} of model {record.model}, and holds none of it.")
         elif isinstance(record, UpdateMade):
-            held[record.model].take(record, self._verdict)
+            held[record.model].take(record, self._result)
         else:
             self._replaced.append((held[record.model].serves.life, record))
 
     def _read_worker(self, log: HistoryLog) -> WorkerHistory:
-        diary = read_diary(log)
+        history = read_worker(log)
         self._tell_torn(log)
-        return diary
+        return history
 
     def _tell_torn(self, log: HistoryLog) -> None:
         if log.gave_up:
-            self._verdict.notes.append(
+            self._result.notes.append(
                 f"{log.path.name} ends before its process did, which could write no more of it: {log.gave_up}."
             )
         elif log.is_torn:
-            self._verdict.notes.append(
+            self._result.notes.append(
                 f"{log.path.name} ends in the middle of a record: its process was killed, or its disk was full."
             )

@@ -37,76 +37,76 @@ def verify_run(
     from offbeat.audit import compare, verify
     from offbeat.errors import HistoryError
 
-    verdict = verify(*paths)
+    result = verify(*paths)
     if against is not None:
         if len(paths) > 1:
             raise HistoryError(f"Cannot compare {len(paths)} runs with {against} at once: name one.")
-        compare(paths[0], against, verdict)
+        compare(paths[0], against, result)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(_plain(verdict)), indent=1).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(_plain(result)), indent=1).decode())
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for line in _lines(verdict):
+        for line in _lines(result):
             console.print(line, markup=False)
-    raise typer.Exit(0 if verdict.holds else 1)
+    raise typer.Exit(0 if result.holds else 1)
 
 
-def _plain(verdict: AuditResult) -> dict[str, object]:
-    table = dataclasses.asdict(verdict)
-    return {"holds": verdict.holds, **table, "checked": sorted(verdict.checked)}
+def _plain(result: AuditResult) -> dict[str, object]:
+    table = dataclasses.asdict(result)
+    return {"holds": result.holds, **table, "checked": sorted(result.checked)}
 
 
-def _lines(verdict: AuditResult) -> list[str]:
+def _lines(result: AuditResult) -> list[str]:
     """One screen."""
     from offbeat.audit import LAWS
 
-    lines = [_looked_at(verdict), ""]
+    lines = [_looked_at(result), ""]
     for law, name in LAWS.items():
-        count = sum(one.law == law for one in verdict.violations)
-        state = f"BROKEN ({count} times)" if count else "holds" if law in verdict.checked else "not checked"
-        lines.append(f"law {law}  {name:24} {state:12}  {_counts(law, verdict)}".rstrip())
+        count = sum(one.law == law for one in result.violations)
+        state = f"BROKEN ({count} times)" if count else "holds" if law in result.checked else "not checked"
+        lines.append(f"law {law}  {name:24} {state:12}  {_counts(law, result)}".rstrip())
     for law in LAWS:
-        if (broken := verdict.first(law)) is not None:
+        if (broken := result.first(law)) is not None:
             lines += ["", f"law {law}: {broken.what}", *(f"    {line}" for line in broken.story)]
-    if verdict.notes:
-        lines += ["", *dict.fromkeys(verdict.notes)]
+    if result.notes:
+        lines += ["", *dict.fromkeys(result.notes)]
     return lines
 
 
-def _looked_at(verdict: AuditResult) -> str:
+def _looked_at(result: AuditResult) -> str:
     parts = [
-        _some(verdict.files, "file"),
-        _some(verdict.jobs, "stretch", "stretches") if verdict.borders else _some(verdict.jobs, "job"),
+        _some(result.files, "file"),
+        _some(result.jobs, "stretch", "stretches") if result.borders else _some(result.jobs, "job"),
     ]
-    if verdict.lives:
-        parts += [_some(verdict.lives, "life", "lives") + " of a server", _some(verdict.events, "event")]
-        parts += [_some(verdict.updates, "update"), _some(verdict.swaps, "swap") + _by(verdict.swapped_by)]
+    if result.lives:
+        parts += [_some(result.lives, "life", "lives") + " of a server", _some(result.events, "event")]
+        parts += [_some(result.updates, "update"), _some(result.swaps, "swap") + _by(result.swapped_by)]
     return ", ".join(parts)
 
 
-def _counts(law: int, verdict: AuditResult) -> str:
+def _counts(law: int, result: AuditResult) -> str:
     if law == 1:
-        told = [f"{verdict.compared} of {verdict.hashes} hashes have others to be equal to"] if verdict.hashes else []
-        if verdict.borders:
-            told.append(f"equal on both sides of {_some(verdict.borders, 'border')} between stretches")
+        told = [f"{result.compared} of {result.hashes} hashes have others to be equal to"] if result.hashes else []
+        if result.borders:
+            told.append(f"equal on both sides of {_some(result.borders, 'border')} between stretches")
         return "; ".join(told)
     if law == 5:
-        return f"{_some(verdict.steps_against, 'step')} equal" if verdict.steps_against else ""
-    if law not in verdict.checked:
+        return f"{_some(result.steps_against, 'step')} equal" if result.steps_against else ""
+    if law not in result.checked:
         return ""
     if law == 2:
-        lost = f"{verdict.lost} lost ({verdict.lost_samples:g} samples)"
-        if verdict.in_part:
-            lost += f", of them {verdict.in_part} in part"
-        text = f"{verdict.applied} applied, {verdict.dropped} dropped, {lost}, {verdict.pending} pending"
-        if verdict.unrecorded:
-            text += f"; {verdict.unrecorded} known from workers alone"
-        return f"{text}; replaced {_some(verdict.replaced, 'time')} by a checkpoint" if verdict.replaced else text
-    mean = verdict.staleness / verdict.applied if verdict.applied else 0.0
-    ahead = "no bound" if verdict.bound is None else f"at most {verdict.lead} ahead of {verdict.bound} allowed"
+        lost = f"{result.lost} lost ({result.lost_samples:g} samples)"
+        if result.in_part:
+            lost += f", of them {result.in_part} in part"
+        text = f"{result.applied} applied, {result.dropped} dropped, {lost}, {result.pending} pending"
+        if result.unrecorded:
+            text += f"; {result.unrecorded} known from workers alone"
+        return f"{text}; replaced {_some(result.replaced, 'time')} by a checkpoint" if result.replaced else text
+    mean = result.staleness / result.applied if result.applied else 0.0
+    ahead = "no bound" if result.bound is None else f"at most {result.lead} ahead of {result.bound} allowed"
     return (
-        f"{_some(verdict.releases, 'release')}, {ahead}; {verdict.replayed} decisions replayed; staleness "
-        f"{mean:.2f}, at most {verdict.stalest}"
+        f"{_some(result.releases, 'release')}, {ahead}; {result.replayed} decisions replayed; staleness "
+        f"{mean:.2f}, at most {result.stalest}"
     )
 
 

@@ -48,9 +48,9 @@ class Recorded:
         write_log(self.coordinator, self.records)
 
     def _train(self, worker: Worker) -> None:
-        diary, client, rank = HistoryRecorder(), worker.client, worker.client.rank
-        diary.open(self.folder, job=JOB, rank=rank)
-        diary.trains(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
+        history, client, rank = HistoryRecorder(), worker.client, worker.client.rank
+        history.open(self.folder, job=JOB, rank=rank)
+        history.trains(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
         generator = torch.Generator().manual_seed(rank)
         for step in range(self.steps):
             if self.leaves.get(rank) == step:
@@ -61,10 +61,10 @@ class Recorded:
             weight = 1.0 + rank
             exchange = client.exchange(0, parts, about=ContributionInfo(weight, hyper(worker.optimizer)))
             assert exchange.wait(SOON)
-            diary.has_from_server(0, step, [worker.values], exchange, samples=weight)
+            history.has_from_server(0, step, [worker.values], exchange, samples=weight)
         else:
             self.job.loop.call(self.job.ends[rank].cut, None)
-        diary.close()
+        history.close()
 
 
 def rewrite(path: Path, change: Callable[[list[Any]], None]) -> None:

@@ -51,18 +51,18 @@ def train(
 
 
 def against(first: Path, second: Path) -> AuditResult:
-    verdict = verify(first)
-    compare(first, second, verdict)
-    return verdict
+    result = verify(first)
+    compare(first, second, result)
+    return result
 
 
 def test_the_same_again(tmp_path: Path) -> None:
     train(tmp_path / "a", 9)
     train(tmp_path / "b", 9)
-    verdict = against(tmp_path / "a", tmp_path / "b")
-    assert verdict.holds
-    assert verdict.checked == {2, 3, 5}
-    assert verdict.steps_against == 9
+    result = against(tmp_path / "a", tmp_path / "b")
+    assert result.holds
+    assert result.checked == {2, 3, 5}
+    assert result.steps_against == 9
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
@@ -70,11 +70,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     state = train(tmp_path / "b", 4)
     train(tmp_path / "b", 9, state=state)
     assert len(list((tmp_path / "b").iterdir())) == 2
-    verdict = against(tmp_path / "a", tmp_path / "b")
-    assert verdict.holds
-    assert verdict.steps_against == 9
+    result = against(tmp_path / "a", tmp_path / "b")
+    assert result.holds
+    assert result.steps_against == 9
     del state["optimizer"]["state"]
-    state["optimizer"]["state"] = {}  # without momentum it is another course
+    state["optimizer"]["state"] = {}  # without momentum it takes another course
     train(tmp_path / "c", 9, state=state)
     (broken,) = against(tmp_path / "a", tmp_path / "c").violations
     assert broken.law == 5
@@ -84,10 +84,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 def test_the_first_step_that_differs_is_named(tmp_path: Path) -> None:
     train(tmp_path / "a", 9)
     train(tmp_path / "b", 9, slip=5)
-    verdict = against(tmp_path / "a", tmp_path / "b")
-    (broken,) = verdict.violations
+    result = against(tmp_path / "a", tmp_path / "b")
+    (broken,) = result.violations
     assert broken.what.startswith("After step 5 rank 0 has other parameters")
-    assert verdict.steps_against == 5
+    assert result.steps_against == 5
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -106,21 +106,21 @@ def test_with_a_server_too(tmp_path: Path, policy: Policy, law: set[int]) -> Non
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Recorded(policy, tmp_path / name, leaves={})
-    verdict = against(tmp_path / "a", tmp_path / "b")
-    assert verdict.holds, verdict.violations
-    assert verdict.checked - {1, 2, 3} == law
-    assert bool(verdict.notes) == (not law)
-    assert verdict.steps_against == 8 or not law
+    result = against(tmp_path / "a", tmp_path / "b")
+    assert result.holds, result.violations
+    assert result.checked - {1, 2, 3} == law
+    assert bool(result.notes) == (not law)
+    assert result.steps_against == 8 or not law
 
 
 def test_other_workers_are_another_course(tmp_path: Path) -> None:
     for name, leaves in (("a", {}), ("b", {2: 5})):
         (tmp_path / name).mkdir()
         Recorded(BSP(), tmp_path / name, leaves=leaves)
-    verdict = against(tmp_path / "a", tmp_path / "b")
-    assert verdict.holds, verdict.violations
-    assert verdict.steps_against == 5
-    assert "From step 5 on other workers take part (rank 0, 1, 2; there rank 0, 1)" in verdict.notes[0]
+    result = against(tmp_path / "a", tmp_path / "b")
+    assert result.holds, result.violations
+    assert result.steps_against == 5
+    assert "From step 5 on other workers take part (rank 0, 1, 2; there rank 0, 1)" in result.notes[0]
 
 
 def both(folder: Path) -> None:
@@ -139,6 +139,6 @@ def both(folder: Path) -> None:
 def test_replicas_are_compared_where_they_are_equal(tmp_path: Path) -> None:
     """Without a server, too; with local steps after each average."""
     run_workers(2, both, tmp_path)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations
-    assert verdict.compared == 2 * 4
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.compared == 2 * 4

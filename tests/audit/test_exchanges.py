@@ -43,13 +43,13 @@ def train(folder: Path, plan: offbeat.Plan, swap: tuple[int, Any] | None = None,
 @pytest.mark.parametrize("policy", [BSP(), LocalSGD(4), LocalSGD(3, after=2)], ids=repr)
 def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalSGD) -> None:
     run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=policy))
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations
-    assert verdict.checked == {1, 2, 3}
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.checked == {1, 2, 3}
     exchanges = sum(policy.contributes(step) is not None for step in range(STEPS))
-    assert verdict.applied == verdict.releases == WORLD * exchanges
+    assert result.applied == result.releases == WORLD * exchanges
     alone = policy.every - 1 if isinstance(policy, LocalSGD) else 0
-    assert (verdict.lead, verdict.bound) == (alone, alone)
+    assert (result.lead, result.bound) == (alone, alone)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,22 @@ def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalS
 )
 def test_policies_that_are_swapped_are_known(tmp_path: Path, controller: Any, swap: tuple[int, Any] | None) -> None:
     run_workers(WORLD, train, tmp_path, offbeat.Plan(controller=controller), swap)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations
-    assert (verdict.lead, verdict.bound) == (3, 3)
-    assert verdict.compared == verdict.hashes
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert (result.lead, result.bound) == (3, 3)
+    assert result.compared == result.hashes
 
 
 def test_who_is_killed_may_have_given_what_it_did_not_record(tmp_path: Path) -> None:
     run_workers(WORLD, train, tmp_path, offbeat.Plan(fabric=Elastic()), None, 5, faulty=1)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations
-    assert {2, 3} <= verdict.checked
-    assert verdict.applied + verdict.unrecorded >= 2 * STEPS + 4
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert {2, 3} <= result.checked
+    assert result.applied + result.unrecorded >= 2 * STEPS + 4
 
 
 def tampered(folder: Path, change: Callable[[ParametersAfter], ParametersAfter | None]) -> AuditResult:
-    """The verdict where rank 1 had recorded something else."""
+    """The result where rank 1 had recorded something else."""
     log = HistoryLog(next(folder.glob("worker-1*.log")))
     records = list(log)
     log.path.unlink()
@@ -117,17 +117,17 @@ def test_what_is_not_so_is_found(
     for log in recorded.glob("*.log"):
         (tmp_path / log.name).write_bytes(log.read_bytes())
     assert verify(tmp_path).holds
-    verdict = tampered(tmp_path, change)
-    assert any(one.law == law and says in one.what for one in verdict.violations), verdict.violations
+    result = tampered(tmp_path, change)
+    assert any(one.law == law and says in one.what for one in result.violations), result.violations
 
 
 def test_a_history_that_is_not_there_is_said_to_be_missing(recorded: Path, tmp_path: Path) -> None:
     for log in recorded.glob("worker-[02]*.log"):
         (tmp_path / log.name).write_bytes(log.read_bytes())
-    verdict = verify(tmp_path)
-    assert verdict.holds
-    assert verdict.checked == {1}
-    assert "The history of rank 1 is not there: what was exchanged cannot be added up." in verdict.notes
+    result = verify(tmp_path)
+    assert result.holds
+    assert result.checked == {1}
+    assert "The history of rank 1 is not there: what was exchanged cannot be added up." in result.notes
 
 
 def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path:
     for record in (*records[:4], WorkersAdmitted((3,)), *records[4:-1]):
         writer.append(record)
     writer.close()
-    verdict = verify(tmp_path)
-    assert verdict.checked == {1}
-    assert "The history of rank 3 is not there: what was exchanged cannot be added up." in verdict.notes
+    result = verify(tmp_path)
+    assert result.checked == {1}
+    assert "The history of rank 3 is not there: what was exchanged cannot be added up." in result.notes

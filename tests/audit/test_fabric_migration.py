@@ -58,12 +58,12 @@ def cross(folder: str, fabric: FabricSpec) -> None:
 )
 def test_each_stretch_is_checked_and_both_sides_of_every_border(fabric: FabricSpec, tmp_path: Path) -> None:
     run_workers(3, cross, str(tmp_path), fabric)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations
-    assert verdict.checked == {1, 2, 3}
-    assert (verdict.jobs, verdict.borders, verdict.lives) == (5, 4, 2)
-    assert not verdict.notes
-    assert verdict.updates > 0
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.checked == {1, 2, 3}
+    assert (result.jobs, result.borders, result.lives) == (5, 4, 2)
+    assert not result.notes
+    assert result.updates > 0
     logs = [HistoryLog(path) for path in sorted(tmp_path.glob("worker-1*.log"))]
     records = {log.path: list(log) for log in logs}
     path, record = next((path, one) for path, of in records.items() for one in of if isinstance(one, FabricMigrated))
@@ -71,6 +71,6 @@ def test_each_stretch_is_checked_and_both_sides_of_every_border(fabric: FabricSp
         FabricMigrated(record.border, record.step, record.digest ^ 1) if one is record else one for one in records[path]
     ]
     write_log(path, changed)
-    verdict = verify(tmp_path)
-    assert [one.law for one in verdict.violations] == [1] * len(verdict.violations)
-    assert "Where one stretch ends and another begins" in verdict.violations[0].what
+    result = verify(tmp_path)
+    assert [one.law for one in result.violations] == [1] * len(result.violations)
+    assert "Where one stretch ends and another begins" in result.violations[0].what

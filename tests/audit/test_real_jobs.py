@@ -44,9 +44,9 @@ def recorded(folder: Path) -> AuditResult:
     raise AssertionError("the server has not ended")
 
 
-def ended(verdict: AuditResult) -> str:
+def ended(result: AuditResult) -> str:
     """What is broken, for people who read a failed test."""
-    return "\n".join(f"law {one.law}: {one.what}\n" + "\n".join(one.story) for one in verdict.violations)
+    return "\n".join(f"law {one.law}: {one.what}\n" + "\n".join(one.story) for one in result.violations)
 
 
 def with_swaps(folder: Path, policies: tuple[Policy, ...]) -> float:
@@ -67,15 +67,15 @@ def with_swaps(folder: Path, policies: tuple[Policy, ...]) -> float:
 @pytest.mark.timeout(180)
 def test_a_run_of_every_policy_holds(tmp_path: Path) -> None:
     run_workers(2, with_swaps, tmp_path, ALL)
-    verdict = recorded(tmp_path)
-    assert verdict.holds, ended(verdict)
-    assert verdict.swaps == len(ALL) - 1
-    assert verdict.applied + verdict.dropped == 2 * 6 * len(ALL)
-    assert verdict.lost == verdict.pending == verdict.twice == 0
-    assert verdict.checked == {1, 2, 3}
-    assert verdict.compared >= 2, "at least after `settle` both have the same"
-    assert verdict.replayed > 4 * 2 * 6 * len(ALL)
-    assert not verdict.notes
+    result = recorded(tmp_path)
+    assert result.holds, ended(result)
+    assert result.swaps == len(ALL) - 1
+    assert result.applied + result.dropped == 2 * 6 * len(ALL)
+    assert result.lost == result.pending == result.twice == 0
+    assert result.checked == {1, 2, 3}
+    assert result.compared >= 2, "at least after `settle` both have the same"
+    assert result.replayed > 4 * 2 * 6 * len(ALL)
+    assert not result.notes
 
 
 def with_server_killed(folder: Path, policy: Policy, kills: dict[int, int], shards: int) -> float:
@@ -106,15 +106,15 @@ def with_server_killed(folder: Path, policy: Policy, kills: dict[int, int], shar
 )
 def test_a_server_that_is_killed(tmp_path: Path, policy: Policy, shards: int, kills: dict[int, int]) -> None:
     (rounds,) = set(run_workers(2, with_server_killed, tmp_path, policy, kills, shards, timeout_s=290))
-    verdict = recorded(tmp_path)
-    assert verdict.holds, ended(verdict)
+    result = recorded(tmp_path)
+    assert result.holds, ended(result)
     # One that is killed before its history first writes, a twentieth of a second on, has left nothing.
-    assert 2 <= verdict.lives <= 1 + len(kills)
+    assert 2 <= result.lives <= 1 + len(kills)
     # Half of a step each, but for whoever is back first, and steps while the other is not.
     shares = [one.share or 0.0 for one in contributions(tmp_path / "history") if one.fate == "applied"]
-    assert len(shares) == verdict.applied
+    assert len(shares) == result.applied
     assert sum(shares) == rounds, "as the parameters say"
-    assert verdict.applied + verdict.lost + verdict.dropped == 2 * STEPS
+    assert result.applied + result.lost + result.dropped == 2 * STEPS
 
 
 def with_worker_killed(folder: Path, policy: Policy) -> float:
@@ -132,10 +132,10 @@ def with_worker_killed(folder: Path, policy: Policy) -> float:
 
 def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     run_workers(3, with_worker_killed, tmp_path, SSP(2), faulty=2)
-    verdict = recorded(tmp_path)
-    assert verdict.holds, ended(verdict)
-    assert verdict.files == 4
-    assert 2 * STEPS + 9 <= verdict.applied + verdict.lost <= 2 * STEPS + 10
+    result = recorded(tmp_path)
+    assert result.holds, ended(result)
+    assert result.files == 4
+    assert 2 * STEPS + 9 <= result.applied + result.lost <= 2 * STEPS + 10
 
 
 def with_a_checkpoint(folder: Path, alone: bool) -> float:
@@ -162,18 +162,18 @@ def with_a_checkpoint(folder: Path, alone: bool) -> float:
 
 def test_a_checkpoint_that_all_load(tmp_path: Path) -> None:
     (count,) = set(run_workers(2, with_a_checkpoint, tmp_path, False))
-    verdict = recorded(tmp_path)
-    assert verdict.holds, ended(verdict)
-    assert (verdict.replaced, verdict.swapped_by) == (1, ["rank 0"])
+    result = recorded(tmp_path)
+    assert result.holds, ended(result)
+    assert (result.replaced, result.swapped_by) == (1, ["rank 0"])
     assert 8 <= count <= 12
 
 
 def test_parameters_that_were_put_behind_the_others_backs(tmp_path: Path) -> None:
     """As by a server that lets somebody: the others have loaded nothing there."""
     run_workers(2, with_a_checkpoint, tmp_path, True)
-    verdict = recorded(tmp_path)
-    assert not verdict.holds
-    first = verdict.first(2)
+    result = recorded(tmp_path)
+    assert not result.holds
+    first = result.first(2)
     assert first is not None
     assert "Rank 0 replaced the parameters of model 0 at version 6 of life" in first.what
     assert "loaded no checkpoint there, as worker" in first.what

@@ -12,38 +12,38 @@ from offbeat.history import ParametersAfter, ParametersReplaced
 LIFE = 7
 
 
-def diary(rank: int, versions: list[int], *, loads: list[int]) -> WorkerHistory:
+def history(rank: int, versions: list[int], *, loads: list[int]) -> WorkerHistory:
     """Of a worker that had these versions, one after another, and loaded checkpoints before some of them."""
     has = [ParametersAfter(0, step, 0.0, None, life=LIFE, versions=(version,)) for step, version in enumerate(versions)]
     return WorkerHistory(rank, f"worker-{rank}.log", has=has, loads=loads)
 
 
-def found(diaries: list[WorkerHistory], version: int = 5) -> tuple[int, list[str], int]:
-    verdict = AuditResult()
-    check_replaced([(LIFE, ParametersReplaced(0, version, 0))] * 2, diaries, verdict)  # two shards say so
-    return verdict.broken, verdict.notes, verdict.replaced
+def found(histories: list[WorkerHistory], version: int = 5) -> tuple[int, list[str], int]:
+    result = AuditResult()
+    check_replaced([(LIFE, ParametersReplaced(0, version, 0))] * 2, histories, result)  # two shards say so
+    return result.broken, result.notes, result.replaced
 
 
 def test_all_loaded_it() -> None:
-    assert found([diary(rank, [4, 5, 5, 6], loads=[2]) for rank in (0, 1)]) == (0, [], 1)
+    assert found([history(rank, [4, 5, 5, 6], loads=[2]) for rank in (0, 1)]) == (0, [], 1)
 
 
 def test_one_did_not() -> None:
-    broken, notes, _ = found([diary(0, [4, 5, 5, 6], loads=[2]), diary(1, [4, 5, 6], loads=[])])
+    broken, notes, _ = found([history(0, [4, 5, 5, 6], loads=[2]), history(1, [4, 5, 6], loads=[])])
     assert (broken, notes) == (1, [])
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        diary(1, [4, 5, 5], loads=[2]),
-        diary(1, [2, 3], loads=[]),
-        diary(1, [5, 6, 7], loads=[]),
+        history(1, [4, 5, 5], loads=[2]),
+        history(1, [2, 3], loads=[]),
+        history(1, [5, 6, 7], loads=[]),
     ],
     ids=["it was the last thing it did", "it had gone before", "it joined behind it"],
 )
 def test_who_was_not_there_need_not_have_loaded_anything(other: WorkerHistory) -> None:
-    assert found([diary(0, [4, 5, 5], loads=[2]), other]) == (0, [], 1)
+    assert found([history(0, [4, 5, 5], loads=[2]), other]) == (0, [], 1)
 
 
 def test_nobody_says_anything() -> None:
@@ -56,4 +56,4 @@ def test_nobody_says_anything() -> None:
 
 
 def test_before_anything_was_trained_whoever_comes_brings_it() -> None:
-    assert found([diary(0, [0, 1], loads=[])], version=0) == (0, [], 0)
+    assert found([history(0, [0, 1], loads=[])], version=0) == (0, [], 0)

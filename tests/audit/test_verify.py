@@ -58,14 +58,14 @@ POLICIES: tuple[Policy, ...] = (
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_history_as_it_was_holds(tmp_path: Path, policy: Policy) -> None:
     job = Recorded(policy, tmp_path, leaves={2: 5})
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations[0]
-    assert (verdict.files, verdict.jobs, verdict.lives, verdict.notes) == (4, 1, 1, [])
-    assert verdict.checked >= {2, 3}
-    assert verdict.applied + verdict.dropped + verdict.lost + verdict.pending == 2 * job.steps + 5
-    assert verdict.replayed == verdict.events - 3, "all but the first joins"
-    assert verdict.hashes == verdict.applied + verdict.dropped
-    assert policy.bound is None or verdict.lead <= policy.bound == verdict.bound
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
+    assert (result.files, result.jobs, result.lives, result.notes) == (4, 1, 1, [])
+    assert result.checked >= {2, 3}
+    assert result.applied + result.dropped + result.lost + result.pending == 2 * job.steps + 5
+    assert result.replayed == result.events - 3, "all but the first joins"
+    assert result.hashes == result.applied + result.dropped
+    assert policy.bound is None or result.lead <= policy.bound == result.bound
 
 
 def index_of(records: list[Any], is_it: Callable[[Any], bool], number: int = 3) -> int:
@@ -175,12 +175,12 @@ def forget_to_make(records: list[Any]) -> None:
 def test_each_contribution_counts_once(tmp_path: Path, policy: Policy, change: Callable[[list[Any]], None]) -> None:
     job = Recorded(policy, tmp_path, leaves={})
     rewrite(job.coordinator, change)
-    verdict = verify(tmp_path)
-    assert 2 in {one.law for one in verdict.violations}, verdict
-    first = verdict.first(2)
+    result = verify(tmp_path)
+    assert 2 in {one.law for one in result.violations}, result
+    first = result.first(2)
     assert first is not None
     assert first.what.endswith(".")
-    assert (verdict.twice > 0) == (change is apply_twice)
+    assert (result.twice > 0) == (change is apply_twice)
 
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(1), ASP()], ids=repr)
@@ -230,9 +230,9 @@ def other_hash(records: list[Any]) -> None:
 def test_equal_versions_are_equal_parameters(tmp_path: Path) -> None:
     Recorded(BSP(), tmp_path, leaves={})
     rewrite(tmp_path / "worker-1.log", other_hash)
-    verdict = verify(tmp_path)
-    assert {one.law for one in verdict.violations} == {1}
-    (broken, *_) = verdict.violations
+    result = verify(tmp_path)
+    assert {one.law for one in result.violations} == {1}
+    (broken, *_) = result.violations
     assert "After step 3 at version 4" in broken.what
     assert any("rank 1" in line for line in broken.story)
 
@@ -274,9 +274,9 @@ def test_a_killed_coordinator_has_recorded_less(tmp_path: Path) -> None:
     """What is cut off at the end breaks nothing: workers know more, and that is said."""
     job = Recorded(SSP(1), tmp_path, leaves={})
     rewrite(job.coordinator, lambda records: records.__delitem__(slice(len(records) // 2, None)))
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations[0]
-    assert verdict.unrecorded > 0
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
+    assert result.unrecorded > 0
     assert len(list(HistoryLog(job.coordinator))) < len(job.records)
 
 
@@ -292,11 +292,11 @@ def test_what_a_shard_that_was_told_to_end_did_not_make_is_undone(tmp_path: Path
         records.insert(-1, msgspec.structs.replace(began, life=began.life + 1, version=last - 1 + kept))
 
     rewrite(job.coordinator, begin_anew)
-    verdict = verify(tmp_path)
-    assert verdict.lives == 2
-    assert [one.law for one in verdict.violations] == [2] * kept, verdict
-    assert kept or "says nothing of having made it" not in str(verdict)
-    assert verdict.lost == 1 - kept
+    result = verify(tmp_path)
+    assert result.lives == 2
+    assert [one.law for one in result.violations] == [2] * kept, result
+    assert kept or "says nothing of having made it" not in str(result)
+    assert result.lost == 1 - kept
 
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(1)], ids=repr)
@@ -308,8 +308,8 @@ def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(
         records[-1] = HistoryEnded("it was told to stop")
 
     rewrite(job.coordinator, stop)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations[0]
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
 
 
 @pytest.mark.parametrize("numbers", [(), (1000,)], ids=["left behind", "announced to nobody"])
@@ -324,9 +324,9 @@ def test_what_a_worker_was_told_is_outdated_is_dropped(tmp_path: Path, numbers: 
         records.insert(at, outdated)
 
     rewrite(tmp_path / "worker-1.log", tell)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations[0]
-    assert (verdict.applied, verdict.dropped) == (before.applied, before.dropped + 1)
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
+    assert (result.applied, result.dropped) == (before.applied, before.dropped + 1)
     (one,) = (one for one in contributions(tmp_path) if one.fate != "applied")
     assert (one.rank, one.numbers, one.fate, one.share, one.told) == (1, numbers, "dropped", 0.0, False)
 
@@ -345,14 +345,14 @@ def test_each_contribution_has_its_share(tmp_path: Path) -> None:
 
 def test_a_contribution_that_weighs_nothing_because_others_compute_it_is_dropped() -> None:
     """In an update it is, so that its round was complete; but one that was made from nothing keeps its fate."""
-    fates, verdict = UpdateAudit(), AuditResult()
+    fates, result = UpdateAudit(), AuditResult()
     fates.fates = {(0, 3): "applied", (1, 3): "applied"}
     fates.weights = {(0, 3): 0.0, (1, 3): 0.0}
     for rank, samples in ((0, 4.0), (1, 0.0)):
         has = ParametersAfter(0, 3, 0.0, None, samples, numbers=(3,), counted=not samples)
-        fates.brought(rank, has, verdict, is_whole=True)
+        fates.brought(rank, has, result, is_whole=True)
     assert fates.fates == {(0, 3): "dropped", (1, 3): "applied"}
-    assert verdict.holds
+    assert result.holds
 
 
 def write_no_more(records: list[Any]) -> None:
@@ -366,13 +366,13 @@ def test_what_could_not_be_written_is_not_said_to_be_lost(tmp_path: Path, policy
     job = Recorded(policy, tmp_path, leaves={})
     whole = verify(tmp_path)
     rewrite(job.coordinator, write_no_more)
-    verdict = verify(tmp_path)
-    assert verdict.holds, verdict.violations[0]
-    assert (verdict.lost, verdict.lost_samples) == (0, 0.0)
-    assert verdict.unrecorded > 0
-    counted = verdict.applied + verdict.dropped + verdict.pending
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
+    assert (result.lost, result.lost_samples) == (0, 0.0)
+    assert result.unrecorded > 0
+    counted = result.applied + result.dropped + result.pending
     assert counted == whole.applied + whole.dropped + whole.pending
-    assert verdict.notes == [
+    assert result.notes == [
         "coordinator.log ends before its process did, which could write no more of it: No space left on device."
     ]
 

@@ -65,7 +65,7 @@ def test_who_asks_before_a_job_trains_is_told_to_ask_again(tmp_path: Path) -> No
     (tmp_path / "job" / "plan.toml").write_text("")
     ended, output = offbeat("swap", "LocalSGD(3)", "--job", "job", folder=tmp_path)
     assert ended == 2
-    assert "it has not come to run.prepare yet: ask again when it trains" in " ".join(output.split())
+    assert "it has not reached run.prepare yet: ask again when it trains" in " ".join(output.split())
 
 
 @pytest.mark.timeout(120)

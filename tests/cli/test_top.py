@@ -111,7 +111,7 @@ def test_a_damaged_server_json(tmp_path: Path, text: str) -> None:
 
 
 def test_no_server_and_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(NetworkError, match=r"it has neither server\.json nor hub\.json\. Either it has not come"):
+    with pytest.raises(NetworkError, match=r"it has neither server\.json nor hub\.json\. Either it has not reached"):
         find(str(tmp_path), {})
     for where in (str(tmp_path / "nothing"), "7000", "runs/a:b"):
         with pytest.raises(NetworkError, match=r"there is no such folder\. Give one that `offbeat run` writes to"):

@@ -305,7 +305,7 @@ def test_a_frame_that_does_not_go_on_breaks_the_connection() -> None:
     for _ in range(10):
         side.session.passed(0.25)
         give(side.session, head(b"", kind=Kind.ACK, received=0))
-    with pytest.raises(PeerError, match="does not go on"):
+    with pytest.raises(PeerError, match="does not continue"):
         side.session.passed(0.25)
     side.session.broke()
     give(side.session, frames(1, body=bytes(4000)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def test_a_wish_is_taken_once_and_answered(tmp_path: Path) -> None:
     left = swap_request.leave(tmp_path, "a part")
-    with pytest.raises(NetworkError, match="it has not taken up what it was asked before"):
+    with pytest.raises(NetworkError, match="it has not answered the request before"):
         swap_request.leave(tmp_path, "another")
     assert swap_request.take(tmp_path) == left
     assert swap_request.take(tmp_path) is None
@@ -40,7 +40,7 @@ def test_of_many_at_once_one_is_left_and_the_others_are_told(tmp_path: Path) -> 
             said = list(pool.map(leave, map(str, range(8))))
         left = swap_request.take(tmp_path)
         said.remove(left or "nothing was left")
-        assert all("it has not taken up what it was asked before" in str(one) for one in said)
+        assert all("it has not answered the request before" in str(one) for one in said)
     assert not list(tmp_path.iterdir())
 
 
