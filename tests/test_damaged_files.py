@@ -263,10 +263,8 @@ def test_any_bit_of_a_place_in_the_data_may_be_another() -> None:
 
 @pytest.mark.parametrize("data", [b'{"0":"\xff"}', b"[" * 100_000, b'{"0":' + b"7" * 5000 + b"}"])
 def test_a_coordinator_is_told_why_it_cannot_go_on_there(data: bytes) -> None:
-    lead = Coordinator(
-        lambda plan: pytest.fail(plan), lambda decision: None, lambda worker, message: None, check_hyper=check_hyper
-    )
-    assert lead.go_on_in_data(data)
+    lead = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
+    assert lead._data.load(data)
 
 
 def test_any_bit_of_a_history_may_be_another_behind_its_checksums(tmp_path: Path) -> None:

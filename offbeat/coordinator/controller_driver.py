@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from offbeat.control import Swap
@@ -13,25 +11,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.control import Controller, Metrics
+    from offbeat.coordinator.instructions import Outbox
     from offbeat.sync import Policy
 
 _OFTEN = 20  # it is asked so often in the time that it looks back, at least
 _LEAST_S, _MOST_S = 0.02, 1.0  # between two askings while nothing happens
-_log = logging.getLogger("offbeat")
+_TIMER = ("controller", 0)
 
 
 class ControllerDriver:
-    """Of one job. It is asked after updates, and at a timer, since a job that stands still has none.
+    """The controller of one job. It is asked after updates, and at a timer, since a job that stands still has none.
 
     Args:
+        out: what this leads to.
         metrics: what a controller is told; None if nothing is decided yet.
         propose: another policy, and the reason.
+        now_s: monotonic seconds.
     """
 
-    def __init__(self, metrics: Callable[[Controller], Metrics | None], propose: Callable[[Policy, str], None]) -> None:
-        self._metrics, self._propose = metrics, propose
+    def __init__(
+        self,
+        out: Outbox,
+        metrics: Callable[[Controller], Metrics | None],
+        propose: Callable[[Policy, str], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._out, self._metrics, self._propose, self._now_s = out, metrics, propose, now_s
         self._controller: Controller | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._refused: set[Policy] = set()
 
     def follow(self, controller: Controller | None) -> None:
@@ -54,18 +60,16 @@ class ControllerDriver:
     def refused(self, sync: Policy, why: str) -> None:
         """A worker cannot go by that policy; it is not proposed again."""
         self._refused.add(sync)
-        _log.warning(
-            "%s cannot have %s decide, and does not try again. %s", short_name(self._controller), short_name(sync), why
-        )
+        mine, its = short_name(self._controller), short_name(sync)
+        self._out.log(f"{mine} cannot have {its} decide, and does not try again. {why}")
 
-    def _ask_later(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self._controller is not None:
-            every_s = min(_MOST_S, max(_LEAST_S, self._controller.looks_back_s / _OFTEN))
-            self._timer = asyncio.get_running_loop().call_later(every_s, self._on_time)
-
-    def _on_time(self) -> None:
+    def on_time(self) -> None:
+        """Its time has come again."""
         self._ask_later()
         self.ask()
+
+    def _ask_later(self) -> None:
+        at_s = None
+        if self._controller is not None:
+            at_s = self._now_s() + min(_MOST_S, max(_LEAST_S, self._controller.looks_back_s / _OFTEN))
+        self._out.set_timer(_TIMER, at_s)

@@ -1,4 +1,4 @@
-"""What the lead knows about one model beside the policy's state."""
+"""What the coordinator knows about one model beside the policy's state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from offbeat.coordinator.reconnect import LostUpdates
 from offbeat.sync import State
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Set
 
     from offbeat.protocol.optimizer_spec import OptimizerSpec
@@ -37,7 +36,7 @@ class WorkerDrain:
 class ModelRecord:
     """A model that is trained; contributions are known by worker and number."""
 
-    coordinator: PolicyRunner
+    runner: PolicyRunner
     optimizer: OptimizerSpec
     shards: int
     to_fill: int  # shards that have not got their first values
@@ -58,7 +57,6 @@ class ModelRecord:
     joining: set[int] = field(default_factory=set)  # workers that have not got their first values
     left_at: dict[int, int] = field(default_factory=dict)  # workers that have stepped out, and the version then
     arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
-    timer: asyncio.TimerHandle | None = None
     applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
     losses: LostUpdates | None = None  # if it goes on from a snapshot
@@ -70,7 +68,7 @@ class ModelRecord:
 
         Who is given no values has heard from no other shard, which may not know yet that it takes part.
         """
-        if self.coordinator.policy.gated or not values:
+        if self.runner.policy.gated or not values:
             self.at_once.pop(worker, None)
             return True
         self.at_once[worker] = clock
@@ -81,7 +79,7 @@ class ModelRecord:
 
         Its worker was told by an earlier policy that it need not wait for that; the present one learns of it later.
         """
-        member = self.coordinator.state.members.get(push[0])
+        member = self.runner.state.members.get(push[0])
         return member is not None and member.step == push[1] and member.held and member.granted_s is None
 
     def everywhere(self, at: dict[Push, int], push: Push) -> bool:
@@ -106,7 +104,7 @@ class ModelRecord:
         Args:
             data: where the data is.
         """
-        state = self.coordinator.state
+        state = self.runner.state
         following = dict(state.past)
         for worker, member in state.members.items():
             is_decided = member.held and (worker, member.step) not in state.pending
@@ -115,7 +113,7 @@ class ModelRecord:
             next=following,
             present=tuple(sorted({*state.members, *state.away})),
             orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
-            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.coordinator.records.items()},
+            records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.runner.records.items()},
             note=self.note,
             data=data,
         )
@@ -135,17 +133,17 @@ class ModelRecord:
         self.record(worker).lost += sum(clock >= decided for clock, _ in back.done)
         late = LostUpdates(self.losses.version)
         late.book(worker, back, decided)
-        return late if self.coordinator.started and late.by else None
+        return late if self.runner.started and late.by else None
 
     def is_counted(self, worker: int, clock: int) -> bool:
         """Whether the contribution is in an update, and weighs something there."""
-        return self.applied.get(worker) == clock and self.coordinator.void.get(worker) != clock
+        return self.applied.get(worker) == clock and self.runner.void.get(worker) != clock
 
     def book_held(self, worker: int, clock: int) -> str:
         """Book the contribution that a worker had announced when it was lost; returns what became of it."""
         if self.applied.get(worker) == clock:
             return "is used" if self.is_counted(worker, clock) else "is not used"
-        if (worker, clock) in self.coordinator.state.pending:
+        if (worker, clock) in self.runner.state.pending:
             return "is not decided on yet"
         if self.lost.get(worker) != clock:
             self.record(worker).dropped += 1
@@ -153,7 +151,7 @@ class ModelRecord:
 
     def record(self, worker: int) -> ContributionCounts:
         """What is counted of a worker, also of one that has gone."""
-        return self.coordinator.records.setdefault(worker, ContributionCounts())
+        return self.runner.records.setdefault(worker, ContributionCounts())
 
 
 def revived(
@@ -166,16 +164,16 @@ def revived(
 ) -> ModelRecord:
     """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
     expected = set(progress.present) - gone
-    coordinator = PolicyRunner(policy, len(expected), now_s)
-    coordinator.leave_out(set(progress.present) - expected)
-    coordinator.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
+    runner = PolicyRunner(policy, len(expected), now_s)
+    runner.leave_out(set(progress.present) - expected)
+    runner.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
-        coordinator.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())
+        runner.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())
     losses = LostUpdates(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])
     return ModelRecord(
-        coordinator,
+        runner,
         details.optimizer,
         details.shards,
         0,

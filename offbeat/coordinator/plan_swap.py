@@ -11,7 +11,6 @@ again, and all stay; but where workers go on without one that is lost, they leav
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from offbeat.coordinator.plan_proposal import PlanProposal
@@ -23,15 +22,14 @@ from offbeat.sync import LocalSGD
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
+    from offbeat.coordinator.instructions import Outbox
     from offbeat.coordinator.plan_proposal import DecidingParts, Tell
-    from offbeat.protocol.messages import ToWorker
     from offbeat.protocol.plan_swap import PlanAgreement
     from offbeat.protocol.training import ModelInfo
     from offbeat.sync import Policy
 
 CONSENT_S = 0.2
 _MOST_LISTED = 4
-_log = logging.getLogger("offbeat")
 
 
 class PlanSwaps:
@@ -39,7 +37,7 @@ class PlanSwaps:
 
     Args:
         read_plan: from TOML.
-        say: sends a message to a worker.
+        out: what this leads to.
         adopted: called with the plan that holds from now on, what is to be told of it, and who wanted it.
         now_s: monotonic seconds.
     """
@@ -47,11 +45,11 @@ class PlanSwaps:
     def __init__(
         self,
         read_plan: Callable[[str], DecidingParts],
-        say: Callable[[int, ToWorker], None],
+        out: Outbox,
         adopted: Callable[[DecidingParts, AdoptPlan, str], None],
         now_s: Callable[[], float],
     ) -> None:
-        self._read_plan, self._say, self._adopted, self._now_s = read_plan, say, adopted, now_s
+        self._read_plan, self._out, self._adopted, self._now_s = read_plan, out, adopted, now_s
         self.present: DecidingParts | None = None
         self.count = 0  # of swaps, in all lives of the server
         self.are_level = False  # those who are about to leave had passed as many places when they agreed
@@ -123,21 +121,19 @@ class PlanSwaps:
         else:
             self._propose_to_all(parts, [tell], workers, by)
 
-    def control(self, sync: Policy, reason: str, tell: Tell, workers: Set[int]) -> int | None:
-        """The plan's controller wants another policy; the number of the proposal, for `consent`.
-
-        Returns:
-            None if it has to wait, since another plan is under way, or is refused.
-        """
+    def control(self, sync: Policy, reason: str, tell: Tell, workers: Set[int]) -> None:
+        """The plan's controller wants another policy; it has to wait if another plan is under way."""
         if self.present is None or self._proposal is not None or self._before is not None:
-            return None
+            return
         try:
             parts = self.present.controlled(sync)
             parts.check_world(len(workers))
         except PlanError as error:
             tell("", str(error))
-            return None
-        return self._propose_to_all(parts, [tell], workers, "the controller", reason)
+            return
+        self._propose_to_all(parts, [tell], workers, "the controller", reason)
+        if self._proposal is not None:
+            self._out.set_timer(("consent", self._proposal.number), self._now_s() + CONSENT_S)
 
     def consent(self, number: int) -> None:
         """Who has not said by now what it makes of this proposal of a controller agrees to it."""
@@ -147,13 +143,12 @@ class PlanSwaps:
 
     def _propose_to_all(
         self, parts: DecidingParts, tell: list[Tell], workers: Set[int], by: str, reason: str = ""
-    ) -> int:
+    ) -> None:
         self._proposals += 1
         self._proposal = PlanProposal(self._proposals, parts, parts.to_toml(), tell, self._now_s(), [by], reason)
         for worker in sorted(workers):
             self._propose(self._proposal, worker)
         self._decide()
-        return self._proposals
 
     def agree(self, worker: int, message: PlanAgreement) -> None:
         """What a worker makes of the plan that was proposed."""
@@ -181,7 +176,7 @@ class PlanSwaps:
                 by = f"rank {worker}, which came back with it"
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps, by)
             elif self._read_plan(details.plan).digest != present.digest:
-                self._say(worker, AdoptPlan(present.to_toml(), self.count))
+                self._out.send(worker, AdoptPlan(present.to_toml(), self.count))
         except PlanError as error:
             raise PeerError(f"Cannot take in rank {worker} with its plan: {error}") from error
         if self._proposal is not None:
@@ -216,7 +211,7 @@ class PlanSwaps:
     def _propose(self, proposal: PlanProposal, worker: int) -> None:
         proposal.waiting.add(worker)
         proposal.asked.add(worker)
-        self._say(worker, PlanProposed(proposal.number, proposal.plan))
+        self._out.send(worker, PlanProposed(proposal.number, proposal.plan))
 
     def _decide(self) -> None:
         """Adopt what was proposed if all have agreed; let it be if one has not."""
@@ -225,7 +220,7 @@ class PlanSwaps:
             return
         self._proposal, text = None, ""
         if proposal.refusal:
-            _log.warning("The plan stays as it is. %s", proposal.refusal)
+            self._out.log(f"The plan stays as it is. {proposal.refusal}")
             if not proposal.parts.is_served:
                 self._release(proposal.asked)
         else:
@@ -242,7 +237,7 @@ class PlanSwaps:
         """Those who have agreed pass no place of their script before they hear that the plan stays."""
         assert self.present is not None
         for worker in sorted(workers):
-            self._say(worker, AdoptPlan(self.present.to_toml(), self.count))
+            self._out.send(worker, AdoptPlan(self.present.to_toml(), self.count))
 
     def _adopt(
         self,

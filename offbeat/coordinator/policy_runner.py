@@ -209,6 +209,7 @@ class PolicyRunner:
     def scene(
         self,
         model: int,
+        now_s: float,
         *,
         world: int = 0,
         note: str = "",
@@ -219,13 +220,14 @@ class PolicyRunner:
         """How it goes, for people.
 
         Args:
+            now_s: monotonic seconds.
             world: with how many workers the job was to begin.
             note: what happened to the server.
             pace: who paces the rounds and why, if it is not the policy that knows.
             plan: that holds, as TOML.
             statuses: what workers say of themselves.
         """
-        now_s, said = self.now_s(), statuses or {}
+        said = statuses or {}
         seen = tuple(
             self._seen(worker, record, now_s, said.get(worker)) for worker, record in sorted(self.records.items())
         )

@@ -7,61 +7,89 @@ next they will never answer as it expects.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.errors import PeerError
-from offbeat.protocol.checkpoints import REPLACED_IN
+from offbeat.history import ParametersReplaced
+from offbeat.protocol.checkpoints import REPLACED_IN, MayPut
+from offbeat.protocol.data_leases import DataState
+from offbeat.protocol.shards import AllowReplacement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Hashable
 
+    from offbeat.coordinator.data_requests import DataRequests
+    from offbeat.coordinator.job_record import JobRecord
     from offbeat.coordinator.questions import CollectiveQuestions
+    from offbeat.protocol.checkpoints import RequestReplacement
 
 _MOST_DUE = 1 << 9  # models and loaders are no more than 256 each
 
 
 class _Due(NamedTuple):
     worker: int
-    carry_out: Callable[[str], None]
+    carry_out: Callable[[str], None]  # with "", or with why the others do not wait for it
 
 
 class Replacements:
-    """Those that wait for the other workers.
+    """Those that wait for the other workers, in the order of wishes.
 
     Args:
         questions: that workers ask.
+        data: of the job.
     """
 
-    def __init__(self, questions: CollectiveQuestions) -> None:
-        self._questions = questions
+    def __init__(self, job: JobRecord, questions: CollectiveQuestions, data: DataRequests) -> None:
+        self._job, self._questions, self._data = job, questions, data
         self._due: list[_Due] = []
+        self._replaced_at = -1  # version at which something was replaced last
 
-    def want(self, worker: int, first: int, what: str, carry_out: Callable[[str], None]) -> None:
-        """A worker has something for all.
-
-        Args:
-            first: who may have.
-            carry_out: called, in the order of wishes, when all others wait for it, with "", or with why they do not.
+    def want_parameters(self, worker: int, message: RequestReplacement) -> None:
+        """A worker has other parameters for a model, and puts them when all others wait for that.
 
         Raises:
-            PeerError: if it is another that brings this, or too much of it is due.
+            PeerError: if another brings what one brings for all, or there is no such model.
         """
-        if worker != first:
-            raise PeerError(f"Cannot take {what} from rank {worker}: rank {first} brings what one brings for all.")
-        if len(self._due) >= _MOST_DUE:
-            raise PeerError(f"Cannot take {what} from rank {worker}: too much waits for the others already.")
-        self._due.append(_Due(worker, carry_out))
+        job, model = self._job, message.model
+        job.model(model)
+
+        def answer(refusal: str) -> None:
+            if refusal or model not in job.models:
+                job.out.send(worker, MayPut(message.number, refusal or f"Model {model} is trained no more."))
+                return
+            self._tell(worker)
+            job.out.decide(AllowReplacement(model, worker, message.number))
+
+        self._want(worker, "other parameters", answer)
+
+    def want_data(self, worker: int, number: int, state: bytes | bytearray, asker: Hashable) -> None:
+        """A worker has where another run's data was; all go on there when all others wait for that.
+
+        Raises:
+            PeerError: if another brings what one brings for all.
+        """
+        job = self._job
+
+        def answer(refusal: str) -> None:
+            model = min(job.models)
+            if not (refusal := refusal or self._data.load(state)):
+                self._tell(worker)
+                version = job.models[model].runner.state.version
+                job.out.record(ParametersReplaced(model, version, worker, is_data=True))
+            job.out.reply(asker, DataState(number, refusal))
+
+        self._want(worker, "another place in the data", answer)
 
     def leave(self, worker: int) -> None:
         """It is gone, and brings nothing any more."""
         self._due = [due for due in self._due if due.worker != worker]
 
-    def look(self, workers: Set[int]) -> None:
-        """Carry out, or refuse, what no worker trains on beside.
-
-        Args:
-            workers: that take part.
-        """
+    def look(self) -> None:
+        """Carry out, or refuse, what no worker trains on beside."""
+        if not self._job.started:  # those who are not here, or not back, are to wait for it, too
+            return
+        workers = self._job.workers
         while self._due and (others := workers - {self._due[0].worker}) <= self._questions.askers:
             lacking = sorted(others - self._questions.asking(REPLACED_IN))
             why = ""
@@ -69,3 +97,26 @@ class Replacements:
                 those = ", ".join(map(str, lacking))
                 why = f"Not all load a checkpoint: rank {those} waits for something else, or cannot load it."
             self._due.pop(0).carry_out(why)
+
+    def _want(self, worker: int, what: str, carry_out: Callable[[str], None]) -> None:
+        first = min(self._job.ranks, default=worker)
+        if worker != first:
+            raise PeerError(f"Cannot take {what} from rank {worker}: rank {first} brings what one brings for all.")
+        if len(self._due) >= _MOST_DUE:
+            raise PeerError(f"Cannot take {what} from rank {worker}: too much waits for the others already.")
+        self._due.append(_Due(worker, carry_out))
+        self.look()
+
+    def _tell(self, worker: int) -> None:
+        """Say once of each load that what the server has is replaced, part by part."""
+        job = self._job
+        for one in job.models.values():
+            one.schedules.forget()
+        if job.version == self._replaced_at:
+            return
+        self._replaced_at = job.version
+        text = f"Rank {worker} replaces what the server has at version {job.version}: all load a checkpoint together."
+        if job.version:
+            job.tell(text, worker)
+        else:  # as when a job is resumed: each has said that by itself
+            job.out.log(text, logging.INFO)

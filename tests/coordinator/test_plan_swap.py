@@ -87,7 +87,7 @@ class Job(Together):
     @property
     def policy(self) -> Policy:
         assert self.shard._lead is not None
-        return self.shard._lead.models[0].coordinator.policy
+        return self.shard._lead.models[0].runner.policy
 
 
 @pytest.fixture

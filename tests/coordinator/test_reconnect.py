@@ -125,7 +125,7 @@ class Waiting:
         other.received(pack(RegisterShard(((1, 7),), 1)), memoryview(b""))
         assert self.shard.begun.is_set()
         assert self.shard._lead is not None
-        return {seen.worker for scene in self.shard._lead.look() for seen in scene.workers}
+        return {seen.worker for scene in self.shard._lead.status(0.0) for seen in scene.workers}
 
 
 def test_who_was_early_and_has_gone_does_not_take_part(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Job:
     def seen(self) -> dict[int, WorkerStatus]:
         lead = self.links.shard._lead
         assert lead is not None
-        return {seen.worker: seen for seen in lead.look()[0].workers}
+        return {seen.worker: seen for seen in lead.status(0.0)[0].workers}
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def test_what_comes_of_one_that_was_taken_out_is_refused_with_the_cause() -> Non
     job = Job(ASP())
     lead = job.links.shard._lead
     assert lead is not None
-    lead._evicted[0, 7] = "it kept the others waiting for too long, by ASP()"
+    lead._job.evicted[0, 7] = "it kept the others waiting for too long, by ASP()"
     with pytest.raises(
         Exception, match=r"Rank 7 was taken out of model 0: it kept the others waiting for too long, by"
     ):
-        lead._model(0, 7)
+        lead._job.model(0, 7)
     with pytest.raises(Exception, match=r"Rank 8 does not take part in model 0\."):
-        lead._model(0, 8)
+        lead._job.model(0, 8)
     job.links.close()
 
 
@@ -129,4 +129,4 @@ def test_the_step_that_is_seen_is_that_of_the_script(job: Job) -> None:
     job.bring(job.workers[2], step=41)
     assert [seen.made for seen in job.seen().values()] == [41, 41, 42]
     assert job.seen()[2].step == 2
-    assert PolicyRunner(ASP(), 1, lambda: 0.0).scene(0).workers == ()
+    assert PolicyRunner(ASP(), 1, lambda: 0.0).scene(0, 0.0).workers == ()

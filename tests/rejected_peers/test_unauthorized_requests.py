@@ -8,15 +8,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from offbeat.coordinator.data_leases import LeaseManager
+from offbeat.coordinator.data_requests import DataRequests
 from offbeat.coordinator.hyperparameters import HyperparameterCheck
+from offbeat.coordinator.instructions import SendToShards, SendToWorker
+from offbeat.coordinator.job_record import JobRecord
+from offbeat.coordinator.model_record import ModelRecord
+from offbeat.coordinator.policy_runner import PolicyRunner
 from offbeat.coordinator.questions import CollectiveQuestions
 from offbeat.coordinator.replacements import Replacements
 from offbeat.errors import DisagreementError, PeerError
 from offbeat.protocol.checkpoints import LOADING, MayPut, PutState, PutStateDone, RequestReplacement
 from offbeat.protocol.data_leases import SetDataState
 from offbeat.protocol.messages import pack
+from offbeat.protocol.optimizer_spec import OptimizerSpec
+from offbeat.protocol.shards import AllowReplacement
 from offbeat.protocol.status import GetStatus, StatusReply
 from offbeat.protocol.training import AskAllWorkers, ModelOpened, Notice, OpenModel, Reconnect
+from offbeat.sync import BSP
 from tests.rejected_peers.job import (
     BAD,
     GOOD,
@@ -253,23 +262,42 @@ def test_schedules_after_training_went_back() -> None:
 
 
 def test_what_waits_goes_with_its_worker() -> None:
-    questions, done = CollectiveQuestions(), list[str]()
-    one = Replacements(questions)
+    job, questions = JobRecord(), CollectiveQuestions()
+    runner = PolicyRunner(BSP(), 2, job.time_s, started=True)
+    job.models[0] = ModelRecord(runner, OptimizerSpec("SGD", (), ()), 1, 0, 1, ranks=frozenset({0, 1}))
+    leases = LeaseManager(lambda plan: None, job.time_s)
+    one = Replacements(job, questions, DataRequests(job, leases, lambda plan: BSP()))
+
+    def want(worker: int, number: int) -> None:
+        one.want_parameters(worker, RequestReplacement(0, number))
+
+    def done(*workers: int) -> list[object]:
+        """What is answered when these are connected: the number, or why not."""
+        job.workers = set(workers)
+        one.look()
+        answers = list[object]()
+        for instruction in job.out.take():
+            match instruction:
+                case SendToShards(decision=AllowReplacement(number=number)):
+                    answers.append(number)
+                case SendToWorker(message=MayPut(refused=why)):
+                    answers.append(why)
+        return answers
+
+    job.workers = {0, 1}
     with pytest.raises(PeerError, match="rank 0 brings what one brings for all"):
-        one.want(1, 0, "other parameters", done.append)
-    one.want(0, 0, "other parameters", lambda refusal: done.append("a"))
-    one.look({0, 1})
+        want(1, 7)
+    want(0, 1)
+    assert done(0, 1) == [], "the other trains on"
     one.leave(0)
     questions.ask(1, AskAllWorkers(0, LOADING))
-    one.look({0, 1})
-    assert done == []
-    one.want(0, 0, "other parameters", lambda refusal: done.append(f"b{refusal}"))
-    one.want(0, 0, "the data", lambda refusal: done.append(f"c{refusal}"))
-    one.look({0, 1, 2})
-    assert done == []
-    one.look({0, 1})
-    assert done == ["b", "c"]
+    assert done(0, 1) == []
+    job.workers = {0, 1, 2}
+    want(0, 2)
+    want(0, 3)
+    assert done(0, 1, 2) == []
+    assert done(0, 1) == [2, 3]
     questions.ask(2, AskAllWorkers(0, LOADING, refusal="no"))
-    one.want(0, 0, "the data", lambda refusal: done.append(refusal))
-    one.look({0, 1, 2})
-    assert done[2] == "Not all load a checkpoint: rank 2 waits for something else, or cannot load it."
+    job.workers = {0, 1, 2}
+    want(0, 4)
+    assert done(0, 1, 2) == ["Not all load a checkpoint: rank 2 waits for something else, or cannot load it."]

@@ -199,7 +199,7 @@ async def _torment(choices: Choices) -> None:
     assert not ended, "the job goes on"
     lead = shard._lead
     assert lead is not None
-    (scene,) = [scene for scene in lead.look() if scene.model == 0]
+    (scene,) = [scene for scene in lead.status(0.0) if scene.model == 0]
     _compare(scene, good)
 
 

@@ -324,7 +324,7 @@ def test_half_a_contribution_is_taken_out_of_every_block(together: Callable[...,
             optimizer.step()
             for worker in team:
                 assert torch.equal(worker.values, reference.detach())
-    (seen,) = [seen for scene in job.shard._lead.look() for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
+    (seen,) = [seen for scene in job.shard._lead.status(0.0) for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
     assert (seen.applied, seen.lost) == (2, 1)
     for shard in (job.shard, *job.others):
         assert not shard.table(0)._ledger._updates, "nothing is remembered any more"
@@ -342,7 +342,7 @@ def test_without_order_the_others_have_gone_on_and_the_server_ends_without_it(
     touched = (goes_on.values - before).abs() > 100
     assert 0 < touched.sum() < 100, "it has computed on half of it"
     job.kill(1)
-    while job.shard._lead.look()[0].workers[1].phase != "gone":  # type: ignore[union-attr]
+    while job.shard._lead.status(0.0)[0].workers[1].phase != "gone":  # type: ignore[union-attr]
         time.sleep(0.001)
     for _ in range(20):  # longer than anything is kept
         goes_on.step(torch.zeros(100))

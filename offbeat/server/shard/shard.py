@@ -1,4 +1,4 @@
-"""One shard of a parameter server, at work: between the links, the tables and, on the first shard, the lead.
+"""One shard of a parameter server, at work: between the links, the tables and, on the first shard, the coordinator.
 
 Everything happens on one event loop, so an update of a block is atomic to whoever reads it. A `Shard` has one life (see
 `offbeat.coordinator.reconnect`): it ends when the last worker has gone, or begins another one as a new `Shard`.
@@ -18,20 +18,37 @@ import secrets
 from typing import TYPE_CHECKING
 
 from offbeat.coordinator.coordinator import Coordinator
+from offbeat.coordinator.events import (
+    LifeOver,
+    ModelBegun,
+    ModelForgotten,
+    ModelRestored,
+    PatienceOver,
+    PushLost,
+    ShardSaid,
+    SwapAsked,
+    TimePassed,
+    WorkerGone,
+    WorkerMissed,
+    WorkerOpened,
+    WorkerSaid,
+)
+from offbeat.coordinator.instructions import (
+    AppendHistory,
+    RejectPeer,
+    SendReply,
+    SendToAll,
+    SendToShards,
+    SendToWorker,
+    SetTimer,
+    WriteLog,
+)
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.history import ParametersReplaced, ShardServes
 from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement, StatePart, TransferDone
-from offbeat.protocol.data_leases import (
-    DataState,
-    GetDataState,
-    MemoryExhausted,
-    RegisterLoader,
-    RequestLease,
-    ReturnLease,
-    SetDataState,
-)
+from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.messages import pack
-from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan, SwapResult
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan
 from offbeat.protocol.shards import (
     AdmitWorker,
     AllowReplacement,
@@ -70,6 +87,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat.coordinator.events import CoordinatorEvent
+    from offbeat.coordinator.instructions import Timer
     from offbeat.coordinator.loss import LostContribution
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
@@ -126,13 +145,8 @@ class Shard:
         self._waiting: dict[tuple[int, int], tuple[Peer, ModelInfo, int]] = {}
         self._chief: PeerLink | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
-        self._lead = (
-            None
-            if read_plan is None
-            else Coordinator(
-                read_plan, self._decide, self._say, self.life, self._have_adopted, record, check_hyper=check_hyper
-            )
-        )
+        self._lead = None if read_plan is None else Coordinator(read_plan, self.life, check_hyper=check_hyper)
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._marks = SnapshotBarrier(
             archive,
             job,
@@ -172,7 +186,7 @@ class Shard:
         """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
         if self._lead is not None:
             loop = asyncio.get_running_loop()
-            self._beginning = loop.call_later(patience_s, self._lead.begin_with_who_is_here)
+            self._beginning = loop.call_later(patience_s, lambda: self._tell_lead(PatienceOver(loop.time())))
 
     def stop(self) -> None:
         """This life is over: what it hears now is of no interest any more, and nothing happens later.
@@ -183,8 +197,9 @@ class Shard:
         self.is_over = True
         if self._beginning is not None:
             self._beginning.cancel()
-        if self._lead is not None:
-            self._lead.stop()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._tell_lead(LifeOver(_now_s()))
 
     async def save(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
@@ -221,8 +236,9 @@ class Shard:
         snapshot = self._archive.read(identity)
         for one in snapshot.header.models:
             self._tables[one.model] = self._new_table(one.model, one.details, one.version)
-            if self._lead is not None and one.progress is not None:
-                self._lead.restore(one.model, one.details, one.version, one.progress, self._archive.gone)
+            if one.progress is not None:
+                gone = self._archive.gone
+                self._tell_lead(ModelRestored(_now_s(), one.model, one.details, one.version, one.progress, gone))
         for what, tensor in snapshot.tensors:
             self.table(what.model).restore(what, tensor)
         if self._lead is not None:
@@ -314,8 +330,7 @@ class Shard:
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
             table = self._new_table(model, details)
-            if self._lead is not None:
-                self._lead.begin(model, details)
+            self._tell_lead(ModelBegun(_now_s(), model, details))
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
             for decision in self._decided.pop(model, []):
                 table.decide(decision)
@@ -332,9 +347,8 @@ class Shard:
         secret = self._secrets[guest.rank]
         guest.say(ModelOpened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
-            self._on_filled(model)
-        if self._lead is not None:
-            self._lead.join(model, guest.rank, details, entry)
+            self._report(ModelFilled(model))
+        self._tell_lead(WorkerOpened(_now_s(), guest.rank, model, details, entry))
 
     def _new_table(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
         table = ModelShard(
@@ -361,7 +375,7 @@ class Shard:
         table.unfilled.discard(block)
         if not table.unfilled:
             guest.filling.discard(model)
-            self._on_filled(model)
+            self._report(ModelFilled(model))
 
     def arrive(self, guest: Peer, model: int, push: Push, block: int, part: torch.Tensor) -> None:
         """A block of a contribution is here."""
@@ -374,9 +388,9 @@ class Shard:
             return
         missing, count = table.arrive(push, block, part), len(table.sizes)
         if missing == min(max(1, count // _NEARLY), count - 1):
-            self._tell_lead(PushNearlyDone(model, *push))
+            self._report(PushNearlyDone(model, *push))
         if missing == 0:
-            self._tell_lead(PushDone(model, *push, guest.models[model]))
+            self._report(PushDone(model, *push, guest.models[model]))
 
     def fetch(self, guest: Peer, message: FetchState) -> None:
         """A worker wants the optimizer's state, as it is now."""
@@ -418,45 +432,28 @@ class Shard:
         if lead is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
         self._check_place(guest, message)
+        now_s = _now_s()
         match message:
-            case Announce():
-                lead.announce(guest.rank, message)
-            case SwapPlan(number=number, part=part, whole=whole):
-                by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
-                lead.swap(part, lambda text, refusal: guest.say(SwapResult(number, text, refusal)), whole=whole, by=by)
-            case PlanAgreement():
-                lead.agree(guest.rank, message)
-            case PullDone(model=model, step=step):
-                lead.pulled(model, guest.rank, step)
             case GetStatus(number=number):
-                guest.answer(StatusReply(number), pack(lead.look()))
-            case AskAllWorkers():
-                lead.ask(guest.rank, message)
-            case TellStatus(status=status):
-                if self._guests.get(guest.rank) is guest:  # else it is not in yet, or not any more
-                    lead.statuses[guest.rank] = status
-            case LeaveAfter():
-                lead.leaves(guest.rank, message)
-            case RegisterLoader() | RequestLease() | ReturnLease() | MemoryExhausted():
-                lead.data(guest.rank, message)
+                guest.answer(StatusReply(number), pack(lead.status(now_s)))
             case GetDataState(number=number):
-                guest.answer(DataState(number), lead.books())
-            case RequestReplacement():
-                lead.replace(guest.rank, message)
-            case SetDataState(number=number):
-                lead.restock(guest.rank, guest.take_body(), lambda refusal: guest.say(DataState(number, refusal)))
+                guest.answer(DataState(number), lead.data_state())
+            case SwapPlan():
+                by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
+                self._tell_lead(SwapAsked(now_s, guest, message, by))
             case RegisterShard():
                 self._enlist(guest, message)
             case SaveLastSnapshot():
                 self._marks.ask_for_last()
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._marks.saved(number, well, cost_s)
-            case ModelFilled(model=model):
-                lead.filled(model)
-            case PushNearlyDone() | PushDone():
-                self._tell_lead(message)
-            case WorkerDrained(model=model, number=number):
-                lead.parted(model, number)
+            case ModelFilled() | PushNearlyDone() | PushDone() | WorkerDrained():
+                self._tell_lead(ShardSaid(now_s, message))
+            case TellStatus() if self._guests.get(guest.rank) is not guest:
+                pass  # it is not in yet, or not any more
+            case _:
+                body = guest.take_body() if isinstance(message, SetDataState) else b""
+                self._tell_lead(WorkerSaid(now_s, guest.rank, message, body, guest))
 
     def _check_place(self, guest: Peer, message: object) -> None:
         """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
@@ -490,10 +487,10 @@ class Shard:
         if self._guests.get(guest.rank) is not guest:  # it was never taken in
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
-            if guest.role == "worker" and guest.rank not in self._guests and self._lead is not None:
-                self._lead.miss(guest.rank)
+            if guest.role == "worker" and guest.rank not in self._guests:
+                self._tell_lead(WorkerMissed(_now_s(), guest.rank))
             return
-        self._remove(guest, "gone" if self._lead is None else self._lead.tell_gone(guest.rank, error))
+        self._remove(guest, WorkerGone(_now_s(), guest.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
         if not self._guests:
             self._end_unless_one_comes_back(error)
@@ -633,14 +630,14 @@ class Shard:
                 "told when it was taken in. Another process has this rank, or had it since."
             )
         if there is not None:
-            self._remove(there)  # its process is gone, and this is the one that follows it
+            # Its process is gone, and this is the one that follows it.
+            self._remove(there, WorkerGone(_now_s(), guest.rank, replaced=True))
             there.link.abort()
         return is_same
 
-    def _remove(self, guest: Peer, end: str = "gone") -> None:
+    def _remove(self, guest: Peer, gone: WorkerGone) -> None:
         del self._guests[guest.rank]
-        if self._lead is not None:
-            self._lead.leave(guest.rank, end)
+        self._tell_lead(gone)
         for model in guest.filling:
             self._ask_another_to_fill(model)
 
@@ -654,8 +651,7 @@ class Shard:
                 other.say(ModelOpened(model, True, self.life, self._archive is not None))
                 return
         del self._tables[model]  # whoever comes next is the first
-        if self._lead is not None:
-            self._lead.forget(model)
+        self._tell_lead(ModelForgotten(_now_s(), model))
 
     # -- what goes out -------------------------------------------------------------------------------------------
 
@@ -665,11 +661,50 @@ class Shard:
             guest.say(adopt)
         self.adopt(adopt)
 
-    def _decide(self, decision: Decision) -> LostContribution | None:
+    def _tell_lead(self, event: CoordinatorEvent) -> None:
+        """Have the coordinator hear of an event, if it is here, and do what it says.
+
+        Raises:
+            PeerError: if whoever the event came from is to blame for it.
+        """
+        for instruction in () if self._lead is None else self._lead.handle(event):
+            match instruction:
+                case SendToWorker(worker=worker, message=message):
+                    self._say(worker, message)
+                case SendToShards(decision=decision):
+                    self._decide(decision)
+                case SendToAll(message=adopt):
+                    self._have_adopted(adopt)
+                case SendReply(asker=asker, message=message):
+                    if isinstance(asker, Peer):
+                        asker.say(message)
+                case SetTimer(timer=timer, at_s=at_s):
+                    self._set_timer(timer, at_s)
+                case AppendHistory(record=record):
+                    self._record(record)
+                case WriteLog(text=text, level=level):
+                    _log.log(level, "%s", text)
+                case RejectPeer(error=error):
+                    raise error
+
+    def _set_timer(self, timer: Timer, at_s: float | None) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
+        if at_s is not None and not self.is_over:
+            self._timers[timer] = asyncio.get_running_loop().call_at(at_s, self._on_timer, timer)
+
+    def _on_timer(self, timer: Timer) -> None:
+        del self._timers[timer]
+        self._tell_lead(TimePassed(_now_s(), timer))
+
+    def _decide(self, decision: Decision) -> None:
+        """Have all shards carry out what the coordinator decided."""
         for shard in self._shards:
             shard.say(decision)
         self._marks.look_soon()
-        return self.decide(decision)
+        loss = self.decide(decision)
+        if loss is not None:
+            self._tell_lead(PushLost(_now_s(), decision.model, loss.push))
 
     def _say(self, worker: int, message: ToWorker) -> None:
         if worker in self._guests:
@@ -688,26 +723,21 @@ class Shard:
         for guest, message, values in to_give:
             guest.say(message, bytes_of(values))
 
-    def _tell_lead(self, message: PushNearlyDone | PushDone) -> None:
-        """How far a contribution has arrived."""
-        push = (message.worker, message.clock)
+    def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:
+        """Tell the coordinator how far this shard is."""
         if self._lead is None:
             self._tell_chief(message)
-        elif isinstance(message, PushDone):
-            self._lead.whole(message.model, push, message.entry)
         else:
-            self._lead.nearly(message.model, push)
-
-    def _on_filled(self, model: int) -> None:
-        if self._lead is not None:
-            self._lead.filled(model)
-        else:
-            self._tell_chief(ModelFilled(model))
+            self._tell_lead(ShardSaid(_now_s(), message))
 
     def _tell_chief(self, message: FromShard) -> None:
         """Send it to the shard that coordinates; nothing if that is just being lost."""
         if self._chief is not None and self._chief.is_open:
             self._chief.send(pack(message))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:

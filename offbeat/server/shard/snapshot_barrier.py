@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.coordinator.events import LifeOver
 from offbeat.protocol.shards import SaveLastSnapshot, SnapshotMark, SnapshotSaved
 from offbeat.protocol.training import SnapshotAck
 from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
@@ -120,7 +121,8 @@ class SnapshotBarrier:
         now_s = asyncio.get_running_loop().time()
         if not self._is_last and not self._rhythm.is_due(lead.version, now_s):
             return
-        lead.is_over = self._is_last
+        if self._is_last:
+            lead.handle(LifeOver(now_s))
         self._progress = {model: lead.progress(model) for model in lead.models}
         before = self._rhythm.last
         number = self._rhythm.next(lead.version, len(self._followers) + 1)

@@ -1,0 +1,168 @@
+"""A worker's contribution, from the moment in which it is computed until the worker has the next parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.coordinator.policy_runner import times_s
+from offbeat.errors import PeerError
+from offbeat.history import NoticeGiven
+from offbeat.protocol.optimizer_spec import outer_of
+from offbeat.protocol.training import Notice, Refused
+from offbeat.sync import Pulled, Pushed, PushEnding, Ready, TakesEveryNth
+from offbeat.sync.state import UNCOUNTED_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.coordinator.arrivals import Arrivals
+    from offbeat.coordinator.data_leases import LeaseManager
+    from offbeat.coordinator.decisions import Decisions
+    from offbeat.coordinator.job_record import JobRecord
+    from offbeat.coordinator.model_record import ModelRecord
+    from offbeat.coordinator.plan_swap import PlanSwaps
+    from offbeat.coordinator.question_rounds import QuestionRounds
+    from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
+    from offbeat.protocol.shards import PushDone, PushNearlyDone
+    from offbeat.protocol.training import Announce, PullDone
+    from offbeat.sync import Push
+
+
+class Contributions:
+    """The contributions of one job.
+
+    Args:
+        leases: of the data that they are computed from.
+        swaps: which plan holds.
+        rounds: what all are asked.
+        arrivals, decisions: what becomes of them.
+        check_hyper: raises PeerError if an optimizer cannot go on with the hyper-parameters that a worker brings.
+    """
+
+    def __init__(
+        self,
+        job: JobRecord,
+        *,
+        leases: LeaseManager,
+        swaps: PlanSwaps,
+        rounds: QuestionRounds,
+        arrivals: Arrivals,
+        decisions: Decisions,
+        check_hyper: Callable[[OptimizerSpec, Sequence[Hyper], int], None],
+    ) -> None:
+        self._job, self._leases, self._swaps, self._rounds = job, leases, swaps, rounds
+        self._arrivals, self._decisions, self._check_hyper = arrivals, decisions, check_hyper
+
+    def announce(self, worker: int, message: Announce) -> None:
+        """A worker has computed a contribution.
+
+        Raises:
+            PeerError: if it is not its turn, or not of this model, or not for this optimizer.
+        """
+        job, one, clock = self._job, self._job.model(message.model, worker), message.clock
+        member = one.runner.state.members[worker]
+        if clock != member.step or member.phase != "computing":
+            raise PeerError(
+                f"Cannot take contribution {clock} of rank {worker}: it is {member.phase}, and number {member.step} is "
+                "next."
+            )
+        try:
+            _check(one, worker, message, swapped=self._swaps.count > 0)
+            if not message.about.change:
+                self._check_hyper(one.optimizer, message.about.hyper, worker)
+        except PeerError as error:  # it would come back with the same
+            job.out.send(worker, Refused(str(error)))
+            raise
+        if one.at_once.get(worker) == clock:
+            one.granted.add((worker, clock))
+            one.latest[worker] = clock
+        push, about = (worker, clock), message.about
+        # The first steps of a worker pay for what later ones do not.
+        computing_s = job.now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
+        if not self._leases.announce(message.model, push, about.used, computing_s) and about.weight:
+            self._tell_void(one, push, about.weight)
+            about = msgspec.structs.replace(about, weight=0.0)
+        one.announced[push] = about
+        one.record(worker).step = about.step
+        if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper)):
+            job.out.record(NoticeGiven(message.model, one.runner.state.version, worker, differs))
+            job.tell(differs, worker)
+            job.out.send(worker, Notice(differs))
+        one.clocks[worker] = clock
+        ready = Ready(worker, clock, job.now_s, about.weight)
+        self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=about.ends))
+
+    def nearly(self, message: PushNearlyDone) -> None:
+        """Nearly all of a shard's blocks of a contribution have arrived."""
+        if self._arrivals.nearly(message):
+            self._decisions.tell(message.model, PushEnding(message.worker, message.clock, self._job.now_s))
+
+    def whole(self, message: PushDone) -> None:
+        """All of a shard's blocks of a contribution have arrived."""
+        if self._arrivals.whole(message):
+            self._decisions.tell(message.model, Pushed(message.worker, message.clock, self._job.now_s))
+
+    def pulled(self, worker: int, message: PullDone) -> None:
+        """A worker has all blocks, and computes.
+
+        Raises:
+            PeerError: if it was not released for that step.
+        """
+        model, step, now_s = message.model, message.step, self._job.now_s
+        one = self._job.model(model, worker)
+        if worker in one.joining:
+            one.joining.discard(worker)
+            self._rounds.answer_those_who_are_ready()
+            return
+        member = one.runner.state.members[worker]
+        if member.released_s is None or step != member.step:
+            raise PeerError(f"Rank {worker} says it has pulled step {step}, but is at step {member.step}.")
+        if one.applied.get(worker) == step - 1:  # what it pulled has it in it; word of the last block may come later
+            self._arrivals.commit(model, (worker, step - 1))
+            if member.clock < step:
+                self._decisions.tell(model, Pushed(worker, step - 1, now_s))
+        self._leases.stepped(worker, *times_s(member, one.arrived_s.get(worker), now_s))
+        self._decisions.tell(model, Pulled(worker, now_s))
+        self._pace()
+
+    def _pace(self) -> None:
+        """Have nobody wait for those that the tuning of batches found too slow for every round."""
+        for worker, every in self._leases.every().items():
+            for model, one in self._job.models.items():
+                member = one.runner.state.members.get(worker)
+                if member is not None and member.every != every:
+                    self._decisions.tell(model, TakesEveryNth(worker, every, self._job.now_s))
+
+    def _tell_void(self, one: ModelRecord, push: Push, samples: float) -> None:
+        """A contribution was computed from what others are given: it takes its turn, moves nothing, and is reported."""
+        worker, clock = push
+        one.runner.void[worker] = clock
+        text = (
+            f"Contribution {clock} of rank {worker} ({samples:g} samples) is dropped: the samples that it was computed "
+            "from are dealt out again."
+        )
+        self._job.out.log(text)
+        self._job.out.send(worker, Notice(text))
+
+
+def _check(one: ModelRecord, worker: int, message: Announce, *, swapped: bool) -> None:
+    """See that a contribution is what this model can be moved by.
+
+    Args:
+        swapped: the policy has been, so that it may be what an earlier one wanted.
+
+    Raises:
+        PeerError: if it is not.
+    """
+    policy = one.runner.policy
+    wanted, brought = policy.contributes(message.clock) != "gradient", message.about.change
+    if brought != wanted and not swapped:
+        kinds = {False: "a gradient", True: "a change of the parameters"}
+        raise PeerError(
+            f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
+            f"that is {kinds[wanted]}."
+        )
+    if brought:
+        outer_of(message.about.hyper)

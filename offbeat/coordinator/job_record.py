@@ -1,0 +1,85 @@
+"""What the coordinator knows of a job as a whole; its parts share it, and what they decide goes through its outbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.coordinator.instructions import Outbox
+from offbeat.errors import PeerError
+from offbeat.protocol.training import Notice
+
+if TYPE_CHECKING:
+    from offbeat.coordinator.model_record import ModelRecord
+    from offbeat.protocol.worker_status import TrainingStatus
+
+
+@dataclass
+class JobRecord:
+    """One job in one life of its server.
+
+    Args:
+        life: of the server.
+        out: what this event leads to.
+        now_s: time of this event.
+        is_over: nothing is decided any more.
+        models: by number.
+        entries: of workers: the `OpenModel.entry` that they came with last.
+        workers: that are connected.
+        statuses: what workers say of themselves.
+        evicted: by model and worker: why.
+    """
+
+    life: int = 0
+    out: Outbox = field(default_factory=Outbox)
+    now_s: float = 0.0
+    is_over: bool = False
+    models: dict[int, ModelRecord] = field(default_factory=dict)
+    entries: dict[int, int] = field(default_factory=dict)
+    workers: set[int] = field(default_factory=set)
+    statuses: dict[int, TrainingStatus] = field(default_factory=dict)
+    evicted: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def time_s(self) -> float:
+        """Time of the event at hand."""
+        return self.now_s
+
+    @property
+    def version(self) -> int:
+        """Updates of all models together; none may be decided on while a model has not started."""
+        return sum(one.runner.state.version for one in self.models.values())
+
+    @property
+    def started(self) -> bool:
+        """Whether something is decided about every model."""
+        return bool(self.models) and all(one.runner.started for one in self.models.values())
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Ranks of the workers that the job began with here, as far as that is known."""
+        return max((one.ranks for one in self.models.values()), key=len, default=frozenset())
+
+    def model(self, model: int, worker: int | None = None) -> ModelRecord:
+        """A model that is trained.
+
+        Args:
+            worker: that is to take part in it; None if a shard speaks of it.
+
+        Raises:
+            PeerError: if it is not trained, or the worker does not take part.
+        """
+        one = self.models.get(model)
+        if one is None or (worker is not None and worker not in one.runner.state.members):
+            if worker is None:
+                raise PeerError(f"A shard speaks of model {model}, which is not trained.")
+            why = self.evicted.get((model, worker))
+            if why is not None:
+                raise PeerError(f"Rank {worker} was taken out of model {model}: {why}.")
+            raise PeerError(f"Rank {worker} does not take part in model {model}.")
+        return one
+
+    def tell(self, text: str, but: int | None = None) -> None:
+        """Tell people, at the server and at all workers `but` one."""
+        self.out.log(text)
+        for worker in sorted(self.workers - {but}):
+            self.out.send(worker, Notice(text))

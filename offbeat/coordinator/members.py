@@ -1,0 +1,255 @@
+"""Workers come, come back and go; models begin with them, and go on from snapshots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.coordinator.model_record import ModelRecord, revived
+from offbeat.coordinator.policy_runner import PolicyRunner
+from offbeat.coordinator.reconnect import ReconnectAction, judge
+from offbeat.errors import PeerError, PlanError
+from offbeat.history import LifeBegan
+from offbeat.protocol.shards import AdmitWorker
+from offbeat.protocol.training import ModelOpened
+from offbeat.sync import State
+
+if TYPE_CHECKING:
+    from offbeat.coordinator.arrivals import Arrivals
+    from offbeat.coordinator.data_leases import LeaseManager
+    from offbeat.coordinator.data_requests import DataRequests
+    from offbeat.coordinator.decisions import Decisions
+    from offbeat.coordinator.events import ModelBegun, ModelRestored, WorkerGone, WorkerOpened
+    from offbeat.coordinator.job_record import JobRecord
+    from offbeat.coordinator.plan_swap import PlanSwaps
+    from offbeat.coordinator.question_rounds import QuestionRounds
+    from offbeat.coordinator.questions import CollectiveQuestions
+    from offbeat.protocol.training import LeaveAfter, Reconnect
+
+
+class Membership:
+    """The workers of one job, and the models that they train.
+
+    Args:
+        leases, data: what workers compute next.
+        swaps: which plan holds.
+        questions, rounds: what all are asked.
+        arrivals, decisions: what becomes of contributions.
+    """
+
+    def __init__(
+        self,
+        job: JobRecord,
+        *,
+        leases: LeaseManager,
+        data: DataRequests,
+        swaps: PlanSwaps,
+        questions: CollectiveQuestions,
+        rounds: QuestionRounds,
+        arrivals: Arrivals,
+        decisions: Decisions,
+    ) -> None:
+        self._job, self._leases, self._data, self._swaps = job, leases, data, swaps
+        self._questions, self._rounds, self._arrivals, self._decisions = questions, rounds, arrivals, decisions
+        self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
+        self._missed: set[int] = set()  # that were connected, and are gone before they opened any model
+        self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    def begin(self, event: ModelBegun) -> None:
+        """The first worker wants to train a model.
+
+        Raises:
+            PeerError: if its plan cannot be read, or it took part before, and nothing is known of that here.
+        """
+        job, model, details = self._job, event.model, event.details
+        if details.back is not None:
+            raise PeerError(
+                "Cannot go on: the parameter server was restarted, and has no snapshot to go on from. Start the job "
+                "again, from a checkpoint if there is one."
+            )
+        try:
+            plan = self._swaps.begin(details.plan)
+        except PlanError as error:
+            raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
+        ranks = details.begins_with
+        runner = PolicyRunner(plan.sync, len(ranks), job.time_s, State(hosts=details.hosts))
+        to_fill = details.shards - self._filled_early.pop(model, 0)
+        job.models[model] = ModelRecord(
+            runner, details.optimizer, details.shards, to_fill, details.holders, ranks=ranks
+        )
+        for worker in self._missed & ranks:
+            runner.miss(worker)
+        self._write_down(model)
+
+    def restore(self, event: ModelRestored) -> None:
+        """A model goes on from a snapshot."""
+        job, details, progress = self._job, event.details, event.progress
+        if progress.data:
+            self._leases.restore(progress.data)
+            for worker in event.gone:
+                self._leases.lose(worker)
+        plan = self._swaps.begin(details.plan, details.swaps)
+        job.models[event.model] = revived(plan.sync, details, event.version, progress, job.time_s, event.gone)
+        self._write_down(event.model)
+
+    def forget(self, model: int) -> None:
+        """All have left a model before there were any parameters."""
+        one = self._job.models.pop(model)
+        self._filled_early[model] = one.shards - one.to_fill  # other shards keep what they have been given
+        self._job.out.set_timer(("policy", model), None)
+
+    def filled(self, model: int) -> None:
+        """A shard has its first values."""
+        if model not in self._job.models:
+            self._filled_early[model] = self._filled_early.get(model, 0) + 1
+            return
+        one = self._job.models[model]
+        one.to_fill -= 1
+        if not one.to_fill:
+            for worker in sorted(one.runner.state.members):
+                self._decisions.welcome(model, worker, asked=self._questions.next_number)
+            self._start(model)
+
+    def begin_with_who_is_here(self) -> None:
+        """Do not wait any longer for workers that took part before."""
+        for model, one in self._job.models.items():
+            if not one.runner.started and one.losses is not None:
+                one.runner.world = max(1, len(one.runner.state.members))
+                self._start(model)
+        for worker in self._leases.workers - self._job.workers:
+            self._data.lose(worker)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def open(self, event: WorkerOpened) -> None:
+        """A worker takes part in a model, or takes part again.
+
+        Raises:
+            PeerError: if its plan is not of this job.
+        """
+        job, model, worker, back = self._job, event.model, event.worker, event.details.back
+        one = job.models[model]
+        self._swaps.join(worker, event.details, life=job.life)
+        job.evicted.pop((model, worker), None)
+        job.workers.add(worker)
+        self._missed.discard(worker)
+        job.entries[worker] = event.entry
+        decided = one.runner.state.past.get(worker, 0)
+        verdict = judge(back, life=job.life, decided=decided)
+        if verdict is ReconnectAction.LATER:
+            job.out.send(worker, ModelOpened(model, wants_values=False, life=job.life, later=True))
+            return
+        fate = "" if back is None else self._take_back(one, worker, back, decided)
+        if back is None:
+            actions = one.runner.join(worker)
+            if one.runner.started:
+                self._log_joined(one, worker)
+        else:
+            # What it holds is not brought any more, or again under a number of this life: that one is not given again.
+            least = back.clock + (back.holds and back.life == job.life)
+            actions = one.runner.join(worker, least=least, weight=back.weight)
+        job.out.decide(AdmitWorker(model, worker, one.runner.state.members[worker].step, event.entry))
+        self._decisions.carry_out(model, actions)
+        if not one.to_fill:
+            counted = bool(fate) and back is not None and one.is_counted(worker, back.clock)
+            self._decisions.welcome(
+                model,
+                worker,
+                verdict is ReconnectAction.JOIN,
+                again=verdict is ReconnectAction.AGAIN,
+                fate=fate,
+                counted=counted,
+                asked=self._questions.next_number,
+            )
+            self._start(model)
+
+    def announce_leave(self, worker: int, message: LeaveAfter) -> None:
+        """A worker was told to leave, and will say good-bye."""
+        self._leaving[worker] = message.step
+
+    def leave(self, event: WorkerGone) -> None:
+        """A worker is gone."""
+        job, worker = self._job, event.worker
+        end = "gone" if event.replaced else self._tell_gone(event)
+        job.workers.discard(worker)
+        self._swaps.leave(worker)
+        self._data.lose(worker)
+        for model, one in job.models.items():
+            one.runner.note_end(worker, end)
+            if worker in one.runner.state.members or worker in one.runner.state.away:
+                self._arrivals.remove(model, worker)
+                self._decisions.carry_out(model, one.runner.leave(worker))
+                self._rounds.step_out_who_asked(model)
+        self._rounds.leave(worker)
+
+    def miss(self, worker: int) -> None:
+        """A worker is gone before it has opened any model."""
+        self._missed.add(worker)
+        for model, one in self._job.models.items():
+            if worker in one.ranks:
+                self._decisions.carry_out(model, one.runner.miss(worker))
+                self._rounds.step_out_who_asked(model)
+        self._rounds.answer()
+
+    def _take_back(self, one: ModelRecord, worker: int, back: Reconnect, decided: int) -> str:
+        """A worker that took part before: book what became of its contributions; what did of the one that it holds."""
+        self._questions.remember(back.answered)
+        if back.life != self._job.life and (late := one.book_losses(worker, back, decided)):
+            self._note(one, f"Rank {worker} came back to the restarted server later: {late}.")
+        if back.life == self._job.life and back.holds:
+            fate = one.book_held(worker, back.clock)
+            self._job.tell(f"Rank {worker} is back; its contribution {back.clock} {fate}.", worker)
+            return fate
+        self._job.tell(f"Rank {worker} is back.", worker)
+        return "had been decided on before the server was restarted" if back.holds and back.clock < decided else ""
+
+    def _start(self, model: int) -> None:
+        """Begin to decide about a model, if all are here."""
+        one = self._job.models[model]
+        if one.runner.started:
+            return
+        self._decisions.carry_out(model, one.runner.start_if_all_are_here())
+        if one.runner.started:
+            if (losses := one.losses) is not None:
+                one.note = ""
+                text = f"The parameter server was restarted and goes on from version {losses.version}: {losses}."
+                self._note(one, text)
+            self._rounds.step_out_who_asked(model)
+            self._rounds.answer()
+
+    # -- what people and the history are told --------------------------------------------------------------------
+
+    def _write_down(self, model: int) -> None:
+        """Have the history begin with where a model is."""
+        out, runner, plan = self._job.out, self._job.models[model].runner, self._swaps.present
+        runner.model, runner.record, state = model, out.record, runner.state
+        assert plan is not None
+        out.record(LifeBegan(model, self._job.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
+
+    def _log_joined(self, one: ModelRecord, worker: int) -> None:
+        """Say who is new, and what becomes of the batches."""
+        state, changes = one.runner.state, self._leases.what_changes()
+        count, version = len(state.members), state.version
+        self._job.out.log(f"Rank {worker} has joined at version {version}: {count} workers take part; {changes}.")
+
+    def _note(self, one: ModelRecord, text: str) -> None:
+        one.note = f"{one.note} {text}".strip()
+        self._job.tell(text)
+
+    def _tell_gone(self, event: WorkerGone) -> str:
+        """Let all know that a worker is gone, and why; how it ended, as `WorkerStatus.phase` has it."""
+        job, worker, error = self._job, event.worker, event.error
+        step, count = self._leaving.pop(worker, None), len(job.workers - {worker})
+        changes = self._leases.what_changes()
+        if error is not None:
+            if all(worker != evicted for _, evicted in job.evicted):  # else all know
+                job.tell(f"Rank {worker} is gone: {error} The others go on; {changes}.", worker)
+            return "gone"
+        if step is None:
+            return "done"
+        if count:
+            goes_on = "1 worker goes on" if count == 1 else f"{count} workers go on"
+            text = f"Rank {worker} was told to leave, and has left in order behind its step {step}: {goes_on}"
+            job.tell(f"{text}; {changes}.", worker)
+        return "left"
