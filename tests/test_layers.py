@@ -37,6 +37,7 @@ LINES = [
 ]
 LEVELS = {room: level for level, line in enumerate(reversed(LINES), 1) for room in line}
 NOUNS = {
+    "backoff",
     "clock",
     "errors",
     "exit_codes",

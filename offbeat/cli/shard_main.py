@@ -31,15 +31,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from offbeat.backoff import Backoff
+from offbeat.clock import WallClock
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exit_codes import how_it_ended
-from offbeat.server.launch import RestartNote, ShardProcess, ShardSettings
+from offbeat.server.launch import RestartNote, ShardProcess, ShardSettings, restart_backoff
 from offbeat.wire import busy_poll
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from types import FrameType
 
+    from offbeat.clock import Clock
     from offbeat.history import Record
     from offbeat.history.records import Kind
     from offbeat.server.shard.snapshot_store import SnapshotStore
@@ -56,6 +59,9 @@ _FIRST_PATIENCE = timedelta(seconds=20)
 # notice that the server is gone.
 _RETURN_S = 15.0
 _PATIENCE = timedelta(seconds=60)  # for another shard to be started again
+_LIFE_PAUSES_S = (0.1, 2.0)  # before another life: the first, and the longest
+_HOLDS_S = 20.0  # a life that was good for something
+_LOOK_S = 0.05  # during a pause, whether to stop
 _PR_SET_PDEATHSIG = 1
 _STOPPED = 75  # exit code of one that was told to stop; 0 says that the job has ended
 _log = logging.getLogger("offbeat")
@@ -83,10 +89,13 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    backoff = Backoff(*_LIFE_PAUSES_S, holds_s=_HOLDS_S, seed=f"{settings.bind}:{settings.port}")
+    backoff.next_s()  # before the first life
     with _history(settings, stop) as record:
         while (address := await _live(settings, archive, stop, say, record)) is not None:
             settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
             say = _say_nothing
+            await _unless(stop, asyncio.sleep(backoff.next_s()))
             if archive is not None:
                 archive.look()
     return stop.is_set()
@@ -231,16 +240,18 @@ def _forget(record: Record) -> None:
     """Ignore the record: no history is kept."""
 
 
-def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
+def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock | None = None) -> None:
     """Start a shard as another process, and start it again whenever it is killed or told to stop.
 
-    It ends when the shard has ended by itself, or when it is told to stop, which it passes on.
+    It ends when the shard has ended by itself, or when it is told to stop, which it passes on. A shard that does not
+    last is started again after a pause.
 
     Raises:
         NetworkError: if it cannot be started for the first time.
     """
     settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
-    serving, was_told = ShardProcess(is_kept=True), False
+    serving, was_told, clock = ShardProcess(is_kept=True), False, clock or WallClock()
+    backoff = restart_backoff(clock)
     address = serving.serve(settings)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -257,8 +268,7 @@ def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
     while True:
         spare = _spare() if left else None
         if (code := serving.process.wait()) == 0 or was_told:
-            note.remove()
-            return
+            break
         how = "was told to stop" if code == _STOPPED else how_it_ended(code)
         if not left:
             told = f"The parameter server at {address} {how}, for the last time: it is not started again."
@@ -268,6 +278,11 @@ def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
         left -= 1
         _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
         note.write(msgspec.structs.replace(settings, restarts=left))
+        due_s = clock.now_s() + backoff.next_s()
+        while clock.now_s() < due_s and not was_told:
+            clock.sleep(_LOOK_S)
+        if was_told:
+            break
         try:
             serving = spare if spare is not None and spare.process.poll() is None else ShardProcess(is_kept=True)
             serving.serve(settings)
@@ -280,6 +295,7 @@ def look_after(settings: ShardSettings, say: Callable[[str], None]) -> None:
             return
         if was_told:  # while it was being started
             serving.process.terminate()
+    note.remove()
 
 
 def _spare() -> ShardProcess | None:

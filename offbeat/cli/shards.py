@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.clock import WallClock
 from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from offbeat.backoff import Backoff
+    from offbeat.clock import Clock
     from offbeat.server.launch import ShardProcess, ShardSettings
 
 _LOOK_S = 0.25  # between two looks at the notes
@@ -34,14 +37,20 @@ class LocalShards:
         folder: for the notes; of this user only, because the secret of the job is in them.
         environment: variables of those that are started here.
         say: called with what people should know.
+        clock: the source of time for pauses.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], say: Callable[[str], None], clock: Clock | None = None
+    ) -> None:
         self._folder, self._say = folder, say
         self._environment = {**os.environ, **environment}
         self._processes: list[ShardProcess] = []
         self._returning: list[ShardProcess] = []  # started again, and not there yet
+        self._clock = clock or WallClock()
         self._looked_s = 0.0
+        self._backoffs: dict[int, Backoff] = {}  # of each shard that was started again, by port
+        self._due_s: dict[int, float] = {}  # of each that is to be
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -75,8 +84,9 @@ class LocalShards:
                 said = note.read()
                 if isinstance(said, str):
                     return said
-                self._start_again(said)
-                note.remove()
+                if self._is_due(said.port):
+                    self._start_again(said)
+                    note.remove()
             self._returning = [one for one in self._returning if one.answer(0.0) is None]
         except NetworkError as error:
             return str(error)
@@ -107,6 +117,19 @@ class LocalShards:
         self._processes.append(started)
         started.tell(settings)
         return started
+
+    def _is_due(self, port: int) -> bool:
+        """Whether the pause before this shard is started again is over."""
+        from offbeat.server.launch import restart_backoff
+
+        now_s = self._clock.now_s()
+        if port not in self._due_s:
+            backoff = self._backoffs.setdefault(port, restart_backoff(self._clock))
+            self._due_s[port] = now_s + backoff.next_s()
+        if now_s < self._due_s[port]:
+            return False
+        del self._due_s[port]
+        return True
 
     def _start_again(self, settings: ShardSettings) -> None:
         shard = Path(settings.snapshots).name.replace("-", " ")

@@ -35,6 +35,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, PeerError, WorkerLostError
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _NEVER = timedelta(days=365)
 _LOOK_S = 0.02  # at the store, while there is nothing else to do
 _ASK_S = 0.25  # who is gone
 _DONE_S = 0.05  # a wait that takes so long may be for somebody who is done
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a circle is formed behind one that did not hold
+_HOLDS_S = 10.0
 _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -157,6 +160,7 @@ class ElasticGroup:
         self._absent: dict[int, str] = {}  # who is gone, as was learnt elsewhere
         self._said: set[tuple[int, str]] = set()
         self._asked_s = self._looked_s = 0.0
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, holds_s=_HOLDS_S, seed=str(rank))
 
     def enter(self, party: GroupClient) -> dist.ProcessGroup | None:
         """A group for one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
@@ -377,6 +381,7 @@ class _Mending:
         )
         self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
         self._since_s = time.monotonic()
+        self._connects_from_s = self._since_s + circle._backoff.next_s()
         self._lost: dict[int, str] = {}
         self.members: tuple[int, ...] = ()
         self._connecting: _Connecting | None = None
@@ -404,6 +409,9 @@ class _Mending:
         if not self.members and not self._agree():
             return None
         if self._connecting is None:
+            if time.monotonic() < self._connects_from_s:
+                self._check_next()
+                return None
             self._connecting = _Connecting(self._circle, self.number + 1, self.members, range(len(self._parties)))
         self._check_next()
         if not self._connecting.is_done:

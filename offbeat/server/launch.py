@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import msgspec
 
+from offbeat.backoff import Backoff
 from offbeat.diagnosis.process_state import glance
 from offbeat.errors import NetworkError
 
@@ -24,10 +25,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
+    from offbeat.clock import Clock
     from offbeat.wire.credentials import Credentials
 
 _START_S = 60.0
 RESTARTS = 5  # of a server that is looked after
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 4.0  # between two restarts: what kills it at once must not use them all up
+_HOLDS_S = 60.0
+
+
+def restart_backoff(clock: Clock) -> Backoff:
+    """Pauses before a shard is started again."""
+    return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, holds_s=_HOLDS_S, seed=str(os.getpid()), clock=clock)
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):

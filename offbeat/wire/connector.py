@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Certificates, Credentials, token_of
@@ -50,7 +51,9 @@ class Connector:
         self._token = token_of(credentials)
         self._context = credentials.client_context() if isinstance(credentials, Certificates) else None
         self._task: asyncio.Task[None] | None = None
-        self._pause_s, self._heard_bytes = 0.0, 0
+        longest_s = min(_LONGEST_PAUSE_S, limits.grace.total_seconds() / _ATTEMPTS_PER_GRACE)
+        self._backoff = Backoff(_FIRST_PAUSE_S, longest_s, seed=claim.session.hex())
+        self._heard_bytes = 0
 
     async def first(self, link: PeerLink, patience: timedelta, hopeless: Callable[[], str] = lambda: "") -> None:
         """Connect `link` for the first time, and have it connected again from then on.
@@ -63,7 +66,9 @@ class Connector:
             PeerError: if the other side refused, or could not prove who it is.
         """
         tries = refusals = 0
-        pause_s, began_s = _FIRST_PAUSE_S, asyncio.get_running_loop().time()
+        began_s = asyncio.get_running_loop().time()
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, seed=self._claim.session.hex())
+        backoff.next_s()  # before the first attempt
         patience_s = patience.total_seconds()
         while True:
             tries += 1
@@ -81,14 +86,13 @@ class Connector:
                 break
             if isinstance(reason, OSError) and (why := hopeless()):
                 raise NetworkError(why) from reason
-            if left_s <= pause_s:
+            if left_s <= (pause_s := backoff.next_s()):
                 how_often = f"in {tries} attempts within {patience_s:g} s" if tries > 1 else "at the first attempt"
                 raise NetworkError(
                     f"Cannot reach {self._address} {how_often}: {_why(reason)}. Is the server running, and is this its "
                     "address?"
                 ) from reason
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         link.on_break = lambda: self._again(link)
         link.ended.add_done_callback(lambda _: self._task and self._task.cancel())
         if not link.connected:
@@ -102,11 +106,10 @@ class Connector:
         """Dial until there is a connection again; the link itself gives up when it hears nothing for too long."""
         if link.counters.bytes_in > self._heard_bytes:
             # The last connection was good for something, so at first the next one is not waited for.
-            self._pause_s, self._heard_bytes = 0.0, link.counters.bytes_in
+            self._backoff.reset()
+            self._heard_bytes = link.counters.bytes_in
         while not link.ended.done():
-            await asyncio.sleep(self._pause_s)
-            longest_s = min(_LONGEST_PAUSE_S, self._limits.grace.total_seconds() / _ATTEMPTS_PER_GRACE)
-            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), longest_s)
+            await asyncio.sleep(self._backoff.next_s())
             try:
                 await self._enter(link, self._limits.timeout.total_seconds(), resumes=True)
             except _FinalError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from offbeat.cli.shards import LocalShards
+from offbeat.clock import VirtualClock
 from offbeat.server.launch import RestartNote, ShardSettings
 from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descendants, script
 
@@ -201,6 +203,25 @@ def test_only_who_is_killed_is_started_again(tmp_path: Path, asked: list[str]) -
     began_s = time.monotonic()
     shards.end(0.1, 0.3, hurry=lambda: False)
     assert time.monotonic() - began_s < 2
+
+
+def test_a_shard_that_is_killed_again_and_again_is_started_after_ever_longer_pauses(
+    tmp_path: Path, asked: list[str]
+) -> None:
+    clock, at = VirtualClock(), list[float]()
+    shards = LocalShards(tmp_path, {}, lambda text: None, clock)
+    for _ in range(4):
+        RestartNote(tmp_path / f"{ended_pid()}.json").write(NOTED)
+        before = len(asked)
+        while len(asked) == before:
+            assert look(shards) == ""
+            clock.sleep(0.1)
+        at.append(clock.now_s())
+    pauses = [after - before for before, after in itertools.pairwise(at)]
+    assert at[0] < 0.2, "the first time at once"
+    for pause, most in zip(pauses, (0.5, 1.0, 2.0), strict=True):
+        assert most / 2 <= pause <= most + 0.2
+    shards.end(0.1, 0.3, hurry=lambda: False)
 
 
 def test_a_shard_that_is_not_started_again_ends_the_job(tmp_path: Path, asked: list[str]) -> None:

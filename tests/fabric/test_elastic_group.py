@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,14 +11,33 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.fabric import ElasticGroup
+from offbeat.fabric.elastic_group import GroupProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     Turn = Callable[[], bool]
 
 AT_ONCE = timedelta()
 NEWCOMER = 3
+
+
+class NoFabric:
+    """A fabric over which nothing was exchanged."""
+
+    begun = 0
+
+    def begin_at(self, number: int) -> None:
+        pass
+
+    def stop(self) -> GroupProgress:
+        return GroupProgress(0)
+
+    def go_on(self, group: object, stands: Mapping[int, GroupProgress]) -> None:
+        pass
+
+    def supplied(self, timeout: timedelta) -> bool:
+        return True
 
 
 class Table:
@@ -97,3 +117,27 @@ def test_whoever_breaks_the_circle_before_all_are_there_only_delays_it() -> None
     assert not newcomer()
     table.play(first, newcomer, table.admits(1))
     assert table.members(0, 1, NEWCOMER) == {(0, 1, NEWCOMER)}
+
+
+def test_circles_that_do_not_hold_are_formed_again_after_ever_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is lost, and no connection can be made, as behind a firewall; then it can."""
+    table, tried = Table({}), list[tuple[int, float]]()
+    began_s = time.monotonic()
+
+    def connect(circle: ElasticGroup, number: int, index: int, members: Sequence[int]) -> None:
+        if not tried or tried[-1][0] < number:
+            tried.append((number, time.monotonic() - began_s))
+        if time.monotonic() < began_s + 1.0:
+            raise RuntimeError("Connection refused")
+
+    monkeypatch.setattr(ElasticGroup, "_connect", connect)
+    there = table.circles[:NEWCOMER]
+    for circle in there:
+        circle._parties.append(NoFabric())
+        circle.break_()
+    table.play(*(functools.partial(circle.mend, AT_ONCE) for circle in there))
+    assert table.members(0, 1, 2) == {(0, 1, 2)}
+    assert tried[0][1] < 0.1, "the first time at once"
+    early = [number for number, at_s in tried if at_s < 1.0]
+    assert 3 <= len(early) <= 6, tried
+    assert len({circle.number for circle in there}) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat.cli import shard_main
+from offbeat.clock import VirtualClock
 from offbeat.errors import NetworkError
 from offbeat.server import launch
 from tests.workers import listen
@@ -55,3 +56,26 @@ def test_a_server_goes_on_if_there_can_be_no_spare_one(monkeypatch: pytest.Monke
     assert there == ["127.0.0.1:7070"]
     assert any("None stands by in case that the parameter server is lost. Cannot start" in text for text in said)
     assert popen.room == 0
+
+
+class Dying:
+    """In place of `subprocess.Popen`: each process that serves dies at once, as where memory is short."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def __call__(self, command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        self.started += 1
+        program = f"echo 127.0.0.1:7070 >&{pass_fds[0]}; cat > {os.devnull}; exit 3"
+        return POPEN(["bash", "-c", program], pass_fds=pass_fds, stdin=subprocess.PIPE)
+
+
+def test_a_server_that_dies_at_once_is_not_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, clock = listen(), VirtualClock()
+    monkeypatch.setattr(subprocess, "Popen", popen := Dying())
+    shard_main.look_after(launch.ShardSettings(job="j", restarts=5), lambda address: None, clock)
+    assert sum("it is started again" in text for text in said) == 5
+    assert "for the last time: it is not started again." in said[-1]
+    assert popen.started >= 6
+    # At most 0, 0.5, 1, 2 and 4 s; jitter leaves half of each, and a pause is looked up from 20 times a second.
+    assert 3.75 <= clock.now_s() <= 7.5 + 5 * 0.06

@@ -11,6 +11,7 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _RETURNS = 3  # in a row, without a single exchange in between; then there is something else that is wrong
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5  # between two ways back
 _ALIVE_S = 1.0  # how long to dial at a time while it is not known whether anybody is there
 _QUIET = 0.4  # part of the timeout; a shard that is well says something twice as often
 
@@ -74,6 +76,7 @@ class ShardConnections:
         self._loss = ""
         self._lost_s = 0.0
         self._now_s: Callable[[], float] = lambda: 0.0  # the event loop's
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, seed=str(rank))
         self._coming: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -100,6 +103,7 @@ class ShardConnections:
     def progressed(self) -> None:
         """Something was exchanged, so it is worth while to come back once more."""
         self._returns = 0
+        self._backoff.reset()
 
     def close(self) -> None:
         """Do not come back any more."""
@@ -136,6 +140,7 @@ class ShardConnections:
         deadline_s = loop.time() + self._patience.total_seconds()
         refusals = 0
         while not self._is_closed:
+            await asyncio.sleep(self._backoff.next_s())
             left_s = deadline_s - loop.time()
             try:
                 if await self._dial_all(timedelta(seconds=max(0.01, min(left_s, _ALIVE_S)))):
