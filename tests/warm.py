@@ -2,10 +2,10 @@
 
     python -m tests.warm FD     (a server that has loaded all there is, and forks; requests come over the socket FD)
 
-`WarmPopen` is `subprocess.Popen` for the commands that offbeat starts (`offbeat ...`, its workers, its shards): instead
-of a new interpreter the child is a fork, with the arguments, the environment, the files and the session that it would
-have had. It is a child of who started it, so it can be waited for, signalled and killed, and dies with its parent where
-it would have. Any other command starts an interpreter as always.
+`WarmPopen` is `subprocess.Popen` for the commands that offbeat starts (`offbeat ...`, its workers, their sentinels, its
+shards): instead of a new interpreter the child is a fork, with the arguments, the environment, the files and the
+session that it would have had. It is a child of who started it, so it can be waited for, signalled and killed, and dies
+with its parent where it would have. Any other command starts an interpreter as always.
 
 A process that has threads is not forked: for pytest, and for workers, the fork comes from a server beside them. That
 forks twice, and the child is inherited by who asked for it, which is a subreaper in that moment. What has to be a new
@@ -28,6 +28,7 @@ import logging
 import multiprocessing.util
 import os
 import pickle
+import runpy
 import signal
 import socket
 import struct
@@ -40,6 +41,8 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from offbeat.diagnosis import sentinel_client
 
 _PR_SET_CHILD_SUBREAPER = 36
 _COMMAND = "from offbeat.cli import main; main()"
@@ -72,6 +75,8 @@ def is_ours(command: Any) -> bool:
     if not isinstance(command, list) or len(command) < 3 or command[0] != sys.executable:
         return False
     options = [one for one in command[1:] if one not in ("-u", "-P")]
+    if options[:2] == ["-c", sentinel_client.PROGRAM]:
+        return os.getpid() != _pid_of_pytest  # a test that starts one by itself is a test of sentinels
     return options[:2] in (["-m", "offbeat.cli.shard_main"], ["-m", "offbeat.cli.worker_main"], ["-c", _COMMAND])
 
 
@@ -326,13 +331,14 @@ def _run(arguments: list[str]) -> int:
     options = [one for one in arguments if one in ("-u", "-P")]
     kind, what, *rest = arguments[len(options) :]
     for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, f"__{name}__")
         raw = open(number, "wb", 0, closefd=False)  # noqa: SIM115
         buffered = raw if "-u" in options else io.BufferedWriter(raw)
         text = io.TextIOWrapper(
             buffered,
             encoding="utf-8",
-            errors="backslashreplace" if name == "stderr" else "strict",
-            line_buffering=name == "stderr" or os.isatty(number),
+            errors=before.errors,
+            line_buffering="-u" not in options and (name == "stderr" or os.isatty(number)),
             write_through="-u" in options,
         )
         setattr(sys, name, text)
@@ -345,7 +351,10 @@ def _run(arguments: list[str]) -> int:
     if "-P" not in options:
         sys.path.insert(0, "" if kind == "-c" else os.getcwd())
     try:
-        if kind == "-c":
+        if what == sentinel_client.PROGRAM:
+            sys.argv = ["-c", *rest[1:]]
+            runpy.run_module("offbeat.diagnosis", run_name="__main__")
+        elif kind == "-c":
             sys.argv = ["-c", *rest]
             importlib.import_module("offbeat.cli").main()
         else:

@@ -31,7 +31,7 @@ _MAX_PATIENCE_S = 60.0
 _MAX_ROSTER_BYTES = 64 << 20
 # The worker's own offbeat, wherever it was found, but nothing else from there ahead of Python's own modules: a script's
 # folder may well hold a secrets.py.
-_BEGIN = """
+PROGRAM = """
 import runpy, sys
 root = sys.argv.pop(1)
 sys.path.insert(0, root)
@@ -91,7 +91,7 @@ class SentinelClient:
         page.tick()
         stack_fd = _append_only_file()
         root = Path(__file__).resolve().parents[2]
-        command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
+        command = [sys.executable, "-P", "-c", PROGRAM, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
         stays = hub is None and outlives
         process = subprocess.Popen(
             command,
