@@ -235,14 +235,13 @@ def test_any_bit_of_who_has_gone_may_be_another(tmp_path: Path) -> None:
     assert frozenset() in found
 
 
-def test_any_bit_of_who_was_started_may_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_bit_of_who_was_started_may_be_another(tmp_path: Path) -> None:
     path = tmp_path / "workers.json"
-    monkeypatch.setenv("OFFBEAT_WORKERS", str(path))
     for data in flipped(b'{"0":123456,"1":123457}'):
         path.write_bytes(data)
-        look_at(0)
+        look_at(0, path)
     path.write_bytes(b"\xff")
-    assert look_at(0) is None
+    assert look_at(0, path) is None
 
 
 def test_any_bit_of_a_place_in_the_data_may_be_another() -> None:

@@ -118,7 +118,7 @@ def train(asked: Asked, run: offbeat.Run) -> None:
         TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
     )
     model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
-    began = run.step if run._server is None else 0  # who joins a server's job counts its own
+    began = run.step if run._session.server is None else 0  # who joins a server's job counts its own
     done, loss, idle = began, torch.tensor(0.0), list[int]()
     is_over = False
     while not is_over:
@@ -153,17 +153,17 @@ def train(asked: Asked, run: offbeat.Run) -> None:
 def _all_are_over(asked: Asked, run: offbeat.Run, done: int, began: int) -> bool:
     """Whether this worker has done enough; without a server all end behind the same step."""
     is_over = asked.is_over(run.rank, done, began)
-    return is_over if run._server is not None else run.mean(float(is_over)) > 0
+    return is_over if run._session.server is not None else run.mean(float(is_over)) > 0
 
 
 def _held(run: offbeat.Run, module: Marked, done: int, began: int, loss: float, idle: list[int]) -> Held:
     first, last = module.first.detach(), module.last.detach()
     used = int(first.abs().sum(0).nonzero().max()) + 1 if bool(first.any()) else 0
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
-    server, seen = run._server, []
+    server, seen = run._session.server, []
     if server is not None:
         look = server.client.look()
-        run._waiter.wait(look, WaitContext("a look at the server", outlives=True))
+        run._session.waiter.wait(look, WaitContext("a look at the server", outlives=True))
         seen = [msgspec.to_builtins(one) for one in look.scenes[0].workers]
     return Held(
         rank=run.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 
 from offbeat.cli.serve import read_token
 from offbeat.errors import NetworkError
-from offbeat.server.launch import ShardSettings, from_environment
+from offbeat.server.launch import ShardSettings, settings_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -172,7 +173,7 @@ def find(where: str, given: Mapping[str, str]) -> JobAddress:
 
 
 def _from_environment(address: str) -> JobAddress:
-    known = from_environment("default", timedelta())
+    known = settings_from(os.environ, "default", timedelta())
     return JobAddress(
         address=address,
         job=known.job,

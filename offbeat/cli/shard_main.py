@@ -262,7 +262,7 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     settings = msgspec.structs.replace(settings, is_fresh=False, port=int(address.rpartition(":")[2]))
-    note = RestartNote.mine()
+    note = RestartNote.mine(os.environ.get("OFFBEAT_SHARDS"))
     note.write(msgspec.structs.replace(settings, restarts=left))
     say(address)
     while True:

@@ -61,7 +61,7 @@ def main() -> None:
         _trim(stop, script)
         traceback.print_exception(stop)
         _leave(128 + signal.SIGINT, stop)
-    if getattr(sys.modules.get("offbeat.run.run"), "trained_unprepared", bool)():
+    if getattr(sys.modules.get("offbeat.run.open_sessions"), "trained_unprepared", bool)():
         sys.exit(UNPREPARED)  # in order: the others are waited for
 
 
@@ -89,7 +89,7 @@ def _brief(text: str) -> str:
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Leave in order, if the others go on then and the step at hand is soon over; else end now."""
     global _drains
-    run = sys.modules.get("offbeat.run.run")
+    run = sys.modules.get("offbeat.run.open_sessions")
     drain, has_left = getattr(run, "drain", None), getattr(run, "has_left", None)
     if _drains and has_left is not None and has_left():
         os._exit(LEFT)
@@ -113,7 +113,7 @@ def _leave(code: int, error: BaseException) -> None:
 
 
 def _say_last_words(error: BaseException) -> None:
-    say = getattr(sys.modules.get("offbeat.run.run"), "say_last_words", None)  # it may just be being imported
+    say = getattr(sys.modules.get("offbeat.run.open_sessions"), "say_last_words", None)  # it may just be being imported
     if say is not None:
         say(error)
 

@@ -15,6 +15,7 @@ from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from offbeat.diagnosis.sentinel_client import SentinelClient
     from offbeat.diagnosis.wait import WaitContext
@@ -37,12 +38,19 @@ class SentinelWitness:
         rank: this worker's.
         timeout: the run's.
         members: ranks that take part now, where the others go on without one that is lost; None where they do not.
+        workers: a file that names the processes of this machine's workers; None if there is none.
     """
 
     def __init__(
-        self, watch: SentinelClient, rank: int, timeout: timedelta, members: Callable[[], Sequence[int]] | None = None
+        self,
+        watch: SentinelClient,
+        rank: int,
+        timeout: timedelta,
+        members: Callable[[], Sequence[int]] | None = None,
+        workers: Path | None = None,
     ) -> None:
         self._watch, self._rank, self._members, self._timeout = watch, rank, members, timeout
+        self._workers = workers
         self._patience = max(_ASK_LEAST, _ASK_PART * timeout)
         self._leaving = False
         self.exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
@@ -78,7 +86,7 @@ class SentinelWitness:
         except NetworkError as error:
             _log.warning("%s", error)
             return None
-        diagnosis = replace(diagnosis, culprits=tuple(map(_seen, diagnosis.culprits)))
+        diagnosis = replace(diagnosis, culprits=tuple(_seen(one, self._workers) for one in diagnosis.culprits))
         if self._members is not None and not diagnosis.disagrees:
             diagnosis = replace(diagnosis, fatal=False)
         return diagnosis.with_server(server) if server else diagnosis
@@ -118,9 +126,9 @@ class SentinelWitness:
         )
 
 
-def _seen(culprit: Culprit) -> Culprit:
+def _seen(culprit: Culprit, workers: Path | None) -> Culprit:
     """The same; of one that nobody has heard of yet, with what the kernel knows, if it is on this machine."""
-    seen = look_at(culprit.rank) if culprit.reason == "absent" else None
+    seen = look_at(culprit.rank, workers) if culprit.reason == "absent" else None
     if seen is None:
         return culprit
     if seen.state == "running":

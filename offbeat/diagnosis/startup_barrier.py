@@ -6,11 +6,9 @@ dead, the kernel knows of the processes that `offbeat run` has started here.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -20,6 +18,8 @@ from offbeat.diagnosis.wait import NullWitness, PolledPending
 from offbeat.safe_read import UnreadableError, read_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch._C._distributed_c10d import Store
 
     from offbeat.diagnosis.wait import StallReport, WaitContext
@@ -35,11 +35,11 @@ _SAYS = {
 }
 
 
-def look_at(rank: int) -> ProcessSample | None:
-    """Sample the process of a worker; None if `offbeat run` has not started it on this machine."""
+def look_at(rank: int, workers: Path | None) -> ProcessSample | None:
+    """Sample the process of a worker; None if it is none of those started on this machine, named in `workers`."""
     try:
-        pids = read_file(Path(os.environ["OFFBEAT_WORKERS"]), _pids)
-    except (KeyError, OSError, UnreadableError):  # by torchrun, or it is just being written
+        pids = {} if workers is None else read_file(workers, _pids)
+    except (OSError, UnreadableError):  # by torchrun, or it is just being written
         return None
     return glance(pids[rank]) if rank in pids else None
 
@@ -47,8 +47,8 @@ def look_at(rank: int) -> ProcessSample | None:
 class StartupBarrier(PolledPending, NullWitness):
     """The wait for all workers to start; also the witness of this wait, and of others until there is a sentinel."""
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store, rank: int, world: int, workers: Path | None = None) -> None:
+        self._store, self._rank, self._workers = store, rank, workers
         self._others = self._missing = [other for other in range(world) if other != rank]
         self._looked_s, self._cpu_s = time.monotonic(), dict[int, float]()
         self._look()
@@ -74,7 +74,7 @@ class StartupBarrier(PolledPending, NullWitness):
         least_s, self._looked_s = _IDLE * (now_s - self._looked_s), now_s
         states = {}
         for rank in self._others:
-            if (seen := look_at(rank)) is not None:
+            if (seen := look_at(rank, self._workers)) is not None:
                 rests = seen.cpu_s - self._cpu_s.get(rank, 0.0) < least_s
                 states[rank] = "idle" if rests and seen.state == "running" else seen.state
                 self._cpu_s[rank] = seen.cpu_s

@@ -1,5 +1,8 @@
 """How does one model stay together? Gradients out of autograd, through codec and fabric, back into `.grad`.
 
+* `worker_context` - what is one per worker, for all its parts; `run_log` - what people should know of a run;
+  `model_registry` - the models that were prepared
+* `prepared_model` - one model that was prepared
 * `factory` - makes what keeps one prepared model together, on whichever fabric the plan names
 * `synchronizer` - what the front end needs of that; `either` - stands before it, so that it may be exchanged
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -15,11 +14,10 @@ from offbeat.errors import NetworkError
 if TYPE_CHECKING:
     import subprocess
     from concurrent.futures import Future
-    from datetime import timedelta
     from pathlib import Path
 
     from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.fabric.parameter_server import ParameterServer
     from offbeat.server.launch import ShardSettings
 
@@ -66,51 +64,39 @@ def _terminate(started: Future[tuple[subprocess.Popen[bytes], str]]) -> None:
         started.result()[0].terminate()
 
 
-def start_beside(control: ControlGroup, timeout: timedelta, run_dir: Path | None) -> ServerLaunch:
-    """Have the first worker begin to start the first shard of a server, with its own job and token. Collective.
-
-    Args:
-        run_dir: where snapshots are kept; None for none.
-    """
-    from offbeat.server.launch import from_environment
-
+def start_beside(context: WorkerContext) -> ServerLaunch:
+    """Have the first worker begin to start the first shard of a server, with its own job and token. Collective."""
+    control = context.control
     bind = meeting_address(control)
     first = control.first
     if control.rank != first:
         return ServerLaunch(first, None)
     job, token = secrets.token_hex(8), secrets.token_hex(32)
-    settings = msgspec.structs.replace(from_environment("default", timeout), job=job, token=token, bind=bind)
-    return ServerLaunch(first, _with_snapshots(settings, run_dir, first))
+    settings = msgspec.structs.replace(context.launcher.settings, job=job, token=token, bind=bind)
+    return ServerLaunch(first, _with_snapshots(settings, context.run_dir, first))
 
 
-def addresses_of(spec: ParameterServer, *, again: bool = False) -> tuple[str, ...]:
+def addresses_of(spec: ParameterServer, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
     """Where the shards are that somebody else has started; empty if nobody has.
 
     Args:
-        again: the job had left a server, which has ended: it is not the one in the environment any more.
+        again: the job had left a server, which has ended: it is not the one that the launcher named any more.
     """
-    named = "" if again else os.environ.get("OFFBEAT_SERVERS", "")
-    return spec.addresses or tuple(filter(None, named.split(",")))
+    return spec.addresses or (() if again else context.launcher.servers)
 
 
 def beside_workers(
-    control: ControlGroup,
-    waiter: BlockingWait,
-    settings: ShardSettings,
-    run_dir: Path | None,
-    starting: ServerLaunch,
-    *,
-    everywhere: bool,
+    context: WorkerContext, starting: ServerLaunch, *, everywhere: bool
 ) -> tuple[tuple[str, ...], ShardSettings]:
     """Wait for the shard that one worker starts; where it is, and how to connect. Collective.
 
     Args:
-        run_dir: where snapshots are kept; None for none.
         everywhere: the others start one each, which follows that one.
 
     Raises:
         NetworkError: on all workers, if one cannot be started.
     """
+    control, waiter = context.control, context.waiter
     try:
         said = starting.where(waiter)
     except NetworkError as error:
@@ -121,7 +107,7 @@ def beside_workers(
     if said.startswith("!"):
         raise NetworkError(said[2:])
     address, job, token = said.split()
-    settings = msgspec.structs.replace(settings, job=job, token=token)
+    settings = msgspec.structs.replace(context.launcher.settings, job=job, token=token)
     if not everywhere:
         return (address,), settings
     said = address
@@ -129,7 +115,7 @@ def beside_workers(
     if control.rank != beside:
         try:
             fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
-            said = _start(_with_snapshots(fresh, run_dir, control.rank), waiter)
+            said = _start(_with_snapshots(fresh, context.run_dir, control.rank), waiter)
         except NetworkError as error:
             said = f"! {error}"
     told = control.texts("the addresses of the shards", said)

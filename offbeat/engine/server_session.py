@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine.control_group import ControlGroup
     from offbeat.engine.server_launch import ServerLaunch
+    from offbeat.engine.worker_context import LauncherInfo, WorkerContext
     from offbeat.fabric.parameter_server import ParameterServer
     from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.server.launch import ShardSettings
@@ -237,14 +237,9 @@ class ServerSession:
 def connect(
     plan: Plan,
     spec: ParameterServer,
-    control: ControlGroup,
-    waiter: BlockingWait,
-    timeout: timedelta,
-    run_dir: Path | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-    seed: int | None = None,
-    place: tuple[int, int] | None = None,
+    context: WorkerContext,
     stays: Callable[[Plan], str] = lambda plan: "",
+    *,
     patience: timedelta = _FIRST_PATIENCE,
     again: bool = False,
     starting: ServerLaunch | None = None,
@@ -253,11 +248,7 @@ def connect(
 
     Args:
         plan: of the job; `spec` is its fabric.
-        waiter: waits for the server to be there, and asks it from then on what is wrong with it.
-        tell: called, on another thread, with what people should know about the server.
-        seed: of this worker; compared with the others'.
-        run_dir: where the first leaves how to look at the job (`offbeat top`); None for nowhere.
-        place: rank of this worker, and how many the job began with, if it joins later; else as `control` has them.
+        context: its waiting primitive asks the server from then on what is wrong with it.
         stays: why this worker could not leave the server to go by another plan, or "".
         patience: for how long to dial it for the first time.
         again: as of `addresses_of`.
@@ -268,27 +259,25 @@ def connect(
         NetworkError: on all ranks if it cannot be started; on one that cannot reach it.
         PeerError: if it refuses this worker.
     """
-    from offbeat.server.launch import from_environment
     from offbeat.wire.loop_thread import LoopThread
     from offbeat.wire.session import Limits
     from offbeat.wire.tcp import connect as dial_shard
 
-    addresses = addresses_of(spec, again=again)
-    settings = from_environment("default", timeout)
+    control, waiter, launcher = context.control, context.waiter, context.launcher
+    addresses, settings = addresses_of(spec, context, again=again), launcher.settings
     if addresses and spec.collocated:
         raise PlanError(
             f"Cannot start shards beside the workers: this job has a server, at {', '.join(addresses)}. Leave out "
             "--servers and OFFBEAT_SERVERS, or collocated - at `plan.fabric.collocated`."
         )
     if not addresses:
-        starting = starting or start_beside(control, timeout, run_dir)
-        addresses, settings = beside_workers(control, waiter, settings, run_dir, starting, everywhere=spec.collocated)
-    if "OFFBEAT_OUTLIVES" in os.environ:  # for the launcher: a worker that is lost does not end the job
-        Path(os.environ["OFFBEAT_OUTLIVES"]).touch()
-    if run_dir is not None and control.is_first and place is None:
-        _leave_address(run_dir / "server.json", addresses, settings)
-    rank, world = place or (control.rank, control.world)
-    credentials, limits = settings.credentials(), Limits(timeout=timeout)
+        addresses, settings = beside_workers(context, starting or start_beside(context), everywhere=spec.collocated)
+    launcher.note_outlives(True)
+    comes_alone = context.joins and context.world == 1  # where the others are is at the server
+    if context.run_dir is not None and control.is_first and not comes_alone:
+        _leave_address(context.run_dir / "server.json", addresses, settings)
+    rank, world = (context.rank, context.began_with) if comes_alone else (control.rank, control.world)
+    credentials, limits = settings.credentials(), Limits(timeout=context.timeout)
     loop = LoopThread()
     reached = False
 
@@ -302,7 +291,7 @@ def connect(
             limits=limits,
             patience=patience,
             # Once it was reached, whoever joined may train on when the others are done.
-            hopeless=lambda: "" if reached else _has_ended(),
+            hopeless=lambda: "" if reached else _has_ended(launcher),
         )
 
     plans = ServerPlans(plan, stays)
@@ -313,9 +302,9 @@ def connect(
         dials=[functools.partial(dial, address) for address in addresses],
         hosts=[address.rpartition(":")[0] for address in addresses],
         patience=timedelta(seconds=spec.patience_s),
-        tell=tell,
+        tell=context.log.server,
         plans=plans,
-        seed=seed,
+        seed=context.seed,
     )
     dialling = WaitContext(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:
@@ -325,12 +314,12 @@ def connect(
         raise
     reached = True
     waiter.ask_server = client.trouble
-    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if place else control.first)
+    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.first)
 
 
-def _has_ended() -> str:
+def _has_ended(launcher: LauncherInfo) -> str:
     """Why nobody will ever be reached at the job that this worker is to join, if `offbeat run` knows; else ""."""
-    if "OFFBEAT_ENDED" in os.environ and Path(os.environ["OFFBEAT_ENDED"]).exists():
+    if launcher.ended is not None and launcher.ended.exists():
         return "Cannot join: the job has ended. Start it again."
     return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import msgspec
 from torch.utils.data import DataLoader, RandomSampler
@@ -24,14 +24,14 @@ from offbeat.protocol.data_leases import RegisterLoader
 from offbeat.rng import RngState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
     from offbeat.batching import Keeps
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine import ControlGroup, StepMetrics, Synchronizer
+    from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.loading.batch_source import BatchSource
     from offbeat.plan import Plan
 
@@ -39,53 +39,57 @@ _log = logging.getLogger("offbeat")
 _MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part in them
 
 
+class LoopObserver(Protocol):
+    """Hears where the script is in its loops over leased data: what all workers do together happens there."""
+
+    def on_loop(self) -> None:
+        """A loop begins."""
+
+    def on_draw(self) -> None:
+        """The next batch is about to be drawn, in the outermost loop."""
+
+
+class _NobodyListens:
+    """A `LoopObserver` of a worker that is alone."""
+
+    def on_loop(self) -> None:
+        """Do nothing."""
+
+    def on_draw(self) -> None:
+        """Do nothing."""
+
+
 class LoaderManager:
-    """Of one worker.
+    """The loaders that one worker has prepared.
 
     Args:
         plan: that the run begins with; batches are dealt out as it says to the end.
-        control: this worker's end of the control group.
-        waiter: the one waiting primitive.
-        meter: where samples are counted.
-        world: with how many workers the job begins.
-        seed: of the order of samples.
-        outlives: whether the others go on without one that is lost, and without a server.
-        reducers, models: that were prepared; more may come.
-        begins: called when a loop over leased data begins.
-        draws: called before each batch is drawn of leased data, in the outermost loop.
-        tell: called with what is wrong in how the data is used.
+        context: of this worker.
+        models: those prepared; more may come.
 
     Attributes:
         server: that deals out data, if there is one.
+        observer: hears where the script is in its loops over leased data; set before a loader is prepared.
         has_data: False while a prepared loader repeats the last batch, which then does not count.
     """
 
     def __init__(
         self,
         plan: Plan,
-        *,
-        control: ControlGroup,
-        waiter: BlockingWait,
-        meter: StepMetrics,
-        world: int,
-        seed: int,
-        outlives: bool,
-        reducers: Sequence[Synchronizer],
-        models: Sequence[torch.nn.Module],
-        begins: Callable[[], None],
-        draws: Callable[[], None],
-        tell: Callable[[str], None],
+        context: WorkerContext,
+        models: ModelRegistry,
     ) -> None:
-        self._plan, self._control, self._waiter, self._meter = plan, control, waiter, meter
-        self._world, self._seed, self._outlives = world, seed, outlives
-        self._reducers, self._models, self._begins, self._draws_next = reducers, models, begins, draws
+        self._plan, self._control, self._waiter, self._metrics = plan, context.control, context.waiter, context.metrics
+        self._began_with, self._seed, self._outlives = context.began_with, context.seed, context.group is not None
+        self._models = models
+        self.observer: LoopObserver = _NobodyListens()
         self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
         self._abouts: dict[int, RegisterLoader] = {}  # what was said of leased loaders, by number
         self.server: ServerSession | None = None
         self.loaders: list[ShardedLoader | LeasedLoader] = []
         self.has_data = True
         self._draws = 0  # batches that they gave out
-        self._check = LoaderCheck(tell)
+        self._check = LoaderCheck(context.log.own)
 
     def prepare(self, loader: Iterable[Any]) -> ShardedLoader | LeasedLoader:
         """Deal out a loader. Collective.
@@ -117,7 +121,7 @@ class LoaderManager:
             )
         self.loaders.append(prepared)
         self._check.prepared(loader, is_dealt=prepared.loader is not loader)
-        self._meter.loader_counts = True
+        self._metrics.loader_counts = True
         return prepared
 
     def stepped(self) -> None:
@@ -143,7 +147,7 @@ class LoaderManager:
 
     def lose(self, ranks: Iterable[int]) -> str:
         """These workers are gone; what becomes of the batches, in words."""
-        unused = max((reducer.share.drawn for reducer in self._reducers), default=0)
+        unused = max((reducer.share.drawn for reducer in self._models.synchronizers), default=0)
         for loader in self.leased:
             loader.lost(ranks, unused=unused)
         return what_changes(self._keeps)
@@ -151,7 +155,7 @@ class LoaderManager:
     @property
     def is_settled(self) -> bool:
         """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
-        return not min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        return not min((reducer.share.uncomputed for reducer in self._models.synchronizers), default=0)
 
     @property
     def is_through(self) -> bool:
@@ -187,9 +191,9 @@ class LoaderManager:
             )
         for loader in self.leased:
             loader.crowded()
-        for reducer in self._reducers:
+        for reducer in self._models.synchronizers:
             reducer.share.give_up()
-        self._meter.give_up()
+        self._metrics.give_up()
 
     def explain(self) -> list[str]:
         """Who paces the rounds and why, by loader."""
@@ -241,7 +245,7 @@ class LoaderManager:
     @property
     def _cuda(self) -> torch.device | None:
         """The GPU on which this worker trains."""
-        return next((p.device for model in self._models for p in model.parameters() if p.is_cuda), None)
+        return next((p.device for model in self._models.modules for p in model.parameters() if p.is_cuda), None)
 
     def _as_here(self, states: Sequence[Mapping[str, Any]], seed: int) -> Sequence[Mapping[str, Any]]:
         """The same places as they are kept here, if the job was on another fabric when it was saved."""
@@ -317,13 +321,13 @@ class LoaderManager:
         about = RegisterLoader(
             loader=len(self.loaders),
             plan=self._plan.to_toml(),
-            world=self._world,
+            world=self._began_with,
             samples=len(loader.dataset),  # type: ignore[arg-type]
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
             drop_last=drops_last(loader),
             batch=batch_of(loader),
-            least=least_of(loader, self._models),
+            least=least_of(loader, self._models.modules),
             ahead=ahead_of(loader),
         )
         told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
@@ -337,8 +341,8 @@ class LoaderManager:
             source=source,
             drawn=self._on_batch,
             put_back=self._put_back,
-            world=self._world,
-            begins=self._begins,
+            world=self._began_with,
+            begins=self.observer.on_loop,
             draws=self._before_draw,
         )
 
@@ -349,7 +353,7 @@ class LoaderManager:
             batch=about.batch,
             least=about.least,
             control=self._control,
-            take_timings=lambda: [Timing(*one) for one in self._meter.take_recent()],
+            take_timings=lambda: [Timing(*one) for one in self._metrics.take_recent()],
             kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
             keeps=self._keeps,
         )
@@ -447,24 +451,24 @@ class LoaderManager:
         if self._outermost is None or not self._outermost.is_open:
             self._outermost = loader
         if loader is self._outermost:
-            self._draws_next()
+            self.observer.on_draw()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> DrawnBatch:
         self.has_data = real
-        self._meter.samples += samples
+        self._metrics.samples += samples
         self._draws += 1
         if self._draws == 1:
             self._check.drawn()
-        for reducer in self._reducers:
+        for reducer in self._models.synchronizers:
             reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
         return DrawnBatch(self._draws, BatchCounts(1, 1, weight, samples) if real else BatchCounts(1))
 
     def _put_back(self, draws: Sequence[DrawnBatch]) -> int:
         """Have those of these batches that no model has computed count no more; how many, the last ones."""
-        uncomputed = min((reducer.share.uncomputed for reducer in self._reducers), default=0)
+        uncomputed = min((reducer.share.uncomputed for reducer in self._models.synchronizers), default=0)
         back = [draw for draw in draws if draw.number > self._draws - uncomputed]
         for draw in back:
-            self._meter.samples = max(0, self._meter.samples - draw.drawn.samples)
-            for reducer in self._reducers:
+            self._metrics.samples = max(0, self._metrics.samples - draw.drawn.samples)
+            for reducer in self._models.synchronizers:
                 reducer.share.put_back(draw.drawn)
         return len(back)

@@ -1,7 +1,11 @@
 """What does the user hold?
 
 * `run` - `offbeat.init()` and `Run`
-* `rendezvous` - how the workers of a job find each other
+* `session` - the parts of a worker's run, opened in stages, and their end; `open_sessions` - those of this process
+* `environment` - what the launcher and the user say in variables
+* `rendezvous` - how the workers of a job find each other; `fabric_binding` - this worker's ends of the fabrics
+* `step_hooks` - what happens around each step of the script's loop; `status` - how it goes, for `offbeat top`
+* `run_state` - what a run saves in a checkpoint beside model and optimizer
 * `replica` - the model that `run.prepare` returns
 * `model_checks` - which models and optimizers can be prepared; `wrapper_check` - other wrappers around or inside one
 * `step_check` - steps of a model that was never prepared

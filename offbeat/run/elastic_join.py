@@ -25,17 +25,17 @@ from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarr
 from offbeat.errors import PeerError
 from offbeat.plan import Plan
 from offbeat.tensors import bytes_of
+from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
     from offbeat.diagnosis.sentinel_client import SentinelClient
     from offbeat.diagnosis.stall_witness import SentinelWitness
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine import AllReduceSwitch, ControlGroup
-    from offbeat.fabric import ElasticGroup
+    from offbeat.engine.model_registry import ModelRegistry
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.loading.manager import LoaderManager
 
 
@@ -52,41 +52,36 @@ class ElasticJoin:
 
     Args:
         store: where the workers met.
-        version: of this offbeat.
-        newcomer: this worker, if it comes to others.
-        control: this worker's end of the control group.
-        circle: who takes part.
-        waiter: the one waiting primitive.
-        watch, watched: of the workers; None if there is none.
+        context: of this worker.
+        models: those prepared; more may come.
         data: of the run's loops.
-        models, exchangers: that were prepared; more may come.
+        newcomer: this worker, if it comes to others.
+        watch, witness: of the workers; None if there is none.
         history: the name of the run's history.
     """
 
     def __init__(
         self,
         store: Store,
-        *,
-        version: str,
-        newcomer: JoinClient | None,
-        control: ControlGroup,
-        circle: ElasticGroup,
-        waiter: BlockingWait,
-        watch: SentinelClient | None,
-        watched: SentinelWitness | None,
+        context: WorkerContext,
+        models: ModelRegistry,
         data: LoaderManager,
-        models: Sequence[torch.nn.Module],
-        exchangers: Callable[[], Sequence[AllReduceSwitch]],
+        *,
+        newcomer: JoinClient | None,
+        watch: SentinelClient | None,
+        witness: SentinelWitness | None,
         history: str,
     ) -> None:
-        self._newcomer, self._control, self._circle = newcomer, control, circle
-        self._waiter = waiter
-        self._watch, self._watched, self._data = watch, watched, data
-        self._models, self._exchangers, self._history = models, exchangers, history
+        assert context.group is not None
+        self._newcomer, self._control, self._group = newcomer, context.control, context.group
+        self._waiter, self._models = context.waiter, models
+        self._watch, self._witness, self._data, self._history = watch, witness, data, history
         self._plan, self._has_come = Plan(), False
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
         self._is_last = False  # the last of them has stepped, so the loop begins again
-        self._reception = JoinServer(store, control, circle, waiter, job=self._describe, version=version)
+        self._server = JoinServer(
+            store, context.control, context.group, context.waiter, job=self._describe, version=__version__
+        )
 
     # -- among those that train ----------------------------------------------------------------------------------
 
@@ -98,11 +93,11 @@ class ElasticJoin:
             looks: whether it is the one that looks for newcomers.
         """
         self._plan = plan
-        return self._reception.calls(looks=looks)
+        return self._server.calls(looks=looks)
 
     def turn_away(self, *, looks: bool) -> None:
         """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
-        self._reception.turn_away(looks=looks)
+        self._server.turn_away(looks=looks)
 
     def stepped(self, model: int) -> None:
         """A model has stepped."""
@@ -112,7 +107,7 @@ class ElasticJoin:
 
     def expect(self) -> None:
         """Learn who comes in where the loop begins again. Collective, behind a step of all."""
-        self._reception.agree()
+        self._server.agree()
 
     def take_in(self, plan: Plan, *, drawing: bool) -> JoinResult | None:
         """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
@@ -121,15 +116,15 @@ class ElasticJoin:
             plan: that holds.
             drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
         """
-        if not self._reception.expects or not self._begins_again(drawing=drawing):
+        if not self._server.expects or not self._begins_again(drawing=drawing):
             return None
         if not self._data.is_settled:
-            self._reception.put_off()
+            self._server.put_off()
             return None
-        for one in self._exchangers():
+        for one in self._models.together:
             one.even_out()
             one.take_call()  # newcomers have not heard it; whoever still wants something calls again
-        ranks = self._reception.admit()
+        ranks = self._server.admit()
         if not ranks:
             return None
         self._hand_over(self._state(plan, ranks))
@@ -152,10 +147,10 @@ class ElasticJoin:
         return {
             "plan": plan.to_toml(),
             "newcomers": list(ranks),
-            "exchanges": 0 if self._watched is None else self._watched.exchanges,
+            "exchanges": 0 if self._witness is None else self._witness.exchanges,
             "models": [
                 {"tensors": dict(tensors_of(model)), "exchanger": one.hand_over()}
-                for model, one in zip(self._models, self._exchangers(), strict=True)
+                for model, one in zip(self._models.modules, self._models.together, strict=True)
             ],
             "loaders": self._data.hand_over(),
             "turns": self._turns,
@@ -170,7 +165,7 @@ class ElasticJoin:
         Raises:
             WorkerLostError, NetworkError: as `BlockingWait.wait`.
         """
-        self._waiter.wait(LeaveBarrier(self._circle, told_at), WaitContext(END_OF_RUN))
+        self._waiter.wait(LeaveBarrier(self._group, told_at), WaitContext(END_OF_RUN))
 
     # -- as a newcomer -------------------------------------------------------------------------------------------
 
@@ -198,26 +193,26 @@ class ElasticJoin:
             PeerError: if it has not become what the others are.
         """
         assert self._newcomer is not None
-        self._newcomer.come_in(self._circle, lambda: {} if self._watched is None else self._watched.ended())
+        self._newcomer.come_in(self._group, lambda: {} if self._witness is None else self._witness.ended())
         self._newcomer, self._control.compares, self._has_come = None, None, True
         state = self._hand_over(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
-        for one, theirs in zip(self._exchangers(), state["models"], strict=True):
+        for one, theirs in zip(self._models.together, state["models"], strict=True):
             one.take_over(theirs["exchanger"], plan)
-        if self._watched is not None:
-            self._watched.exchanges = int(state["exchanges"])
+        if self._witness is not None:
+            self._witness.exchanges = int(state["exchanges"])
         self._turns = [int(model) for model in state["turns"]]
         return JoinResult(ranks, self._data.join(ranks, state["loaders"]), plan)
 
     def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:
-        state = hand_over(self._control, lambda: self._circle.members[0], mine)
+        state = hand_over(self._control, lambda: self._group.members[0], mine)
         if mine is None:
             with torch.no_grad():
-                for model, theirs in zip(self._models, state["models"], strict=True):
+                for model, theirs in zip(self._models.modules, state["models"], strict=True):
                     for name, tensor in tensors_of(model):
                         tensor.copy_(theirs["tensors"][name])
         digest = xxhash.xxh3_64()
-        for model in self._models:
+        for model in self._models.modules:
             for _, tensor in tensors_of(model):
                 digest.update(bytes_of(tensor.contiguous().reshape(-1)))
         # A newcomer tells nothing of its own: only what those that train have counts.

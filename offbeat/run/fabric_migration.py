@@ -26,13 +26,13 @@ from offbeat.short_name import short_name
 from offbeat.sync import BSP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine import ControlGroup, HistoryRecorder, SynchronizerProxy
-    from offbeat.engine.factory import PreparedModel, SynchronizerFactory
+    from offbeat.engine.factory import SynchronizerFactory
+    from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_launch import ServerLaunch
     from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.loading.manager import LoaderManager
     from offbeat.loading.server_source import ServerSource
     from offbeat.plan import Plan
@@ -42,12 +42,10 @@ class FabricMigration:
     """One worker's models and data, and how they go over.
 
     Args:
-        control: this worker's end of the control group.
-        waiter: the one waiting primitive.
+        context: of this worker.
+        models: those prepared; more may come.
         data: of the run's loops.
-        diary: where digests of the parameters go.
-        exchanging: makes what exchanges a model's gradients.
-        prepared, reducers: the models, and what keeps each of them together; more may come.
+        factory: makes what exchanges a model's gradients.
 
     Attributes:
         due: the plan with a server that all go over to, when that is started, or where the next loop over leased data
@@ -56,18 +54,10 @@ class FabricMigration:
     """
 
     def __init__(
-        self,
-        *,
-        control: ControlGroup,
-        waiter: BlockingWait,
-        data: LoaderManager,
-        diary: HistoryRecorder,
-        exchanging: SynchronizerFactory,
-        prepared: Sequence[PreparedModel],
-        reducers: Sequence[SynchronizerProxy],
+        self, context: WorkerContext, models: ModelRegistry, data: LoaderManager, factory: SynchronizerFactory
     ) -> None:
-        self._control, self._waiter, self._data, self._diary = control, waiter, data, diary
-        self._exchanging, self._prepared, self._reducers = exchanging, prepared, reducers
+        self._control, self._waiter, self._history = context.control, context.waiter, context.history
+        self._models, self._data, self._factory = models, data, factory
         self.due: Plan | None = None
         self.starting: ServerLaunch | None = None
 
@@ -85,7 +75,7 @@ class FabricMigration:
         plan.check_world(len(self._control.members))
         if not plan.is_served:
             return
-        for one in self._prepared:
+        for one in self._models.prepared:
             check_states(one.describe(), one.gathered(), one.parameters)
 
     @property
@@ -128,11 +118,11 @@ class FabricMigration:
         if server is None or refusal:
             self._let_go(server, starting)
             return None, refusal
-        step = max((reducer.step for reducer in self._reducers), default=0)
-        before = [reducer.plan for reducer in self._reducers]
+        step = max((reducer.step for reducer in self._models.synchronizers), default=0)
+        before = [reducer.plan for reducer in self._models.synchronizers]
         self._end_own_steps()
         # Until all are there, each has all that it needs to go on without: who brings it to the server may be lost.
-        kept = [tensor.detach().clone() for tensor in self._tensors]
+        kept = [tensor.detach().clone() for tensor in self._models.tensors]
         crossed, sources, refusal = self._bring_to(plan, server)
         refusals = self._control.texts("whether all are at the server", refusal)
         if refusal := next((text for text in refusals.values() if text), ""):
@@ -140,14 +130,14 @@ class FabricMigration:
                 after.close()
             self._let_go(server, starting)
             with torch.no_grad():
-                for tensor, own in zip(self._tensors, kept, strict=True):
+                for tensor, own in zip(self._models.tensors, kept, strict=True):
                     tensor.copy_(own)
-            for reducer, own_plan in zip(self._reducers, before, strict=True):
+            for reducer, own_plan in zip(self._models.synchronizers, before, strict=True):
                 reducer.plan = own_plan
             return None, refusal
         border = self._leave_stretch(plan, step, server.job)
         self._data.to_server(server, sources)
-        for reducer, after in zip(self._reducers, crossed, strict=True):
+        for reducer, after in zip(self._models.synchronizers, crossed, strict=True):
             reducer.now.close()
             reducer.now = after
             after.refreshed()
@@ -157,16 +147,16 @@ class FabricMigration:
 
     def _end_own_steps(self) -> None:
         """All step together. Collective."""
-        for reducer in self._reducers:
+        for reducer in self._models.synchronizers:
             reducer.plan = dataclasses.replace(reducer.plan, sync=BSP(), controller=None)
 
     def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[ServerSwitch], dict[int, ServerSource], str]:
         """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
         crossed: list[ServerSwitch] = []
         try:
-            for one, reducer in zip(self._prepared, self._reducers, strict=True):
+            for one, reducer in self._models.pairs():
                 assert isinstance(reducer.now, AllReduceSwitch)
-                crossed.append(self._exchanging.to_server(one, plan, server, reducer.now))
+                crossed.append(self._factory.to_server(one, plan, server, reducer.now))
             sources = self._data.bring_to(server)
             server.take_over(self._waiter)
         except OffbeatError as error:
@@ -190,18 +180,22 @@ class FabricMigration:
         Raises:
             OffbeatError: if another worker, or the server, is lost meanwhile.
         """
-        steps = self._control.texts("the steps that were made", str(max(one.step for one in self._reducers)))
+        steps = self._control.texts(
+            "the steps that were made", str(max(one.step for one in self._models.synchronizers))
+        )
         witness = self._waiter.witness
         done = self._control.texts("the exchanges that were made", str(witness.exchanges))
         witness.exchanges = max(map(int, done.values()))
-        stamps = self._control.texts("the batches that were drawn", str(max(r.share.stamp for r in self._reducers)))
+        stamps = self._control.texts(
+            "the batches that were drawn", str(max(r.share.stamp for r in self._models.synchronizers))
+        )
         step = max(map(int, steps.values()))
         border = self._leave_stretch(plan, step)
-        for one, reducer in zip(self._prepared, self._reducers, strict=True):
+        for one, reducer in self._models.pairs():
             before = reducer.now
             assert isinstance(before, ServerSwitch)
             before.share.stamp = max(map(int, stamps.values()))
-            after = self._exchanging.to_group(one, plan, before, step)
+            after = self._factory.to_group(one, plan, before, step)
             before.close()
             reducer.now = after
             after.plan = plan
@@ -227,22 +221,18 @@ class FabricMigration:
             step: that all go on with.
             job: at the server; "" if there is none.
         """
-        if not self._diary.is_kept:
+        if not self._history.is_kept:
             return ""
         names = self._control.texts("the name of this place in the history", secrets.token_hex(8))
         border = next(iter(names.values()))
-        self._diary.leaves(border, job or border, step, self._tensors)
+        self._history.leaves(border, job or border, step, self._models.tensors)
         members = self._control.members
         world = len(members) if members == tuple(range(len(members))) else 0  # else nobody knows who should be there
-        for one in self._prepared:
-            self._diary.trains(one.number, plan, world, one.parameters.values())
+        for one in self._models.prepared:
+            self._history.trains(one.number, plan, world, one.parameters.values())
         return border
 
     def _enter_stretch(self, border: str, step: int) -> None:
         """What this worker has behind the place."""
         if border:
-            self._diary.enters(border, step, self._tensors)
-
-    @property
-    def _tensors(self) -> list[torch.Tensor]:
-        return [parameter for one in self._prepared for parameter in one.parameters.values()]
+            self._history.enters(border, step, self._models.tensors)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.engine import AllReduceSwitch, PlanVote, RoundController, addresses_of, connect, start_beside
@@ -20,15 +18,12 @@ from offbeat.short_name import short_name
 from offbeat.sync import ASP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
+    from collections.abc import Sequence
 
-    from offbeat.clock import Clock
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine import ControlGroup, HistoryRecorder, StepMetrics, SynchronizerProxy
-    from offbeat.engine.factory import PreparedModel, SynchronizerFactory
+    from offbeat.engine.factory import SynchronizerFactory
+    from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
-    from offbeat.fabric import ElasticGroup
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.loading.manager import LoaderManager
     from offbeat.plan import Plan
 
@@ -40,20 +35,10 @@ class PlanManager:
 
     Args:
         plan: of the beginning.
-        control: this worker's end of the control group.
-        waiter: the one waiting primitive.
-        clock: for how long it takes.
-        timeout: a wait longer than this is explained.
-        meter, diary: where measurements, and digests of the parameters go.
+        context: of this worker.
+        models: those prepared; more may come.
         data: of the run's loops.
-        exchanging: makes what exchanges a model's gradients.
-        prepared, reducers: the models, and what keeps each of them together; more may come.
-        rank: of this worker.
-        run_dir: where wishes for other plans, and word of a server, are left; None for nowhere.
-        joins: rank of this worker, and how many the job began with, if it joins one that trains.
-        circle: of the workers, if they go on without one that is lost.
-        tell: what all have to say alike is said by one.
-        tell_of_server: says what the server has told all workers.
+        factory: makes what exchanges a model's gradients.
 
     Attributes:
         plan: that holds.
@@ -63,44 +48,20 @@ class PlanManager:
     def __init__(
         self,
         plan: Plan,
-        *,
-        control: ControlGroup,
-        waiter: BlockingWait,
-        clock: Clock,
-        timeout: timedelta,
-        meter: StepMetrics,
-        diary: HistoryRecorder,
+        context: WorkerContext,
+        models: ModelRegistry,
         data: LoaderManager,
-        exchanging: SynchronizerFactory,
-        prepared: Sequence[PreparedModel],
-        reducers: Sequence[SynchronizerProxy],
-        rank: int,
-        seed: int,
-        run_dir: Path | None,
-        joins: tuple[int, int] | None,
-        circle: ElasticGroup | None,
-        tell: Callable[[str], None],
-        tell_of_server: Callable[[str], None],
+        factory: SynchronizerFactory,
     ) -> None:
         self.plan = plan
         self.server: ServerSession | None = None
         self._had_server = False
         self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
-        self._control, self._waiter, self._clock, self._timeout = control, waiter, clock, timeout
-        self._meter, self._diary, self._data, self._reducers = meter, diary, data, reducers
-        self._rank, self._seed, self._run_dir, self._joins, self._tell = rank, seed, run_dir, joins, tell
-        self._circle, self._tell_of_server = circle, tell_of_server
-        self._crossing = FabricMigration(
-            control=control,
-            waiter=waiter,
-            data=data,
-            diary=diary,
-            exchanging=exchanging,
-            prepared=prepared,
-            reducers=reducers,
-        )
-        self._conference = PlanVote(control, clock.now_s, run_dir, self._crossing.check)
-        self._controlling = RoundController(clock.now_s)
+        self._context, self._data, self._models = context, data, models
+        self._control, self._waiter, self._clock = context.control, context.waiter, context.clock
+        self._migration = FabricMigration(context, models, data, factory)
+        self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._migration.check)
+        self._controller = RoundController(context.clock.now_s)
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -111,15 +72,15 @@ class PlanManager:
             NetworkError: if it cannot be reached.
             PlanError: if this worker joins a job that has one, and its plan has none.
         """
-        fabric, named = self.plan.fabric, os.environ.get("OFFBEAT_SERVERS")
+        fabric, named = self.plan.fabric, ",".join(self._context.launcher.servers)
         if not isinstance(fabric, ParameterServer):
-            if self._joins and named:
+            if self._context.joins and named:
                 raise PlanError(
                     f"Cannot join the job of the parameter server at {named}: this worker's plan has "
                     f"{short_name(fabric)}, so it would train alone. Give it the job's plan (`offbeat run --plan`) - "
                     "at `plan.fabric`."
                 )
-            if self._rank == 0 and named:
+            if self._context.rank == 0 and named:
                 _log.warning(
                     "Nobody uses the parameter server at %s: the plan's fabric is %s. Give the plan "
                     "fabric=ParameterServer() (or `offbeat run --fabric 'ParameterServer()'`), or leave out --servers "
@@ -132,36 +93,24 @@ class PlanManager:
 
     def _reach(self, plan: Plan, **how: Any) -> ServerSession:
         assert isinstance(plan.fabric, ParameterServer)
-        return connect(
-            plan,
-            plan.fabric,
-            self._control,
-            self._waiter,
-            self._timeout,
-            self._run_dir,
-            self._tell_of_server,
-            seed=self._seed,
-            place=None if self._takes_part else self._joins,
-            stays=self._stays,
-            **how,
-        )
+        return connect(plan, plan.fabric, self._context, self._stays, **how)
 
     def _stays(self, plan: Plan) -> str:
         """Why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
-        if plan.outlives != (self._circle is not None):
-            here = "ProcessGroup()" if self._circle is None else "Elastic()"
+        if plan.outlives != (self._context.group is not None):
+            here = "ProcessGroup()" if self._context.group is None else "Elastic()"
             return (
                 f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
                 f"fabric={here}, or begin with {short_name(plan.fabric)} - at `plan.fabric`."
             )
-        return self._crossing.stays
+        return self._migration.stays
 
     @property
     def _takes_part(self) -> bool:
         """Whether this worker is one of those that can do without a server."""
-        return not self._joins or self._control.world > 1
+        return not self._context.joins or self._control.world > 1
 
     # -- called while training -----------------------------------------------------------------------------------
 
@@ -175,8 +124,8 @@ class PlanManager:
             self.server.swap(wanted.to_toml(), self._waiter)
             self.take_plan()
         elif self._control.world > 1:
-            self._conference.want(wanted)
-            for one in self.together:
+            self._vote.want(wanted)
+            for one in self._models.together:
                 one.calls = True
         else:
             self.adopt(wanted)
@@ -190,15 +139,15 @@ class PlanManager:
         # One without a server holds once that is left; steps of the own end before.
         self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
         while plans.told:
-            self._meter.event("swap", plans.told.popleft(), self._step, plan=plan.to_toml())
+            self._context.metrics.event("swap", plans.told.popleft(), self._models.step, plan=plan.to_toml())
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""
-        self._controlling.adopts(self.plan, plan, by_controller=by_controller)
+        self._controller.adopts(self.plan, plan, by_controller=by_controller)
         self.plan = plan
         if self.server is None:
-            self._diary.adopts(plan)
-        for reducer in self._reducers:
+            self._context.history.adopts(plan)
+        for reducer in self._models.synchronizers:
             reducer.plan = plan
 
     def calls(self, *, looks: bool) -> bool:
@@ -208,21 +157,21 @@ class PlanManager:
             looks: whether it is the one that looks for wishes that somebody has left.
         """
         self._ask_controller(looks=looks)
-        return self._conference.calls(self.plan, looks=looks) or self._crossing.calls
+        return self._vote.calls(self.plan, looks=looks) or self._migration.calls
 
     def _ask_controller(self, *, looks: bool) -> None:
         """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
         # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
-        if (controller := self.plan.controller) is None or self.plan.is_served or not self._reducers:
+        if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
-        first, samples = self._reducers[0].now, self._meter.last_samples
+        first, samples = self._models.synchronizers[0].now, self._context.metrics.last_samples
         assert isinstance(first, AllReduceSwitch)
-        if not self._controlling.stepped(controller, first.step, samples, first.take_times):
+        if not self._controller.stepped(controller, first.step, samples, first.take_times):
             return
-        if looks and self._crossing.due is None and not self._conference.is_due:
-            decision = self._controlling.ask(controller, self.plan.sync)
+        if looks and self._migration.due is None and not self._vote.is_due:
+            decision = self._controller.ask(controller, self.plan.sync)
             if decision is not None:
-                self._conference.want(self.plan.controlled(decision.sync), decision.reason)
+                self._vote.want(self.plan.controlled(decision.sync), decision.reason)
 
     def go_on_from(self, plan: Plan) -> None:
         """A checkpoint was made with that plan: what this plan's controller had come to holds, if it is the same."""
@@ -233,12 +182,12 @@ class PlanManager:
 
     def joined(self, ranks: Sequence[int]) -> None:
         """These take part from now on. On all workers at the same place."""
-        for one in self.together:
+        for one in self._models.together:
             one.make_room(ranks)
 
     def confer(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
-        before, outcome = self.plan, self._conference.decide(self.plan)
+        before, outcome = self.plan, self._vote.decide(self.plan)
         refusal, text = outcome.refusal, f"The plan stays as it is: {short_name(before.sync)}."
         if outcome.plan.is_served and not refusal:
             text = self._expect_server(outcome.plan)
@@ -247,43 +196,34 @@ class PlanManager:
         if refusal:
             self._tell(f"The plan stays as it is. {refusal}")
             if outcome.reason:
-                self._controlling.refused(before.controller)
-        if self._crossing.is_due():
+                self._controller.refused(before.controller)
+        if self._migration.is_due():
             text, refusal = self._go_over()
-        if self._crossing.due is None or self._data.leased:
-            self._conference.answer(text, refusal)
+        if self._migration.due is None or self._data.leased:
+            self._vote.answer(text, refusal)
 
     def at_border(self) -> None:
         """Here all workers may come together to go over to a server, or to leave it."""
-        if self._crossing.due is not None:
+        if self._migration.due is not None:
             self._go_over()
         elif self.server is not None and self.server.plans.border.is_here(self._waiter):
             self._leave_server(self.server)
 
-    @property
-    def together(self) -> list[AllReduceSwitch]:
-        """What exchanges gradients without a server, of all models."""
-        return [reducer.now for reducer in self._reducers if isinstance(reducer.now, AllReduceSwitch)]
-
     def close(self) -> None:
         """The run is over."""
-        if self._crossing.due is not None:
-            self._tell(f"The run has ended before all went over to {short_name(self._crossing.due.fabric)}.")
-        if self._crossing.starting is not None:
-            self._crossing.starting.abandon()
+        if self._migration.due is not None:
+            self._tell(f"The run has ended before all went over to {short_name(self._migration.due.fabric)}.")
+        if self._migration.starting is not None:
+            self._migration.starting.abandon()
 
     # -- going over ----------------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        return self._reducers[0].step if self._reducers else 0
 
     def _expect_server(self, plan: Plan) -> str:
         """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
         assert isinstance(plan.fabric, ParameterServer)
-        self._crossing.due, when = plan, "now"
-        if not addresses_of(plan.fabric, again=self._had_server):
-            self._crossing.starting = start_beside(self._control, self._timeout, self._run_dir)
+        self._migration.due, when = plan, "now"
+        if not addresses_of(plan.fabric, self._context, again=self._had_server):
+            self._migration.starting = start_beside(self._context)
             when = "when the server has been started"
         if self._data.leased:
             when = "where the next loop over the data begins"
@@ -294,8 +234,8 @@ class PlanManager:
 
     def _go_over(self) -> tuple[str, str]:
         """To the plan that is due; what is to be said, and why it does not hold. Collective."""
-        assert self._crossing.due is not None
-        text, refusal = self._go_by(self._crossing.due)
+        assert self._migration.due is not None
+        text, refusal = self._go_by(self._migration.due)
         if refusal:
             self._tell(f"The plan stays as it is. {refusal}")
         return text, refusal
@@ -308,18 +248,18 @@ class PlanManager:
         """
         before, began_s, refusal = self.plan, self._clock.now_s(), ""
         if plan.is_served:
-            how = {"patience": self._timeout, "again": self._had_server, "starting": self._crossing.starting}
-            self.server, refusal = self._crossing.to_server(plan, lambda: self._reach(plan, **how))
+            how = {"patience": self._context.timeout, "again": self._had_server, "starting": self._migration.starting}
+            self.server, refusal = self._migration.to_server(plan, lambda: self._reach(plan, **how))
             if refusal:
                 self._forget_server(before)
         return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
 
     def _forget_server(self, plan: Plan) -> None:
         """Nobody is to look for a server any more, and this plan holds, which has none."""
-        if self._run_dir is not None and self._control.is_first:
-            (self._run_dir / "server.json").unlink(missing_ok=True)
-        if "OFFBEAT_OUTLIVES" in os.environ and not plan.outlives:  # who is lost from now on ends the job
-            Path(os.environ["OFFBEAT_OUTLIVES"]).unlink(missing_ok=True)
+        if self._context.run_dir is not None and self._control.is_first:
+            (self._context.run_dir / "server.json").unlink(missing_ok=True)
+        if not plan.outlives:
+            self._context.launcher.note_outlives(False)
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
@@ -333,34 +273,37 @@ class PlanManager:
         if plan.controller is not None and plan.controller != before.controller:
             why += f"; {short_name(plan.controller)} swaps it from now on"
         text = (
-            f"From step {self._step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}{why} "
-            f"(plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
+            f"From step {self._models.step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}"
+            f"{why} (plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
             f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
         )
         self._tell(text)
         return text
 
+    def _tell(self, text: str) -> None:
+        self._context.log.all("swap", text, plan=self.plan)
+
     def _go_on_with(self, there: Sequence[int]) -> None:
-        """These have left the server, and form the circle, if there is one."""
-        if self._circle is not None:
+        """These have left the server, and form the group, if there is one."""
+        if (group := self._context.group) is not None:
             why = "had gone while there was a server."
-            self._circle.go_on_without({rank: why for rank in self._circle.members if rank not in there})
+            group.go_on_without({rank: why for rank in group.members if rank not in there})
 
     def _leave_server(self, server: ServerSession) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
         before, began_s = self.plan, self._clock.now_s()
-        for reducer in self._reducers:
+        for reducer in self._models.synchronizers:
             reducer.settle()
         self._data.give_back()
         there = server.leave(self._waiter)
-        for reducer in self._reducers:
+        for reducer in self._models.synchronizers:
             reducer.refreshed()
         self.take_plan()
         plan = server.plans.present
         if plan.is_served or (len(there) < self._control.world and not plan.outlives):
             return
         self._go_on_with(there)
-        self._crossing.to_group(plan, server)
+        self._migration.to_group(plan, server)
         self.server, self._had_server = None, True
         self._forget_server(plan)
         self._take(self._leaving or before, plan, began_s)

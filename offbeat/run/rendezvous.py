@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,18 +25,20 @@ from offbeat.errors import NetworkError, PlanError
 from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.plan import Plan
+    from offbeat.run.environment import Environment
 
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
 _REACH = timedelta(seconds=10)  # the store of a job that is to be joined
-_TCP = "tcp://"
 _held: dict[Path, int] = {}  # locks
 _met = 0  # how often the workers met: one process may join several times, one after the other
 
 
-def join(waiter: BlockingWait) -> Store | None:
+def join(waiter: BlockingWait, environment: Environment) -> Store | None:
     """Make sure that torch's default process group exists if there is more than one worker.
 
     Returns:
@@ -48,10 +49,10 @@ def join(waiter: BlockingWait) -> Store | None:
     """
     if dist.is_initialized():
         return None
-    world = _number("WORLD_SIZE", 1)
+    world = environment.number("WORLD_SIZE", 1)
     if world == 1:
         return None
-    rank, local_rank = _number("RANK", -1), _number("LOCAL_RANK", 0)
+    rank, local_rank = environment.number("RANK", -1), environment.number("LOCAL_RANK", 0)
     if not 0 <= rank < world:
         raise PlanError(
             f"Cannot join {world} workers as rank {rank}: RANK must be from 0 to {world - 1}. "
@@ -60,12 +61,12 @@ def join(waiter: BlockingWait) -> Store | None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
     if cuda:
         torch.cuda.set_device(local_rank)
-    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    store = waiter.call(lambda: _open_store(rank, world), WaitContext(f"the meeting of all workers at {where}"))
-    roll = StartupBarrier(store, rank, world)
-    waiter.witness = roll  # until there is a watch
-    waiter.wait(roll, WaitContext("the others to call offbeat.init()"))
-    _choose_interface(world)
+    meeting = WaitContext(f"the meeting of all workers at {environment.meeting_place}")
+    store = waiter.call(lambda: _open_store(rank, world, environment.store_file), meeting)
+    barrier = StartupBarrier(store, rank, world, environment.worker_pids)
+    waiter.witness = barrier  # until there is a watch
+    waiter.wait(barrier, WaitContext("the others to call offbeat.init()"))
+    _choose_interface(world, environment)
     try:
         waiter.call(
             lambda: dist.init_process_group(
@@ -84,16 +85,16 @@ def join(waiter: BlockingWait) -> Store | None:
     return store
 
 
-def _choose_interface(world: int) -> None:
+def _choose_interface(world: int, environment: Environment) -> None:
     """Have Gloo listen where other machines reach this one, if its own name resolves to loopback, as on Debian."""
-    here = _number("LOCAL_WORLD_SIZE", 0)
-    if "GLOO_SOCKET_IFNAME" in os.environ or _is_file() or here == world:
+    here = environment.number("LOCAL_WORLD_SIZE", 0)
+    if "GLOO_SOCKET_IFNAME" in os.environ or environment.store_file is not None or here == world:
         return
     own = resolve_hostname()
     if own and not is_loopback(own):
         return
     outward = {name: one for name, one in interface_addresses().items() if one and not is_loopback(one)}
-    towards_first = address_towards(os.environ.get("MASTER_ADDR", ""))
+    towards_first = address_towards(environment.first_address)
     names = [name for name, one in outward.items() if one == towards_first]
     if not names and here and len(outward) == 1:  # the first machine was named, and its name resolves to loopback there
         names = list(outward)
@@ -101,24 +102,7 @@ def _choose_interface(world: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
-def joins() -> tuple[int, int] | None:
-    """The rank of this worker and how many the job began with, if it joins one that trains; else None.
-
-    Raises:
-        PlanError: if the environment says so in no such numbers.
-    """
-    if "OFFBEAT_JOINS" not in os.environ:
-        return None
-    rank, world = _number("RANK", -1), _number("OFFBEAT_JOINS", 0)
-    if not 1 <= world <= rank:
-        raise PlanError(
-            f"Cannot join a job that began with {world} workers as rank {rank}: those ranks are taken. Start the "
-            "script with `offbeat run --join`."
-        )
-    return rank, world
-
-
-def store_of_job(plan: Plan) -> Store | None:
+def store_of_job(plan: Plan, environment: Environment) -> Store | None:
     """Where the workers of the job met that this worker joins, if it is one without a server.
 
     Args:
@@ -128,19 +112,19 @@ def store_of_job(plan: Plan) -> Store | None:
         PlanError: if that is not for such a job.
         NetworkError: if it cannot be reached.
     """
-    place, prefix = os.environ.get("OFFBEAT_STORE"), os.environ.get("OFFBEAT_STORE_PREFIX")
-    if not place or not prefix:
+    prefix = environment.store_prefix
+    if not prefix or (environment.store_file is None and environment.store_address is None):
         return None
     if not plan.outlives:
         raise PlanError(
             f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
             "plan (`offbeat run --plan`) - at `plan.fabric`."
         )
-    if not place.startswith(_TCP):
-        return PrefixStore(prefix, FileStore(place))
-    host, _, port = place.removeprefix(_TCP).rpartition(":")
+    if environment.store_address is None:
+        return PrefixStore(prefix, FileStore(str(environment.store_file)))
+    host, port = environment.store_address
     try:
-        return PrefixStore(prefix, TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_REACH))
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_REACH))
     except RuntimeError as error:
         raise NetworkError(
             f"Cannot join: the store in which the workers met, at {host}:{port}, cannot be reached. The job has ended, "
@@ -148,21 +132,19 @@ def store_of_job(plan: Plan) -> Store | None:
         ) from error
 
 
-def stay() -> None:
-    """Have others know, as long as this process lives, that the job does: it holds a lock beside the store."""
-    if not _is_file():
+def stay(path: Path | None) -> None:
+    """Have others know, as long as this process lives, that the job does: it holds a lock beside the store's file."""
+    if path is None:
         return
-    path = Path(os.environ["OFFBEAT_STORE"])
     if path not in _held:
         _held[path] = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(_held[path], fcntl.LOCK_SH)
 
 
-def ended() -> bool:
-    """Whether no worker of the job lives that this one is to join, as far as that is known."""
-    if not _is_file():
+def ended(path: Path | None) -> bool:
+    """Whether no worker of the job lives whose store is that file, as far as that is known."""
+    if path is None:
         return False
-    path = Path(os.environ["OFFBEAT_STORE"])
     try:
         lock = os.open(path.with_name(f"{path.name}.held"), os.O_RDWR)
     except FileNotFoundError:
@@ -176,21 +158,15 @@ def ended() -> bool:
     return True
 
 
-def leave_store(folder: Path, plan: Plan, world: int) -> None:
+def leave_store(folder: Path, plan: Plan, world: int, environment: Environment) -> None:
     """Write down in the run folder where the workers met, so that others can join them.
 
     Args:
         plan: that they begin with; written down as well, unless it is there.
         world: with how many workers the job begins.
     """
-    prefix = f"offbeat-{_met - 1}"
-    if _is_file():
-        place = os.environ["OFFBEAT_STORE"]
-    else:
-        place = f"{_TCP}{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of torchrun, and this is what it adds
-            prefix = f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{prefix}"
-    about = {"place": place, "prefix": prefix, "world": world}
+    prefix = f"offbeat-{_met - 1}" if environment.store_file else f"{environment.agent_prefix}offbeat-{_met - 1}"
+    about = {"place": environment.store_for_others, "prefix": prefix, "world": world}
     part = folder / "store.part"
     try:
         part.write_text(json.dumps(about))
@@ -201,27 +177,13 @@ def leave_store(folder: Path, plan: Plan, world: int) -> None:
         _log.warning("Cannot write %s: %s. No worker can join.", folder / "store.json", error.strerror)
 
 
-def _is_file() -> bool:
-    """Whether the workers meet in a file."""
-    return "OFFBEAT_STORE" in os.environ and not os.environ["OFFBEAT_STORE"].startswith(_TCP)
-
-
-def _open_store(rank: int, world: int) -> Store:
+def _open_store(rank: int, world: int, file: Path | None) -> Store:
     global _met
     prefix = f"offbeat-{_met}"
     _met += 1
-    if "OFFBEAT_STORE" in os.environ:
+    if file is not None:
         # Told how many workers there are, the last to leave a job would remove the file, perhaps when another one has
         # written its name there for the next job.
-        return PrefixStore(prefix, FileStore(os.environ["OFFBEAT_STORE"]))
+        return PrefixStore(prefix, FileStore(str(file)))
     store, _, _ = next(rendezvous("env://", rank=rank, world_size=world, timeout=_NEVER))
     return PrefixStore(prefix, store)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.lstrip("-").isdigit():
-        raise PlanError(
-            f"Cannot read {name}={text!r}: it must be a whole number. Start with `offbeat run` or torchrun."
-        )
-    return int(text)

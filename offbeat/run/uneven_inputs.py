@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.engine import AllReduceSwitch, hand_over
+from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.run.elastic_join import tensors_of
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from offbeat.engine import ControlGroup, HistoryRecorder, SynchronizerProxy
-    from offbeat.engine.factory import PreparedModel
+    from offbeat.engine import AllReduceSwitch
+    from offbeat.engine.model_registry import ModelRegistry
+    from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.worker_context import WorkerContext
 
 _log = logging.getLogger("offbeat")
 _QUESTION = "who has inputs, within join()"
@@ -40,28 +42,16 @@ class UnevenInputs:
     """One worker's, of all models.
 
     Args:
-        control: this worker's end of the control group.
-        diary: of this worker.
-        prepared, exchangers: that were prepared; more may come.
-        is_elastic: whether workers come and go.
-        tell: says what all have to say alike.
+        context: of this worker.
+        models: those prepared; more may come.
 
     Attributes:
         is_open: whether the script is within `join`.
     """
 
-    def __init__(
-        self,
-        control: ControlGroup,
-        diary: HistoryRecorder,
-        *,
-        prepared: Sequence[PreparedModel],
-        exchangers: Sequence[SynchronizerProxy],
-        is_elastic: bool,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._control, self._diary, self._is_elastic, self._tell = control, diary, is_elastic, tell
-        self._prepared, self._exchangers = prepared, exchangers
+    def __init__(self, context: WorkerContext, models: ModelRegistry) -> None:
+        self._control, self._history, self._log = context.control, context.history, context.log
+        self._models, self._is_elastic = models, context.group is not None
         self.is_open = self._has_told = False
         self._divides_by_all = self._raises = False
         self._present: tuple[int, ...] = ()  # ranks that had a gradient in the last exchange
@@ -83,7 +73,7 @@ class UnevenInputs:
         if self.is_open:  # of another model, and the block around this one is the one that counts
             yield
             return
-        together = [self._together(one) for one in self._exchangers]
+        together = self._models.together
         for one in together:
             if isinstance(policy := one.plan.sync, LocalSGD):
                 raise PlanError(
@@ -114,7 +104,7 @@ class UnevenInputs:
         """Take part with nothing until nobody has anything."""
         holds = any(one.holds_gradient for one in together)
         while (model := self._ask(None)) is not None:
-            one, parameters = together[model], self._prepared[model].parameters.values()
+            one, parameters = together[model], self._models.prepared[model].parameters.values()
             if holds:
                 holds = False
                 _log.warning(
@@ -125,7 +115,7 @@ class UnevenInputs:
             for parameter in parameters:
                 parameter.grad = None
             one.take_part()
-            self._diary.gave(model, one.step - 1, samples=0, weights=one.take_weights())
+            self._history.gave(model, one.step - 1, samples=0, weights=one.take_weights())
             for parameter in parameters:
                 parameter.grad = None
 
@@ -144,7 +134,7 @@ class UnevenInputs:
                 f"Cannot exchange gradients of different models at once, of {model} on rank {self._control.rank} and "
                 "of another elsewhere. Have all workers step their models in the same order."
             )
-        self._exchangers[present].share.source = self._present[0]
+        self._models.synchronizers[present].share.source = self._present[0]
         if done := [rank for rank in self._control.members if rank not in said]:
             self._is_uneven = True
             self._tell_of(done)
@@ -171,18 +161,18 @@ class UnevenInputs:
         if not self._has_told:
             self._has_told = True
             by = "all workers, as before" if self._divides_by_all else "the number of those that have one"
-            self._tell(f"{ranks} before the others, which go on: sums of gradients are divided by {by}.")
+            self._log.all("join", f"{ranks} before the others, which go on: sums of gradients are divided by {by}.")
 
     # -- at the end ----------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """Have what those have that were there in the last exchange. Collective."""
         has_it = self._control.rank in self._present
-        mine = {"models": [_state_of(one) for one in self._prepared]} if has_it else None
+        mine = {"models": [_state_of(one) for one in self._models.prepared]} if has_it else None
         first = next((rank for rank in self._control.members if rank in self._present), self._control.first)
         state = hand_over(self._control, lambda: first, mine)
         if not has_it:
-            for one, theirs in zip(self._prepared, state["models"], strict=True):
+            for one, theirs in zip(self._models.prepared, state["models"], strict=True):
                 self._take_over(one, theirs)
 
     def _take_over(self, one: PreparedModel, theirs: Mapping[str, Any]) -> None:
@@ -203,11 +193,6 @@ class UnevenInputs:
                         self._control.rank, key, value, mine.get(key),
                     )  # fmt: skip
                     return
-
-    @staticmethod
-    def _together(one: SynchronizerProxy) -> AllReduceSwitch:
-        assert isinstance(one.now, AllReduceSwitch)
-        return one.now
 
 
 def _state_of(one: PreparedModel) -> dict[str, Any]:

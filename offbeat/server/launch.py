@@ -91,9 +91,9 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Certificates(Path(self.certificate), Path(self.key), Path(self.authority), token)
 
 
-def from_environment(job: str, timeout: timedelta) -> ShardSettings:
-    """What a worker, or a shard started by hand, finds in the environment about how to connect."""
-    name = os.environ.get
+def settings_from(variables: Mapping[str, str], job: str, timeout: timedelta) -> ShardSettings:
+    """What a worker, or a shard started by hand, finds in its environment about how to connect."""
+    name = variables.get
     return ShardSettings(
         job=name("OFFBEAT_JOB", job),
         token=name("OFFBEAT_TOKEN", ""),
@@ -231,9 +231,8 @@ class RestartNote:
         self._path = path
 
     @classmethod
-    def mine(cls) -> RestartNote:
-        """That of this process, below `offbeat run`; elsewhere one that nobody reads."""
-        folder = os.environ.get("OFFBEAT_SHARDS")
+    def mine(cls, folder: str | None) -> RestartNote:
+        """That of this process in the folder of `offbeat run`; None for one that nobody reads."""
         return cls(Path(folder) / f"{os.getpid()}.json" if folder else None)
 
     @classmethod

@@ -18,6 +18,7 @@ from offbeat.clock import WallClock
 from offbeat.diagnosis.startup_barrier import StartupBarrier
 from offbeat.diagnosis.wait import BlockingWait, WaitContext
 from offbeat.errors import WorkerLostError
+from offbeat.run.environment import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ class Told:
             tell=lambda text: self.texts.append((time.monotonic() - self._began_s, text)),
             report_path=folder / "stall.json",
         )
-        self.waiter.witness = self.roll = StartupBarrier(HashStore(), 0, 2)
+        self.waiter.witness = self.roll = StartupBarrier(HashStore(), 0, 2, Environment().worker_pids)
 
     def wait(self, seconds: float) -> None:
         """For rank 1, which never comes."""

@@ -108,10 +108,10 @@ def test_long_things_are_cut() -> None:
 def test_how_long_a_run_is_to_be() -> None:
     with offbeat.init() as run:
         run.expect(epochs=12)
-        assert (run._status().total_epochs, run._status().total_steps) == (12.0, 0)
+        assert (run._session.status.collect().total_epochs, run._session.status.collect().total_steps) == (12.0, 0)
         run.expect(steps=300)
-        assert (run._status().total_epochs, run._status().total_steps) == (0.0, 300)
+        assert (run._session.status.collect().total_epochs, run._session.status.collect().total_steps) == (0.0, 300)
         for wrong in ({}, {"epochs": 0}, {"steps": -3}, {"epochs": 3, "steps": 4}, {"epochs": math.nan}):
             with pytest.raises(ValueError, match="give one of them, as a number above 0"):
                 run.expect(**wrong)
-        assert run._status().epochs == -1, "no loader was prepared"
+        assert run._session.status.collect().epochs == -1, "no loader was prepared"

@@ -110,7 +110,7 @@ def step_on(state: Any, bucket_bytes: int) -> tuple[Any, list[list[str]]]:
             F.cross_entropy(replica(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        layout = run._reducers[0].layout
+        layout = run._session.models.synchronizers[0].layout
         return run.state_dict(), [[slot.name for slot in bucket.slots] for bucket in layout.buckets]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.run import rendezvous
+from offbeat.run.environment import Environment
 from tests.cli.commands import clean_environment
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
         monkeypatch.setattr(rendezvous, "resolve_hostname", lambda: own)
         monkeypatch.setattr(rendezvous, "interface_addresses", lambda: {"lo": "127.0.0.1", **dict(outward), "tun": ""})
         monkeypatch.setattr(rendezvous, "address_towards", lambda host: towards)
-        rendezvous._choose_interface(2)
+        rendezvous._choose_interface(2, Environment())
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
     return chosen

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offbeat
 from offbeat.errors import ModelError
 from offbeat.loading.loader_check import LoaderCheck
-from offbeat.run.run import trained_unprepared
+from offbeat.run.open_sessions import trained_unprepared
 from tests.cli.commands import TRAIN, script
 from tests.cli.commands import offbeat as run_command
 from tests.workers import listen, run_workers

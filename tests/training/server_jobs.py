@@ -99,7 +99,7 @@ class Counter:
 
 def die_half_way(run: offbeat.Run) -> None:
     """The next contribution comes without its last block, and with what came back for the others this worker dies."""
-    server = run._server
+    server = run._session.server
     assert server is not None
     client, hear = server.client, server.client.hear
 
@@ -139,7 +139,7 @@ def wait_for_snapshot(folder: Path) -> None:
 
 def look(run: offbeat.Run) -> list[WorkerStatus]:
     """What the server knows of each worker."""
-    server = run._server
+    server = run._session.server
     assert server is not None
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))

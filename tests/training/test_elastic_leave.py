@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.audit import verify
-from offbeat.run.run import drain
+from offbeat.run.open_sessions import drain
 from tests.workers import listen, run_workers
 
 SAMPLES, AT = 600, 7

@@ -341,7 +341,7 @@ def steps_of(run: offbeat.Run, folder: Path) -> Iterator[int]:
     for step in range(20):
         if run.rank == 2 and step == 2:
             while not (folder / "agreed").exists():
-                server = run._server
+                server = run._session.server
                 assert server is not None
                 server.plans.border.wait(offbeat.run.run._TIMEOUT / 100)
             os._exit(1)

@@ -207,7 +207,11 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
     try:
         run = offbeat.init(plan, timeout=TIMEOUT, seed=5 if newcomer and how == "seed" else 0)
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
-            where, name = (run._membership, "_hand_over") if how.endswith("later") else (run._circle, "arrive")
+            where, name = (
+                (run._session.membership, "_hand_over")
+                if how.endswith("later")
+                else (run._session.context.group, "arrive")
+            )
             setattr(where, name, lambda *_: os.kill(os.getpid(), getattr(signal, how.split()[0])))
         kind = torch.optim.Adam if newcomer and how == "optimizer" else torch.optim.SGD
         prepared, optimizer = run.prepare(model, kind(model.parameters(), lr=1.0))
@@ -402,8 +406,8 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
     first, optimizer = run.prepare(judge, torch.optim.Adam(judge.parameters(), lr=1e-2))
     second, forgers = run.prepare(forger, torch.optim.Adam(forger.parameters(), lr=1e-2))
     digests: dict[int, str] = {}
-    assert run._membership is not None
-    calls, is_open = run._membership.calls, False
+    assert run._session.membership is not None
+    calls, is_open = run._session.membership.calls, False
 
     def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
         """From a step of the second model on: both call then, the first one in an exchange of the second's step."""
@@ -412,7 +416,7 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
         is_open = is_open or (called and run.step % 2 == 0)
         return called and is_open
 
-    run._membership.calls = calls_then  # type: ignore[method-assign]
+    run._session.membership.calls = calls_then  # type: ignore[method-assign]
     while run.step < steps:
         time.sleep(0.03)
         with run.no_sync():
@@ -495,15 +499,15 @@ def begin(folder: str) -> tuple[dict[int, str], int, int]:
     model, digests, samples = nn.Linear(1, 5), dict[int, str](), 0
     data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
     prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
-    assert run._membership is not None
-    calls = run._membership.calls
+    assert run._session.membership is not None
+    calls = run._session.membership.calls
 
     def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
         while not (called := calls(plan, looks=looks)) and looks and run.step == each - 1:
             time.sleep(0.02)
         return called and run.step >= each - 1
 
-    run._membership.calls = calls_then  # type: ignore[method-assign]
+    run._session.membership.calls = calls_then  # type: ignore[method-assign]
     for _ in range(int(run.progress), EPOCHS):
         for (x,) in loader:
             prepared(x / SAMPLES).square().mean().backward()

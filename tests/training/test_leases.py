@@ -386,15 +386,15 @@ def tuned(plan: offbeat.Plan, samples: int) -> tuple[list[int], str]:
             sizes.append(len(x) if run.has_data else 0)
             time.sleep(0.001 * len(x) * (3 if rank == 1 else 1))
             train(model, optimizer, x)
-        told = run._data.loaders[0].explain() or str(run._server and look(run))
+        told = run._session.data.loaders[0].explain() or str(run._session.server and look(run))
         return sizes, told
 
 
 def look(run: offbeat.Run) -> str:
     from datetime import timedelta
 
-    assert run._server is not None
-    answer = run._server.client.look()
+    assert run._session.server is not None
+    answer = run._session.server.client.look()
     answer.wait(timedelta(seconds=5))
     return answer.scenes[0].pace
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.run.run import drain
+from offbeat.run.open_sessions import drain
 from offbeat.sync import BSP, RoundRobin
 from tests.workers import listen, run_workers
 

@@ -151,7 +151,7 @@ def stopped_with_its_keeper(folder: Path) -> bool:
     os.kill(keeper, signal.SIGTERM)
     wait_for_end(folder / "server")
     os.waitpid(keeper, 0)
-    run._close(OffbeatError("the server was stopped"))
+    run._session.close(OffbeatError("the server was stopped"))
     return not alive({shard}) and bool(list((folder / "server").glob("*/*.snapshot")))
 
 

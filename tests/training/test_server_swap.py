@@ -168,7 +168,7 @@ def swap_and_kill(folder: Path, shards: int) -> tuple[str, list[str], float]:
 
 
 def scenes(run: offbeat.Run) -> list[Any]:
-    server = run._server
+    server = run._session.server
     assert server is not None
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))

@@ -69,7 +69,7 @@ def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]
             (model.weight * emitted(rank, step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            worst = max(worst, run._reducers[0].now.staleness)  # type: ignore[union-attr]
+            worst = max(worst, run._session.models.synchronizers[0].now.staleness)  # type: ignore[union-attr]
             time.sleep(0.002 * rank)
         run.settle()
         return model.weight.detach().clone().flatten(), worst
@@ -196,7 +196,7 @@ def refused() -> list[str]:
         for optimizer in (torch.optim.LBFGS(model.parameters()), Mine(model.parameters(), lr=0.1)):
             with pytest.raises(ModelError) as caught:
                 run.prepare(model, optimizer)
-            run._prepared.clear()
+            run._hooks._names.clear()
             said.append(str(caught.value))
     return said
 

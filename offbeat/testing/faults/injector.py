@@ -113,8 +113,8 @@ class FaultInjector:
         elif fault.kind == "clock":
             in_process.jump()
         elif fault.kind == "leave":
-            for run in list(_open_runs()):
-                run.close()
+            for session in _open_sessions():
+                session.close(None)
             sys.exit(0)
         elif fault.kind == "join":
             self._have_one_join()
@@ -166,9 +166,9 @@ def _append(path: Path, fired: Fired) -> None:
 
 
 def _takes_part() -> bool:
-    return dist.is_initialized() or bool(_open_runs())
+    return dist.is_initialized() or bool(_open_sessions())
 
 
-def _open_runs() -> set[Any]:
-    run = sys.modules.get("offbeat.run.run")  # the script may be no job of offbeat's
-    return set() if run is None else run._runs
+def _open_sessions() -> list[Any]:
+    sessions = sys.modules.get("offbeat.run.open_sessions")  # the script may be no job of offbeat's
+    return [] if sessions is None else sessions.of_this_process()

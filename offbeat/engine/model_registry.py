@@ -1,0 +1,65 @@
+"""The models that a worker has prepared, in order, each with what keeps it together with the others' replicas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from offbeat.engine.allreduce_switch import AllReduceSwitch
+    from offbeat.engine.either import SynchronizerProxy
+    from offbeat.engine.prepared_model import PreparedModel
+
+
+class ModelRegistry:
+    """All prepared models of one worker; a model's number is its index.
+
+    Attributes:
+        prepared: the models.
+        synchronizers: what keeps each of them together.
+    """
+
+    def __init__(self) -> None:
+        self.prepared: list[PreparedModel] = []
+        self.synchronizers: list[SynchronizerProxy] = []
+
+    def add(self, one: PreparedModel, synchronizer: SynchronizerProxy) -> None:
+        """One more is prepared."""
+        self.prepared.append(one)
+        self.synchronizers.append(synchronizer)
+
+    def __len__(self) -> int:
+        return len(self.synchronizers)
+
+    def pairs(self) -> Iterator[tuple[PreparedModel, SynchronizerProxy]]:
+        """Each model with its synchronizer."""
+        return zip(self.prepared, self.synchronizers, strict=True)
+
+    @property
+    def step(self) -> int:
+        """Exchanges so far, of the model prepared first."""
+        return self.synchronizers[0].step if self.synchronizers else 0
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The users' models."""
+        return [one.model for one in self.prepared]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The trainable parameters of all models."""
+        return [parameter for one in self.prepared for parameter in one.parameters.values()]
+
+    @property
+    def together(self) -> list[AllReduceSwitch]:
+        """What exchanges gradients without a server, of all models that have none."""
+        from offbeat.engine.allreduce_switch import AllReduceSwitch
+
+        return [one.now for one in self.synchronizers if isinstance(one.now, AllReduceSwitch)]
+
+    def digests(self) -> list[str]:
+        """Digests of all parameters, and of what the optimizers have gathered."""
+        return [line for one in self.prepared for line in (*one.digests(), *one.digests_gathered())]

@@ -1,0 +1,81 @@
+"""One model that was prepared, with its optimizer: what a synchronizer is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_hexdigest
+
+from offbeat.engine.optimizer_state import gathered
+from offbeat.engine.sparse import sparse_names
+from offbeat.layout import arrange
+from offbeat.server.optimizers import describe
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from offbeat.fabric import Fabric
+    from offbeat.layout import Layout
+    from offbeat.plan import Plan
+    from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.server.optimizer_checkpoint import States
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedModel:
+    """One model that was prepared.
+
+    Args:
+        number: which of several, from 0.
+        parameters: trainable ones by name, in order of registration.
+        fabric: this worker's end of the workers' own; beside a server it carries what is the same at the beginning.
+    """
+
+    number: int
+    model: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    fabric: Fabric
+
+    def describe(self) -> OptimizerSpec:
+        """The optimizer in words.
+
+        Raises:
+            ModelError: if a server cannot hold it.
+        """
+        return describe(self.optimizer, {id(p): name for name, p in self.parameters.items()})
+
+    def outline(self) -> list[str]:
+        """The class of the optimizer, and what is in which of its groups: where that differs, replicas come apart."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        groups = enumerate(group["params"] for group in self.optimizer.param_groups)
+        held = [f"group {index} holds {names[id(p)]}" for index, group in groups for p in group if id(p) in names]
+        return [type(self.optimizer).__qualname__, *held]
+
+    def gathered(self) -> States:
+        """What the optimizer here has gathered, by parameter name."""
+        return gathered(self.optimizer, self.parameters)
+
+    def digests(self) -> list[str]:
+        """Each parameter's name, and a digest of its values."""
+        return [
+            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu().contiguous().reshape(-1)))}"
+            for name, parameter in self.parameters.items()
+        ]
+
+    def digests_gathered(self) -> list[str]:
+        """What the optimizer here has gathered: parameter, key, and a digest of the values."""
+        return [
+            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
+            for name, states in self.gathered().items()
+            for key, value in states.items()
+        ]
+
+    def layout(self, plan: Plan, *, is_served: bool) -> Layout:
+        """Where its parameters lie."""
+        sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)
+        return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)

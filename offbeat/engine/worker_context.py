@@ -1,0 +1,98 @@
+"""What the parts of one worker work with: where it is among the others, and what is one per process.
+
+Made in one place (`offbeat.run.session`), before the first of those parts, and handed to each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
+    from offbeat.clock import Clock
+    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.history_recorder import HistoryRecorder
+    from offbeat.engine.run_log import RunLog
+    from offbeat.engine.step_metrics import StepMetrics
+    from offbeat.fabric import ElasticGroup
+    from offbeat.server.launch import ShardSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherInfo:
+    """What whoever started this worker has told it of the job around it.
+
+    Args:
+        servers: "host:port" of each shard of a parameter server that is there already.
+        settings: how to connect with a shard, and to start one.
+        outlives: a file that this worker creates once the job goes on without a worker that is lost; None if nobody
+            looks.
+        ended: a file that is there when the job that this worker joins has ended; None if nobody creates it.
+    """
+
+    servers: tuple[str, ...]
+    settings: ShardSettings
+    outlives: Path | None = None
+    ended: Path | None = None
+
+    def note_outlives(self, outlives: bool) -> None:
+        """Tell the launcher whether a worker that is lost ends the job."""
+        if self.outlives is None:
+            return
+        if outlives:
+            self.outlives.touch()
+        else:
+            self.outlives.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerContext:
+    """What is one per worker, for all parts of a run.
+
+    Args:
+        rank: of this worker.
+        world: number of workers with which it trains now, without a server that others use, too.
+        began_with: number of workers that the job began with.
+        joins: whether it joins a job that trains already.
+        seed: of the order of samples, as given to `offbeat.init`.
+        timeout: a wait longer than this is explained.
+        run_dir: where metrics are written, and word for others is left; None for nowhere.
+        clock: all time comes from it.
+        waiter: the one waiting primitive.
+        control: this worker's end of the control group.
+        group: the workers, if they go on without one that is lost; else None.
+        metrics: where measurements go.
+        history: where digests of the parameters go.
+        log: says what people should know.
+        launcher: what this worker was told of the job.
+    """
+
+    rank: int
+    world: int
+    began_with: int
+    joins: bool
+    seed: int
+    timeout: timedelta
+    run_dir: Path | None
+    clock: Clock
+    waiter: BlockingWait
+    control: ControlGroup
+    group: ElasticGroup | None
+    metrics: StepMetrics
+    history: HistoryRecorder
+    log: RunLog
+    launcher: LauncherInfo
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is the first of those that train: it does what one has to do for all."""
+        return self.rank == (0 if self.group is None else self.group.members[0])
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that take part now, in order."""
+        return self.control.members

@@ -1,0 +1,182 @@
+"""What a run does around each step of the script's loop: exchange, then whatever all do together.
+
+Call order, each step: `before_forward` for each forward pass that trains; `before_step` and `after_step` around the
+optimizer's step. Where leased data is drawn the loader calls `on_loop` and `on_draw` instead of the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from offbeat.engine import AllReduceSwitch, ignored_names
+from offbeat.errors import ModelError
+from offbeat.exit_codes import LEFT
+from offbeat.short_name import short_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from offbeat.engine import SynchronizerProxy
+    from offbeat.run.elastic_join import JoinResult
+    from offbeat.run.session import WorkerSession
+
+_log = logging.getLogger("offbeat")
+
+
+class StepHooks:
+    """The hooks of one worker, for all its models; the `LoopObserver` of its loaders.
+
+    Args:
+        session: of the worker.
+    """
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+        self._told_untuned = False
+        self._names: dict[int, str] = {}  # of the parameters of all prepared models, by id
+        self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
+
+    def claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """These parameters are averaged from now on.
+
+        Raises:
+            ModelError: if one of them is already, as part of another model.
+        """
+        taken = [name for name, p in parameters.items() if id(p) in self._names]
+        if taken:
+            raise ModelError(
+                f"Cannot prepare {taken[0]} twice: it is {self._names[id(parameters[taken[0]])]} of a model that "
+                "was prepared before, and would be averaged twice. Prepare one module that holds all parts."
+            )
+        self._names.update({id(p): name for name, p in parameters.items()})
+        ignored = ignored_names(model)
+        self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
+
+    # -- called around a step ------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A forward pass that trains is about to begin."""
+        if not self._session.uneven.is_open:
+            self.admit(drawing=False)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, synchronizer: SynchronizerProxy) -> None:
+        """The optimizer is about to step.
+
+        Raises:
+            ModelError: if a parameter has a gradient that was not averaged.
+        """
+        session, world = self._session, self._session.context.world
+        if session.plan.tuning is not None and world > 1 and not session.data.loaders and not self._told_untuned:
+            self._told_untuned = True
+            _log.warning("Batches are not tuned: %s needs a prepared DataLoader.", short_name(session.plan.tuning))
+        session.data.stepped()
+        session.plans.take_plan()
+        synchronizer.on_step()
+        for group in optimizer.param_groups if world > 1 else ():
+            for p in group["params"]:
+                if p.grad is not None and id(p) not in self._names and id(p) not in self._ignored:
+                    raise ModelError(
+                        f"Cannot step: a parameter of shape {list(p.shape)} has a gradient that was not averaged, "
+                        "because it was frozen, or not there, when the model was prepared. Unfreeze and add parameters "
+                        "before prepare."
+                    )
+
+    def after_step(self, model: int, synchronizer: SynchronizerProxy) -> None:
+        """The optimizer has stepped."""
+        session = self._session
+        synchronizer.after_step()
+        session.came_with = []
+        if session.server is None and synchronizer.step:
+            self._record(model, synchronizer)
+        if session.uneven.is_open:
+            pass  # those that are done make no step, behind which all could confer
+        elif isinstance(synchronizer.now, AllReduceSwitch):
+            self._confer_if_asked(model, synchronizer.now)
+        else:
+            if session.membership is not None and session.server is not None:
+                session.membership.turn_away(looks=session.context.is_first)
+            if not session.data.leased:
+                session.plans.at_border()
+        if session.drains:  # not before the script is through with this step
+            session.drains = False
+            for prepared in session.models.modules:
+                prepared.register_forward_pre_hook(lambda *_: self._drain())
+
+    def _record(self, model: int, synchronizer: SynchronizerProxy) -> None:
+        """Write the parameters after a step into the history."""
+        context = self._session.context
+        weights = synchronizer.now.take_weights() if isinstance(synchronizer.now, AllReduceSwitch) else ()
+        parameters = self._session.models.prepared[model].parameters.values()
+        samples = context.metrics.last_samples
+        context.history.has(model, synchronizer.step - 1, parameters, samples=samples, weights=weights)
+
+    # -- what all do together ------------------------------------------------------------------------------------
+
+    def on_loop(self) -> None:
+        """A loop over leased data begins."""
+        self._session.plans.at_border()
+
+    def on_draw(self) -> None:
+        """The next batch of leased data is about to be drawn."""
+        self.admit(drawing=True)
+
+    def _confer_if_asked(self, model: int, synchronizer: AllReduceSwitch) -> None:
+        session = self._session
+        called = synchronizer.take_call()
+        looks = session.context.is_first
+        wanted = session.plans.calls(looks=looks)
+        if session.membership is not None:
+            session.membership.stepped(model)
+            wanted |= session.membership.calls(session.plan, looks=looks)
+        synchronizer.calls = wanted
+        if called:
+            self._confer()
+
+    def _confer(self) -> None:
+        """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
+        session = self._session
+        session.plans.confer()
+        if session.membership is not None:
+            session.membership.expect()
+        for one in session.models.together:
+            one.calls = False
+
+    def admit(self, *, drawing: bool) -> None:
+        """Admit those that are expected, if all are where a newcomer begins. Collective there.
+
+        Args:
+            drawing: whether a batch of leased data is about to be drawn; else a forward pass is about to begin.
+        """
+        session = self._session
+        if session.membership is None or session.server is not None:
+            return
+        if joined := session.membership.take_in(session.plan, drawing=drawing):
+            self.tell_of(joined)
+            session.context.history.admits(joined.ranks)
+            session.plans.joined(joined.ranks)
+
+    def tell_of(self, joined: JoinResult) -> None:
+        """Say who has joined, and what that changes."""
+        context = self._session.context
+        assert context.group is not None
+        has = "has" if len(joined.ranks) == 1 else "have"
+        context.log.all(
+            "membership",
+            f"Rank {', '.join(map(str, joined.ranks))} {has} joined at step {self._session.models.step}: "
+            f"{len(context.group.members)} workers take part; {joined.changes}.",
+        )
+
+    def _drain(self) -> None:
+        """Leave the others in order, between two steps, and end as one who was told to."""
+        if self._session.close(None) is None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(LEFT)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
