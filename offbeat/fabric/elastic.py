@@ -29,7 +29,13 @@ from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.elastic_group import GroupProgress
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.process_group import never_destroy
-from offbeat.fabric.retryable import ReplayBroadcast, RetryableAllGather, RetryableAllReduce, RetryableBroadcast
+from offbeat.fabric.retryable import (
+    ReplayBroadcast,
+    RetryableAllGather,
+    RetryableAllReduce,
+    RetryableBroadcast,
+    SpareMemory,
+)
 from offbeat.payload import Sum
 
 if TYPE_CHECKING:
@@ -88,7 +94,8 @@ class BoundElastic:
         self._group: dist.ProcessGroup | None = None
         self._group = circle.enter(self)
         self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack
-        self._begun = 0
+        self._begun = self._most_kept = 0
+        self._spare = SpareMemory()
         self._early: dict[int, bytes] = {}  # results of exchanges that are not begun here
         self._lacking: list[int] = []
         self._stands: Mapping[int, GroupProgress] = {}
@@ -98,10 +105,9 @@ class BoundElastic:
     # -- a fabric ------------------------------------------------------------------------------------------------
 
     def start(self, payload: Payload) -> ElasticExchange:
-        world = self.world
-        return self._begin(
-            RetryableAllReduce(world, payload) if isinstance(payload, Sum) else RetryableAllGather(world, payload)
-        )
+        if isinstance(payload, Sum):
+            return self._begin(RetryableAllReduce(self.world, payload, self._spare))
+        return self._begin(RetryableAllGather(self.world, payload))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> ElasticExchange:
         return self._begin(RetryableBroadcast(self.world, tensor, source))
@@ -192,6 +198,7 @@ class BoundElastic:
         exchange = ElasticExchange(self, tried, self._begun, floor)
         self._begun += 1
         self._exchanges.append(exchange)
+        self._most_kept = max(self._most_kept, len(self._exchanges))
         if exchange.number in self._early:
             exchange.take(self._early.pop(exchange.number))
         elif self._circle.is_whole:
@@ -209,7 +216,9 @@ class BoundElastic:
     def _forget(self, exchange: ElasticExchange) -> None:
         """All others have what came before this one was begun."""
         while exchange.implies_begun and self._exchanges[0].number < exchange.floor:
-            self._exchanges.popleft()
+            over = self._exchanges.popleft()
+            if (memory := over.free()) is not None:
+                self._spare.give(memory, over.number, self._most_kept)
 
     def _find(self, number: int) -> ElasticExchange | None:
         first = self._begun - len(self._exchanges)
@@ -285,3 +294,7 @@ class ElasticExchange:
     def to_bytes(self) -> bytes:
         """What it came to."""
         return self._tried.to_bytes()
+
+    def free(self) -> torch.Tensor | None:
+        """Give up the memory that it is kept in; nobody can lack it any more."""
+        return self._tried.free()

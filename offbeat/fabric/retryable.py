@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -87,6 +88,10 @@ class RetryableOp(ABC):
         self._workers = header.workers
         self._unpack(header, memoryview(data)[_HEAD + size :])
 
+    def free(self) -> torch.Tensor | None:
+        """Give up the memory of its last try, once nobody can lack the result; None if none is of use to others."""
+        return None
+
     @abstractmethod
     def _issue(self, group: dist.ProcessGroup, place: int) -> Pending: ...
 
@@ -97,20 +102,50 @@ class RetryableOp(ABC):
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None: ...
 
 
-class RetryableAllReduce(RetryableOp):
-    """A `Sum`."""
+class SpareMemory:
+    """The memory of exchanges that are over, for those that follow.
 
-    def __init__(self, world: int, payload: Sum) -> None:
+    To touch fresh pages takes three times as long as to copy a gradient into pages that are there. What no exchange has
+    asked for in a few times as many exchanges as were ever kept is released.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[tuple[int, torch.Tensor]] = deque()  # with the number of the exchange that it was of
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Find memory of this size, which is uninitialized."""
+        for i, (_, memory) in enumerate(self._spare):
+            if memory.numel() == numel and memory.dtype == dtype:
+                del self._spare[i]
+                return memory
+        return torch.empty(numel, dtype=dtype)
+
+    def give(self, memory: torch.Tensor, number: int, kept: int) -> None:
+        """Take back what exchange `number` worked in; `kept` is how many exchanges are kept at most."""
+        self._spare.append((number, memory))
+        while self._spare[0][0] < number - 4 * kept:
+            self._spare.popleft()
+
+
+class RetryableAllReduce(RetryableOp):
+    """A `Sum`.
+
+    Args:
+        spare: where it takes the memory of each try.
+    """
+
+    def __init__(self, world: int, payload: Sum, spare: SpareMemory) -> None:
         super().__init__(world)
-        self._tensor, self._tail = payload.tensor, payload.tail
+        self._tensor, self._tail, self._spare = payload.tensor, payload.tail, spare
+        self._numel = payload.tensor.numel() + (0 if payload.tail is None else payload.tail.numel())
         self._memory = torch.empty(0)
+        self._is_replied = False
 
     def sent_bytes(self, rank: int) -> int:
-        numel = self._tensor.numel() + (0 if self._tail is None else self._tail.numel())
-        return 2 * (self._world - 1) * numel * self._tensor.element_size() // self._world
+        return 2 * (self._world - 1) * self._numel * self._tensor.element_size() // self._world
 
     def reply(self) -> Total:
-        numel = self._tensor.numel()
+        numel, self._is_replied = self._tensor.numel(), True
         self._tensor.copy_(self._memory[:numel])
         weight = len(self._workers) / self._world
         if self._tail is None:
@@ -118,16 +153,21 @@ class RetryableAllReduce(RetryableOp):
         return Total(self._tensor, weight, self._tail.copy_(self._memory[numel:]))
 
     def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
-        tail = self._tensor[:0] if self._tail is None else self._tail.to(self._tensor.dtype)
-        memory = self._memory = torch.cat([self._tensor, tail])
+        memory = self._memory = self._spare.take(self._numel, self._tensor.dtype)
+        memory[: self._tensor.numel()].copy_(self._tensor)
+        if self._tail is not None:
+            memory[self._tensor.numel() :].copy_(self._tail)
         return Works([group.allreduce([memory])], lambda: Total(memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
         return GatherHeader(self._workers), _bytes_of(self._memory)
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
-        numel = self._tensor.numel() + (0 if self._tail is None else self._tail.numel())
-        self._memory = _tensor_of(elements, self._tensor.dtype, (numel,))
+        self._memory = _tensor_of(elements, self._tensor.dtype, (self._numel,))
+
+    def free(self) -> torch.Tensor | None:
+        memory, self._memory = self._memory, self._memory[:0]
+        return memory if self._is_replied else None
 
 
 class RetryableAllGather(RetryableOp):
