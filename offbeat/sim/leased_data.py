@@ -1,125 +1,62 @@
-"""The data of a job with a server, dealt out by the server's own `LeaseManager`; only where batches are tuned."""
+"""The data of a job with a server, as its workers ask for it; only where batches are tuned."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from offbeat.batching import Lease
-from offbeat.coordinator.data_leases import LeaseManager
-from offbeat.coordinator.policy_runner import times_s
-from offbeat.protocol.data_leases import RegisterLoader
-from offbeat.sync.state import UNCOUNTED_STEPS
+from offbeat.protocol.data_leases import LeaseGrants, RegisterLoader, RequestLease, leases_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from offbeat.batching import BatchTuning, EndOfEpoch
+    from offbeat.protocol.data_leases import Used
+    from offbeat.protocol.messages import ToWorker
     from offbeat.sim.worker import SimWorker
-    from offbeat.sync import Member, Push
 
 
 class LeasedData:
-    """One loader's data.
+    """One loader's data, which the coordinator deals out.
 
     Args:
-        tuning: how batches follow the machines; None if they do not, and then nothing is dealt out.
-        now_s: virtual seconds.
-        workers: of the job, by rank, in a list that grows.
+        is_tuned: whether batches are; else nothing is dealt out.
+        world: workers of the beginning.
         batch: samples of a worker's step, on average.
         samples: more than all steps take.
     """
 
-    def __init__(
-        self,
-        tuning: BatchTuning | None,
-        now_s: Callable[[], float],
-        workers: list[SimWorker],
-        *,
-        batch: int,
-        samples: int,
-    ) -> None:
-        self._tuning, self._now_s, self._workers = tuning, now_s, workers
-        self._batch, self._samples, self._world = batch, samples, len(workers)
-        self.begin()
-
-    def begin(self) -> None:
-        """Deal out everything anew, as a server does in its first moment."""
-        self._dealer = None if self._tuning is None else LeaseManager(lambda _: self._tuning, self._now_s)
-
-    def enrol(self, workers: Iterable[SimWorker], *, together: bool) -> None:
-        """These take part; the first leases are dealt when all of the beginning do, or are lost."""
-        if self._dealer is None:
-            return
-        about = RegisterLoader(
+    def __init__(self, is_tuned: bool, *, world: int, batch: int, samples: int) -> None:
+        self.batch = batch
+        self._about = RegisterLoader(
             loader=0,
             plan="",
-            world=self._world,
-            samples=self._samples,
+            world=world,
+            samples=samples,
             seed=0,
             shuffle=False,
             drop_last=False,
-            batch=self._batch,
+            batch=batch,
         )
-        for worker in workers:
-            worker.leases = []
-            self._deal(self._dealer.enrol(worker.rank, about, together=together, world=self._world))
+        self._is_tuned = is_tuned
 
-    def next(self, worker: SimWorker) -> int | None:
+    def register(self, worker: SimWorker) -> RegisterLoader | None:
+        """A worker takes part: what it says then."""
+        worker.leases = []
+        return self._about if self._is_tuned else None
+
+    def ask(self, worker: SimWorker) -> RequestLease | None:
+        """What a worker says that is about to compute, if it has nothing to compute from."""
+        return RequestLease(0) if self._is_tuned and not worker.leases else None
+
+    def hear(self, worker: SimWorker, message: ToWorker) -> None:
+        """A worker is told something."""
+        if isinstance(message, LeaseGrants):
+            dealt = leases_of(message, self._about.samples)
+            worker.leases += [deal for deal in dealt if isinstance(deal, Lease)]
+
+    def samples(self, worker: SimWorker) -> int | None:
         """Samples of a worker's next step; None for as many as always."""
-        if self._dealer is None:
-            return None
-        if not worker.leases:
-            self._deal({worker.rank: self._dealer.refill(worker.rank).get(0, [])})
-        return worker.leases[-1].count
+        return worker.leases[-1].count if self._is_tuned else None
 
-    def announce(self, worker: SimWorker, member: Member) -> None:
-        """A worker has computed a contribution from all that it was dealt."""
-        if self._dealer is not None:
-            used = [(0, lease.number) for lease in worker.leases]
-            computing_s = self._now_s() - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
-            self._dealer.announce(0, worker.push, used, computing_s)
-            worker.leases = []
-
-    def release(self, ranks: Iterable[int]) -> None:
-        """These may go on."""
-        if self._dealer is not None:
-            for rank in sorted(ranks):
-                self._deal({rank: self._dealer.refill(rank).get(0, [])})
-
-    def applied(self, push: Push) -> None:
-        """It is in an update."""
-        if self._dealer is not None:
-            self._dealer.applied(0, push)
-
-    def whole(self, push: Push) -> None:
-        """It has arrived."""
-        if self._dealer is not None:
-            self._dealer.whole(0, push)
-
-    def dropped(self, push: Push) -> None:
-        """It is not used."""
-        if self._dealer is not None:
-            self._dealer.dropped(0, push)
-
-    def stepped(self, worker: SimWorker, member: Member | None) -> None:
-        """A worker has its next parameters."""
-        if self._dealer is not None and member is not None:
-            self._dealer.stepped(worker.rank, *times_s(member, worker.arrived_s, self._now_s()))
-
-    def lose(self, rank: int) -> None:
-        """What a worker had goes to the others."""
-        if self._dealer is not None:
-            self._deal(self._dealer.lose(rank).get(0, {}))
-
-    def together(self, together: bool) -> None:
-        """Whether all wait for all from now on."""
-        if self._dealer is not None:
-            self._dealer.together(together)
-
-    def every(self) -> Mapping[int, int]:
-        """In which rounds each worker takes part."""
-        return {} if self._dealer is None else self._dealer.every()
-
-    def _deal(self, deals: Mapping[int, Iterable[Lease | EndOfEpoch]]) -> None:
-        for rank, dealt in deals.items():
-            self._workers[rank].leases += [deal for deal in dealt if isinstance(deal, Lease)]
+    def take(self, worker: SimWorker) -> Used:
+        """All that a worker was dealt: it has computed a contribution from it."""
+        used, worker.leases = tuple((0, lease.number) for lease in worker.leases), []
+        return used

@@ -1,7 +1,7 @@
 """Workers and a parameter server.
 
-The policy, its state and the books of what was promised are the server's own (`PolicyRunner`), as are the leases and
-the tuning of batches (`LeaseManager`); workers, links and shards are played:
+The coordinator is the server's own: it hears the events of the play, and its instructions are played. Workers, links
+and shards are models:
 
 * A worker computes, announces its contribution, pushes it as soon as it may, and has its next parameters when the last
   of them has arrived.
@@ -11,8 +11,8 @@ the tuning of batches (`LeaseManager`); workers, links and shards are played:
 * TCP shares a link unevenly. Which stream of several gets more changes from step to step (`transfers`); an update that
   needs all of them waits for the one that gets least. With even shares `BSP` came out 16 % too fast on ps_uniform;
   these weights make it right there, and on the scenarios that they were not chosen by.
-* What the plan's controller decides is adopted when word of it has gone to all workers and back, or, while one is
-  stopped, when its silence is taken for consent.
+* What the plan's controller decides is proposed to all workers; word of it goes there and back, but for those that are
+  stopped. Who computes hears of a swap behind that.
 * A message waits behind the data on its way: half a queue where several streams share the link. One alone, which is
   sent as fast as it arrives, leaves none.
 * What goes wrong is done to it from outside (`faults`): workers are given up, come back, end and join; the server
@@ -23,43 +23,60 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.control import Swap
-from offbeat.coordinator.plan_swap import CONSENT_S
-from offbeat.coordinator.policy_runner import PolicyRunner
+from offbeat.coordinator.coordinator import Coordinator
+from offbeat.coordinator.events import (
+    ModelBegun,
+    ModelRestored,
+    ShardSaid,
+    TimePassed,
+    WorkerGone,
+    WorkerOpened,
+    WorkerSaid,
+)
+from offbeat.coordinator.instructions import RejectPeer, SendToAll, SendToShards, SendToWorker, SetTimer
+from offbeat.coordinator.progress import TrainingProgress
+from offbeat.protocol.optimizer_spec import OptimizerSpec
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed
+from offbeat.protocol.shards import (
+    ApplyContributions,
+    DropContribution,
+    ModelFilled,
+    PushDone,
+    PushNearlyDone,
+    ReleaseFromShard,
+)
+from offbeat.protocol.training import (
+    Announce,
+    ContributionInfo,
+    Evicted,
+    Granted,
+    ModelInfo,
+    PullDone,
+    Reconnect,
+    ReleaseWorker,
+)
 from offbeat.sim.disturbances import SERVER, Disturbances
 from offbeat.sim.faults import Faults
 from offbeat.sim.leased_data import LeasedData
 from offbeat.sim.result import SimResult
+from offbeat.sim.sim_plan import SimPlan
 from offbeat.sim.timeline import Timeline
 from offbeat.sim.transfers import SimulatedTransfers
 from offbeat.sim.worker import SimWorker
-from offbeat.sync import (
-    Apply,
-    Deadline,
-    Drop,
-    Evict,
-    Grant,
-    LocalSGD,
-    Pulled,
-    Pushed,
-    PushEnding,
-    Ready,
-    Release,
-    State,
-    TakesEveryNth,
-    Wake,
-)
+from offbeat.sync import Apply, LocalSGD, Pushed, PushEnding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from offbeat.coordinator.events import CoordinatorEvent, WorkerMessage
+    from offbeat.coordinator.instructions import Timer
     from offbeat.plan import Plan
+    from offbeat.protocol.messages import Decision, ToWorker
     from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.links import Links
     from offbeat.sim.worker import PendingUpdate
-    from offbeat.sync import Action, Policy, Push
+    from offbeat.sync import Member, Policy
 
-_ASKED = 20  # times in the seconds that it looks back
 _STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
 
 
@@ -89,8 +106,7 @@ class SimulatedServer:
         troubles: Disturbances | None = None,
         faults: Faults | None = None,
     ) -> None:
-        self._plan, self._links, self._batch = plan, links, batch
-        self._sync, self._is_swapping = plan.sync, False
+        self._plan, self._links = SimPlan.of(plan), links
         self._troubles, self._faults = troubles or Disturbances(), faults or Faults()
         self._timeline = timeline = Timeline()
         self._transfers = SimulatedTransfers(
@@ -99,15 +115,10 @@ class SimulatedServer:
         self._workers = [SimWorker(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
         self._steps, self._world = steps, len(courses)
         self._life = 0
-        self._coordinator = PolicyRunner(plan.sync, len(courses), lambda: timeline.now_s, State(hosts=links.shards))
-        self._data = LeasedData(
-            plan.tuning,
-            lambda: timeline.now_s,
-            self._workers,
-            batch=batch,
-            samples=2 * steps * batch * len(courses),
-        )
-        self._wake = 0
+        self._coordinator = self._new_coordinator()
+        self._timers: dict[Timer, int] = {}  # how often each was set in this life
+        samples = 2 * steps * batch * len(courses)
+        self._data = LeasedData(plan.tuning is not None, world=len(courses), batch=batch, samples=samples)
         self.played = SimResult.of(len(courses))
 
     def play(self) -> SimResult:
@@ -116,17 +127,15 @@ class SimulatedServer:
         Raises:
             AssertionError: if a worker waits for ever; `check_policy` says why the policy lets it.
         """
+        self._handle(ModelBegun(0.0, 0, self._details(range(self._world))))
         for worker in self._workers:
-            self._coordinator.join(worker.rank)
-        self._data.enrol(self._workers, together=self._sync.bound == 0)
-        self._carry_out(self._coordinator.start_if_all_are_here())
+            self._open(worker)
+        self._handle(ShardSaid(0.0, ModelFilled(0)))
         for worker in list(self._workers):
-            worker.may_push = not self._sync.gated
-            self._compute(worker)
-        self._ask_again()
+            self._begin(worker)
         self._timeline.run()
         waiting = [worker.rank for worker in self._workers if worker.left]
-        assert not waiting, f"workers {waiting} wait for ever with {self._sync!r}"
+        assert not waiting, f"workers {waiting} wait for ever with {self._policy!r}"
         return self.played
 
     # -- a worker's way through a step ---------------------------------------------------------------------------
@@ -138,9 +147,10 @@ class SimulatedServer:
         self._strike(worker, computed=False)
         if not worker.left:
             return
-        worker.begun_s, worker.samples = self._timeline.now_s, self._batch
-        tuned = self._data.next(worker)
-        worker.samples = self._batch if tuned is None else tuned
+        if (ask := self._data.ask(worker)) is not None:
+            self._say(worker, ask)
+        tuned = self._data.samples(worker)
+        worker.begun_s, worker.samples = self._timeline.now_s, self._data.batch if tuned is None else tuned
         computing_s, lost_s = worker.course.next_s(tuned)
         worker.computed_s = computing_s + lost_s
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
@@ -150,7 +160,7 @@ class SimulatedServer:
         self._strike(worker, computed=True)
         if not worker.left:
             return
-        before, policy = worker.policy, self._sync
+        before, policy = worker.policy, self._policy
         if before != policy and not isinstance(before, LocalSGD):
             self._goes_over(worker, policy)
         what = worker.policy.contributes(worker.own_step)
@@ -169,7 +179,7 @@ class SimulatedServer:
 
     def _goes_over(self, worker: SimWorker, policy: Policy, brings: int = 0) -> None:
         """As `offbeat.engine.server_switch` does."""
-        member = self._coordinator.state.members.get(worker.rank)
+        member = self._members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy
         worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
@@ -179,12 +189,11 @@ class SimulatedServer:
         if back_s > self.now_s:
             self._later(worker, back_s - self.now_s, lambda: self._bring(worker))
             return
-        member = self._coordinator.state.members.get(worker.rank)
+        member = self._members.get(worker.rank)
         if member is None:  # it was evicted while it computed
             self._come_back(worker)
             return
         worker.push = (worker.rank, member.step)
-        worker.may_push = worker.may_push and not self._sync.gated
         if worker.may_push:
             # Word of it goes ahead of it on the same link.
             self._ready(worker)
@@ -193,23 +202,25 @@ class SimulatedServer:
             self._to_server(lambda: self._ready(worker))
 
     def _ready(self, worker: SimWorker) -> None:
-        rank, clock = worker.push
-        member = self._coordinator.state.members.get(worker.rank)
-        if member is None:
+        if worker.rank not in self._members:
             self._come_back(worker)
             return
         worker.is_announced = True
-        self._data.announce(worker, member)
         weight, worker.alone = float(worker.samples * worker.alone), 0
         self.played.read[worker.push] = worker.read
-        ready = Ready(rank, clock, self._timeline.now_s, weight)
-        self._carry_out(self._coordinator.bring(ready, change=worker.is_change, ends=worker.ends))
+        about = ContributionInfo(
+            weight,
+            ({},) if worker.is_change else (),
+            used=self._data.take(worker),
+            change=worker.is_change,
+            ends=worker.ends,
+        )
+        self._say(worker, Announce(0, worker.push[1], about))
 
     def arriving(self, event: PushEnding | Pushed) -> None:
         """A contribution is nearly there, or whole."""
-        if isinstance(event, Pushed):
-            self._data.whole((event.worker, event.clock))
-        self._tell(event)
+        kind = PushDone if isinstance(event, Pushed) else PushNearlyDone
+        self._handle(ShardSaid(self.now_s, kind(0, event.worker, event.clock)))
 
     def made(self, update: PendingUpdate) -> None:
         """An update is made everywhere."""
@@ -220,10 +231,8 @@ class SimulatedServer:
         self._later(worker, self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
 
     def _pulled(self, worker: SimWorker) -> None:
-        self._data.stepped(worker, self._coordinator.state.members.get(worker.rank))
-        self._tell(Pulled(worker.rank, self._timeline.now_s))
-        self._pace()
-        worker.may_push = not self._sync.gated
+        if worker.rank in self._members:
+            self._say(worker, PullDone(0, worker.clock))
         self._stepped(worker)
 
     def _stepped(self, worker: SimWorker) -> None:
@@ -237,103 +246,127 @@ class SimulatedServer:
         self._compute(worker)
 
     def _leave(self, worker: SimWorker) -> None:
-        self._data.lose(worker.rank)
-        self._carry_out(self._coordinator.leave(worker.rank))
+        self._handle(WorkerGone(self.now_s, worker.rank))
 
     def _come_back(self, worker: SimWorker) -> None:
         """It was evicted: what it computed is outdated, and it begins again with the newest parameters."""
         worker.update = None
-        self._carry_out(self._coordinator.join(worker.rank))
-        if self._faults.all:
-            self._data.enrol([worker], together=self._sync.bound == 0)
-        self._transfers.pull(worker)
+        self._open(worker)
 
-    # -- what the policy decides ---------------------------------------------------------------------------------
+    def _open(self, worker: SimWorker, back: Reconnect | None = None) -> None:
+        """It takes part, or takes part again."""
+        worker.is_joining = True
+        self._handle(WorkerOpened(self.now_s, worker.rank, 0, self._details(range(self._world), back)))
+        if (about := self._data.register(worker)) is not None:
+            self._say(worker, about)
 
-    def _tell(self, event: Ready | PushEnding | Pushed | Pulled | TakesEveryNth | Deadline) -> None:
-        self._carry_out(self._coordinator.tell(event))
+    def _begin(self, worker: SimWorker) -> None:
+        """It has its first parameters."""
+        worker.is_new = False
+        self._say(worker, PullDone(0, worker.clock))
+        self._compute(worker)
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        actions = tuple(actions)
-        self._data.release(action.worker for action in actions if isinstance(action, Release))
-        for action in actions:
-            match action:
-                case Grant(worker=rank):
-                    worker = self._workers[rank]
-                    if not worker.may_push:
-                        self._to_worker(lambda one=worker: self._granted(one))  # type: ignore[misc]
-                case Apply(pushes=pushes):
-                    for push in pushes:
-                        self._data.applied(push)
-                    self._transfers.apply(action, self._workers)
-                case Drop(pushes=pushes):
-                    for push in pushes:
-                        self._drop(push)
-                case Release(worker=rank):
-                    if rank < self._world:
-                        self.played.staleness[rank].append(self._coordinator.last_staleness.get(rank, 0))
-                    self._transfers.pull(self._workers[rank])
-                case Evict(worker=rank):
-                    self._evict(self._workers[rank])
-                case Wake(at_s=at_s):
-                    self._wake += 1
-                    self._timeline.at(at_s, lambda number=self._wake: self._wake_up(number))  # type: ignore[misc]
-        if any(isinstance(action, Apply) for action in actions):
-            self._ask()
+    # -- the coordinator -----------------------------------------------------------------------------------------
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(lambda _: self._plan, self._life, check_hyper=lambda spec, hyper, worker: None)
+
+    def _details(self, ranks: Sequence[int], back: Reconnect | None = None) -> ModelInfo:
+        return ModelInfo(
+            world=self._world,
+            shards=1,
+            holders=1,
+            plan="",
+            layout="",
+            names=(),
+            blocks=(),
+            optimizer=OptimizerSpec("", (), ()),
+            back=back,
+            hosts=self._links.shards,
+            ranks=tuple(ranks),
+        )
+
+    @property
+    def _policy(self) -> Policy:
+        """That decides."""
+        return self._coordinator.models[0].runner.policy
+
+    @property
+    def _members(self) -> Mapping[int, Member]:
+        """Workers that take part."""
+        return self._coordinator.models[0].runner.state.members
+
+    def _say(self, worker: SimWorker, message: WorkerMessage) -> None:
+        self._handle(WorkerSaid(self.now_s, worker.rank, message))
+
+    def _handle(self, event: CoordinatorEvent) -> None:
+        """Have the coordinator hear of an event, and play what it says."""
+        for instruction in self._coordinator.handle(event):
+            match instruction:
+                case SendToWorker(worker=rank, message=message):
+                    self._hear(self._workers[rank], message)
+                case SendToShards(decision=decision):
+                    self._carry_out(decision)
+                case SendToAll(message=AdoptPlan(text=text)):
+                    self.played.swaps.append((self.now_s, self._policy, text))
+                case SetTimer(timer=timer, at_s=at_s):
+                    self._set_timer(timer, at_s)
+                case RejectPeer(error=error):
+                    raise error
+
+    def _carry_out(self, decision: Decision) -> None:
+        """As the shards do."""
+        match decision:
+            case ApplyContributions(pushes=pushes, rate=rate, in_order=in_order):
+                self._transfers.apply(Apply(pushes, rate, in_order), self._workers)
+            case DropContribution(worker=rank, clock=clock):
+                worker = self._workers[rank]
+                if worker.push == (rank, clock):
+                    self._transfers.stop(worker)
+            case ReleaseFromShard(worker=rank):
+                worker = self._workers[rank]
+                if not worker.is_new:
+                    self._transfers.pull(worker)
+                elif self.now_s:  # at the beginning all have them
+                    self._transfers.give_all(worker, lambda: self._begin(worker))
+
+    def _hear(self, worker: SimWorker, message: ToWorker) -> None:
+        """A worker is told something; what it has to answer to is on its way for a while."""
+        match message:
+            case Granted():
+                self._to_worker(lambda: self._granted(worker))
+            case ReleaseWorker(step=step, staleness=staleness, waits=waits):
+                worker.clock, worker.may_push = step, not waits
+                if not worker.is_joining and worker.rank < self._world:
+                    self.played.staleness[worker.rank].append(staleness)
+                worker.is_joining = False
+            case Evicted():
+                self._transfers.stop(worker)
+                if worker.holds and worker.is_announced and not worker.is_pulling:
+                    self._to_worker(lambda: self._come_back(worker))
+            case PlanProposed(number=number, plan=plan):
+                if self._troubles.back_s(worker.rank, self.now_s) <= self.now_s:
+                    agrees, life = PlanAgreement(number, plan), self._life
+                    agree = lambda: self._say(worker, agrees) if life == self._life else None  # noqa: E731
+                    self._timeline.after(2 * self._links.to_server_s, agree)
+            case _:
+                self._data.hear(worker, message)
 
     def _granted(self, worker: SimWorker) -> None:
         if worker.is_announced and not worker.brought and worker.flow is None:
             self._transfers.send(worker)
 
-    def _drop(self, push: Push) -> None:
-        self._data.dropped(push)
-        worker = self._workers[push[0]]
-        if worker.push == push:
-            self._transfers.stop(worker)
+    def _set_timer(self, timer: Timer, at_s: float | None) -> None:
+        life = self._life
+        self._timers[timer] = number = self._timers.get(timer, 0) + 1
 
-    def _evict(self, worker: SimWorker) -> None:
-        self._transfers.stop(worker)
-        self._data.lose(worker.rank)
-        if worker.holds and worker.is_announced and not worker.is_pulling:
-            self._to_worker(lambda: self._come_back(worker))
+        def due() -> None:
+            if (life, number) == (self._life, self._timers[timer]):
+                self._handle(TimePassed(self.now_s, timer))
 
-    def _wake_up(self, number: int) -> None:
-        if number == self._wake:
-            self._when_up(lambda: self._tell(Deadline(self._timeline.now_s)) if number == self._wake else None)
-
-    # -- who swaps the policy ------------------------------------------------------------------------------------
-
-    def _ask_again(self) -> None:
-        """Ask the controller now, and again while there is somebody to decide about."""
-        controller = self._plan.controller
-        if controller is not None and any(worker.left for worker in self._workers):
-            self._when_up(self._ask)
-            self._timeline.after(controller.looks_back_s / _ASKED, self._ask_again)
-
-    def _ask(self) -> None:
-        controller = self._plan.controller
-        metrics = None if controller is None or self._is_swapping else self._coordinator.metrics(controller)
-        if controller is None or metrics is None:
-            return
-        decision = controller.decide(metrics)
-        if isinstance(decision, Swap):
-            self._is_swapping, life = True, self._life
-            now_s = self._timeline.now_s
-            silent = any(self._troubles.back_s(worker.rank, now_s) > now_s for worker in self._workers)
-            agreed_s = CONSENT_S if silent else 2 * self._links.to_server_s
-            self._timeline.after(agreed_s, lambda: self._adopt(decision) if life == self._life else None)
-
-    def _adopt(self, swap: Swap) -> None:
-        self._is_swapping, self._sync = False, swap.sync
-        self.played.swaps.append((self._timeline.now_s, swap.sync, swap.reason))
-        self._data.together(swap.sync.bound == 0)
-        self._carry_out(self._coordinator.swap(swap.sync, by_controller=True))
-
-    def _pace(self) -> None:
-        for rank, every in self._data.every().items():
-            member = self._coordinator.state.members.get(rank)
-            if member is not None and member.every != every:
-                self._tell(TakesEveryNth(rank, every, self._timeline.now_s))
+        # A controller looks on as long as there is somebody to decide about.
+        if at_s is not None and (timer[0] != "controller" or any(worker.left for worker in self._workers)):
+            self._timeline.at(at_s, lambda: self._when_up(due))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -410,11 +443,8 @@ class SimulatedServer:
         def come() -> None:
             rank = len(self._workers)
             course = self._workers[host].course.of_another(rank)
-            worker = SimWorker(rank, host, course, self._sync, self._steps, may_push=not self._sync.gated)
-            self._workers.append(worker)
-            self._carry_out(self._coordinator.join(rank))
-            self._data.enrol([worker], together=self._sync.bound == 0)
-            self._transfers.give_all(worker, lambda: self._compute(worker))
+            self._workers.append(SimWorker(rank, host, course, self._policy, self._steps))
+            self._open(self._workers[rank])
 
         self._timeline.after(after_s, lambda: self._when_up(come))
 
@@ -426,7 +456,6 @@ class SimulatedServer:
     def restart(self, after_s: float) -> None:
         """The server is gone; its next life begins so much later."""
         self._life += 1
-        self._is_swapping, self._wake = False, self._wake + 1
         for worker in self._workers:
             self._transfers.tear_out(worker)
         self._transfers.forget()
@@ -435,21 +464,19 @@ class SimulatedServer:
 
     def _begin_again(self) -> None:
         """All that are left come back: whoever computes goes on, and whoever has a contribution brings it again."""
-        before, here = self._coordinator.state, [worker for worker in self._workers if worker.left]
-        state = State(hosts=before.hosts, version=before.version)
-        self._coordinator = PolicyRunner(self._sync, len(here), lambda: self._timeline.now_s, state)
-        self._data.begin()
+        here = [worker for worker in self._workers if worker.left]
+        before, self._timers = self._coordinator.models[0].runner.state, {}
+        self._plan = self._plan.controlled(self._policy)
+        self._coordinator = self._new_coordinator()
+        ranks = [worker.rank for worker in here]
+        progress = TrainingProgress({}, tuple(ranks))
+        self._handle(ModelRestored(self.now_s, 0, self._details(ranks), before.version, progress))
         for worker in here:
             member = before.members.get(worker.rank)
-            least = before.past.get(worker.rank, 0) if member is None else member.step
-            self._coordinator.join(worker.rank, least=least)
-        self._data.enrol(here, together=self._sync.bound == 0)
-        for worker in self._workers:
-            if not worker.left:
-                self._data.lose(worker.rank)
-        self._carry_out(self._coordinator.start_if_all_are_here())
+            clock = before.past.get(worker.rank, 0) if member is None else member.step
+            back = Reconnect(life=-1, clock=clock, version=before.version, holds=worker.holds, waits=worker.holds)
+            self._open(worker, back)
         for worker in here:
-            worker.may_push = not self._sync.gated
             if worker.holds:
                 worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
                 worker.alone, worker.entry = max(worker.alone, 1), worker.entry + 1

@@ -83,6 +83,9 @@ class SimWorker:
         left: steps that it has still to do.
         entry: how often it was torn out of what it did; what was to happen before does not any more.
         alone: steps since its last contribution.
+        clock: number of the contribution that it brings next.
+        is_new: it has not had any parameters.
+        is_joining: it has opened the model, and was not let go on since.
         holds: it has computed a contribution, and not gone on.
         read: updates that were in the parameters that it was given last.
         brought: parts of the contribution at hand that have arrived.
@@ -97,6 +100,9 @@ class SimWorker:
     left: int
     entry: int = 0
     alone: int = 0
+    clock: int = 0
+    is_new: bool = True
+    is_joining: bool = False
     read: int = 0
     own_step: int = 0
     begun_s: float = 0.0
