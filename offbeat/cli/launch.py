@@ -119,7 +119,7 @@ class Launch:
         self._outlives = Path()  # exists once the job goes on without a worker that is lost
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
-        self._mourned: set[int] = set()
+        self._reported: set[int] = set()
         self._shards: LocalShards
 
     def run(self) -> int:
@@ -258,11 +258,11 @@ class Launch:
                 self._tell_lost(failed)
                 failed = []
             if failed and (all_ended or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S):
-                return self._mourn(failed)
+                return self._report_loss(failed)
             if all_ended:
                 refused = [w for w in self._workers if w.code == REFUSED]
                 if refused:
-                    return self._mourn(refused)
+                    return self._report_loss(refused)
                 return UNPREPARED if any(w.code == UNPREPARED for w in self._workers) else 0
 
     def _record(self, what: str, text: str, rank: int = OF_JOB) -> None:
@@ -284,12 +284,12 @@ class Launch:
 
     def _tell_lost(self, failed: list[Worker]) -> None:
         for worker in failed:
-            if worker.rank not in self._mourned:
-                self._mourned.add(worker.rank)
+            if worker.rank not in self._reported:
+                self._reported.add(worker.rank)
                 style = "yellow" if worker.code == LEFT else "bold red"
                 self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style=style)
 
-    def _mourn(self, failed: list[Worker]) -> int:
+    def _report_loss(self, failed: list[Worker]) -> int:
         """Say who was lost, and how."""
         self._end_all()
         self._drain()

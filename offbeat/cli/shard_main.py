@@ -154,7 +154,7 @@ async def _live(
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()
-    chief: PeerLink | None = None
+    coordinator: PeerLink | None = None
     if settings.coordinator:
         dialling = connect(
             settings.coordinator,
@@ -166,8 +166,8 @@ async def _live(
             limits=limits,
             patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
         )
-        chief = await _unless(stop, dialling)
-        if chief is None:
+        coordinator = await _unless(stop, dialling)
+        if coordinator is None:
             return None
         await _first_of(shard.begun, ended, again, stop)
         if shard.refusal:
@@ -198,7 +198,7 @@ async def _live(
     listener.close()
     await shard.be_quiet()
     if again.is_set() and not stop.is_set():
-        for link in [*listener.links, *([] if chief is None else [chief])]:
+        for link in [*listener.links, *([] if coordinator is None else [coordinator])]:
             link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
         return listener.address
     if archive is not None and stop.is_set():
@@ -250,13 +250,13 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
         NetworkError: if it cannot be started for the first time.
     """
     settings, left = msgspec.structs.replace(settings, restarts=0), settings.restarts
-    serving, was_told, clock = ShardProcess(is_kept=True), False, clock or WallClock()
+    serving, was_stopped, clock = ShardProcess(is_kept=True), False, clock or WallClock()
     backoff = restart_backoff(clock)
     address = serving.serve(settings)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal was_told
-        was_told = True
+        nonlocal was_stopped
+        was_stopped = True
         serving.process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -267,7 +267,7 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
     say(address)
     while True:
         spare = _spare() if left else None
-        if (code := serving.process.wait()) == 0 or was_told:
+        if (code := serving.process.wait()) == 0 or was_stopped:
             break
         how = "was told to stop" if code == _STOPPED else how_it_ended(code)
         if not left:
@@ -279,21 +279,21 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
         _log.warning("The parameter server at %s %s; it is started again (%d times more).", address, how, left)
         note.write(msgspec.structs.replace(settings, restarts=left))
         due_s = clock.now_s() + backoff.next_s()
-        while clock.now_s() < due_s and not was_told:
+        while clock.now_s() < due_s and not was_stopped:
             clock.sleep(_LOOK_S)
-        if was_told:
+        if was_stopped:
             break
         try:
             serving = spare if spare is not None and spare.process.poll() is None else ShardProcess(is_kept=True)
             serving.serve(settings)
         except NetworkError as error:
-            if was_told:
+            if was_stopped:
                 note.remove()
             else:
                 _log.error("%s", error)
                 note.give_up(str(error))
             return
-        if was_told:  # while it was being started
+        if was_stopped:  # while it was being started
             serving.process.terminate()
     note.remove()
 

@@ -159,11 +159,11 @@ class HubOnlooker(StatusClient):
         patience_s = (_DIAL if self._patience is None else self._patience).total_seconds()
         try:
             async with asyncio.timeout(max(_LEAST_DIAL_S, patience_s)):
-                talk = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
+                stream = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=_MAX_OVERVIEW_BYTES)
                 try:
-                    await enter(talk, bytes.fromhex(target.token), HandshakeClaim(rank=0, role="onlooker"))
+                    await enter(stream, bytes.fromhex(target.token), HandshakeClaim(rank=0, role="onlooker"))
                 except BaseException:
-                    await talk.end(_GOOD_BYE_S)
+                    await stream.end(_GOOD_BYE_S)
                     raise
         except PeerError as error:
             raise PeerError(f"Cannot look at the job at {address}: {error}. {target.way_out}".rstrip()) from error
@@ -171,7 +171,7 @@ class HubOnlooker(StatusClient):
             raise NetworkError(
                 f"Cannot reach the {self._what} at {address}: {str(error) or 'no answer'}. {target.way_out}".rstrip()
             ) from error
-        return _HubLine(talk)
+        return _HubLine(stream)
 
 
 class _StatusReceiver(ABC):
@@ -263,21 +263,21 @@ class _ServerLine(_StatusReceiver):
 class _HubLine(_StatusReceiver):
     """A connection to a hub."""
 
-    def __init__(self, talk: MessageStream) -> None:
+    def __init__(self, stream: MessageStream) -> None:
         super().__init__()
-        self._talk = talk
+        self._stream = stream
         self._hearing = asyncio.create_task(self._hear())
 
     def ask(self, number: int) -> None:
-        self._talk.say(AskAll(number))
+        self._stream.send(AskAll(number))
 
     async def close(self) -> None:
         self._hearing.cancel()
-        await self._talk.end(_GOOD_BYE_S)
+        await self._stream.end(_GOOD_BYE_S)
 
     async def _hear(self) -> None:
         try:
-            while (message := await self._talk.hear()) is not None:
+            while (message := await self._stream.recv()) is not None:
                 if isinstance(message, Bye):
                     self.ended(None)
                     return
@@ -288,7 +288,7 @@ class _HubLine(_StatusReceiver):
         except PeerError as error:
             self.ended(error)
         finally:
-            self._talk.close()
+            self._stream.close()
 
 
 class JobOnlooker:

@@ -68,7 +68,7 @@ def swap(
         parts["fabric"] = table_of(read_part("fabric", fabric))
     part = tomli_w.dumps(parts)
     if is_without_server(job):
-        typer.echo(_wish(Path(job), part))
+        typer.echo(_swap_by_folder(Path(job), part))
         return
     if Path(job).is_dir() and not (Path(job) / "server.json").exists():
         raise NetworkError(
@@ -76,13 +76,13 @@ def swap(
             "has not reached run.prepare yet: ask again when it trains; or this is not the folder of a run."
         )
     target = find(job, given(job_name, token_file, certificate, key, authority))
-    said = asyncio.run(_ask(target, part))
+    said = asyncio.run(_swap_by_server(target, part))
     if said.refusal:
         raise PlanError(said.refusal)
     typer.echo(said.text)
 
 
-def _wish(folder: Path, part: str) -> str:
+def _swap_by_folder(folder: Path, part: str) -> str:
     """Post the request to a job without a server, and return its reply.
 
     Raises:
@@ -91,14 +91,14 @@ def _wish(folder: Path, part: str) -> str:
     """
     from offbeat.report.records import has_ended
 
-    wished = swap_request.leave(folder, part)
+    request = swap_request.post(folder, part)
     told_s = time.monotonic() + _QUIET_S
     deadline_s = time.monotonic() + _PATIENCE_S
     try:
-        while (granted := swap_request.answered(folder, wished)) is None:
+        while (reply := swap_request.answered(folder, request)) is None:
             if has_ended(folder / "metrics.jsonl"):
                 raise NetworkError(f"Cannot swap the policy of the job in {folder}: it has ended.")
-            if swap_request.is_left(folder, wished) and not is_without_server(str(folder)):
+            if swap_request.is_posted(folder, request) and not is_without_server(str(folder)):
                 raise NetworkError(
                     f"Cannot swap the policy of the job in {folder}: all workers have moved to a server before "
                     "they read this. Ask again: the server will be asked."
@@ -113,13 +113,13 @@ def _wish(folder: Path, part: str) -> str:
                 )
             time.sleep(_LOOK_S)
     finally:
-        swap_request.take_back(folder, wished)
-    if granted.refusal:
-        raise PlanError(granted.refusal)
-    return granted.text
+        swap_request.withdraw(folder, request)
+    if reply.refusal:
+        raise PlanError(reply.refusal)
+    return reply.text
 
 
-async def _ask(target: JobAddress, part: str) -> SwapResult:
+async def _swap_by_server(target: JobAddress, part: str) -> SwapResult:
     """Ask the server, and return its reply once all workers have voted.
 
     Raises:

@@ -80,7 +80,7 @@ def top(
             else:
                 _follow(onlooker, show, every_s)
     except JobEnded:
-        typer.echo(epitaph(show.picture.scenes), err=json)
+        typer.echo(last_lines(show.view.scenes), err=json)
     except KeyboardInterrupt:
         pass  # the way to leave
     finally:
@@ -92,7 +92,7 @@ def _leave(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def epitaph(scenes: Sequence[ModelStatus]) -> str:
+def last_lines(scenes: Sequence[ModelStatus]) -> str:
     """The last lines about a job that has ended.
 
     Args:
@@ -109,35 +109,35 @@ class _Show:
     """The output of `offbeat top`.
 
     Args:
-        json: as objects; else as a picture.
+        json: as objects; else as a table.
         is_terminal: whether somebody watches it change.
     """
 
     def __init__(self, *, json: bool, is_terminal: bool) -> None:
-        self.picture = TopView()
+        self.view = TopView()
         self.json, self.is_live = json, is_terminal and not json
         self.console = Console(highlight=False, width=None if is_terminal else _WIDEST)
 
     def print(self) -> None:
         """Print the latest status."""
         if self.json:
-            typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.picture.scenes}).decode())
+            typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.view.scenes}).decode())
         else:
-            self.console.print(self.picture)
+            self.console.print(self.view)
 
 
 def _once(onlooker: JobOnlooker, show: _Show) -> None:
     scenes = onlooker.look(_PATIENCE_S)
     if scenes is None:
         raise NetworkError(f"Cannot look at the job: it has not answered for {_PATIENCE_S:g} s. Try again.")
-    show.picture.add(scenes)
+    show.view.add(scenes)
     show.print()
 
 
 def _follow(onlooker: JobOnlooker, show: _Show, interval_s: float) -> None:
-    looks = _looks(onlooker, show.picture, interval_s)
+    looks = _looks(onlooker, show.view, interval_s)
     if show.is_live:
-        with Live(show.picture, console=show.console, auto_refresh=False) as live:
+        with Live(show.view, console=show.console, auto_refresh=False) as live:
             for _ in looks:
                 live.refresh()
     for answered in looks:
@@ -177,10 +177,10 @@ def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, por
     """Serve the figures for as long as the job runs; a scrape is answered from the last look, so it asks nobody."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    looks = _looks(onlooker, show.picture, interval_s)
+    looks = _looks(onlooker, show.view, interval_s)
     while not next(looks):
         pass
-    figures = Figures(show.picture.scenes, time.time())
+    figures = Figures(show.view.scenes, time.time())
     registry = CollectorRegistry()  # the usual one tells of this process
     registry.register(figures)
     try:
@@ -193,22 +193,22 @@ def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, por
         typer.echo(f"serving figures at http{'s' if tls else ''}://{address}/metrics until the job ends, or Ctrl-C")
         for answered in looks:
             if answered:
-                figures.latest = (show.picture.scenes, time.time())
+                figures.latest = (show.view.scenes, time.time())
     finally:
         server.shutdown()
         server.server_close()
 
 
-def _looks(onlooker: JobOnlooker, picture: TopView, interval_s: float) -> Iterator[bool]:
+def _looks(onlooker: JobOnlooker, view: TopView, interval_s: float) -> Iterator[bool]:
     """Look again and again; whether there was an answer."""
     answered_s = time.monotonic()
     while True:
         began_s = time.monotonic()
         scenes = onlooker.look(min(interval_s, _INTERVAL_S))
         if scenes is None:
-            picture.silent_s = time.monotonic() - answered_s
+            view.silent_s = time.monotonic() - answered_s
         else:
             answered_s = time.monotonic()
-            picture.add(scenes)
+            view.add(scenes)
         yield scenes is not None
         onlooker.rest(began_s + interval_s - time.monotonic())

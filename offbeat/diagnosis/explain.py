@@ -128,7 +128,7 @@ class Diagnosis:
 
 
 def explain(
-    roster: ClusterReport,
+    cluster: ClusterReport,
     *,
     rank: int,
     step: int,
@@ -141,7 +141,7 @@ def explain(
     """Explain why `rank` still waits.
 
     Args:
-        roster: last words of all workers.
+        cluster: last words of all workers.
         rank: of the worker that asks.
         step, phase, operation: where it waits, as its own last words have it.
         place: the same for people.
@@ -149,17 +149,17 @@ def explain(
         model: of several prepared, the one whose exchange it waits in.
     """
     here = _WaitPlace(step, phase, operation, model)
-    if roster.hub_lost_s is not None:
-        found = _without_hub(roster, roster.hub_lost_s, rank, here, place, waited_s)
+    if cluster.hub_lost_s is not None:
+        found = _without_hub(cluster, cluster.hub_lost_s, rank, here, place, waited_s)
     else:
-        found = _with_all(roster, rank, here, place, waited_s)
+        found = _with_all(cluster, rank, here, place, waited_s)
     return replace(found, within=phase == "exchanging")
 
 
-def _with_all(roster: ClusterReport, rank: int, here: _WaitPlace, place: str, waited_s: float) -> Diagnosis:
+def _with_all(cluster: ClusterReport, rank: int, here: _WaitPlace, place: str, waited_s: float) -> Diagnosis:
     """Explain from the last words of all workers."""
     step = here.step
-    others = [words for words in roster.words if words.rank != rank]
+    others = [words for words in cluster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
     late = [c for c in verdicts.values() if c is not None and c.reason != "elsewhere"]
     elsewhere = [c for c in verdicts.values() if c is not None and c.reason == "elsewhere"]
@@ -186,15 +186,15 @@ def _with_all(roster: ClusterReport, rank: int, here: _WaitPlace, place: str, wa
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
 
 
-def gone(roster: ClusterReport, *, patience_s: float) -> dict[int, str]:
+def gone(cluster: ClusterReport, *, patience_s: float) -> dict[int, str]:
     """List the workers that take no further part, with the reason: dead, failed, or long out of reach.
 
     Args:
-        roster: last words of all workers.
+        cluster: last words of all workers.
         patience_s: how long somebody may be out of reach.
     """
     lost = {}
-    for words in roster.words if roster.hub_lost_s is None else ():
+    for words in cluster.words if cluster.hub_lost_s is None else ():
         verdict = _judge(words, _WaitPlace(words.step, "exchanging", "", words.model))
         if verdict is None:
             continue
@@ -284,12 +284,12 @@ def _judge_computing(words: WorkerReport) -> Culprit:
 
 
 def _without_hub(
-    roster: ClusterReport, lost_s: float, rank: int, here: _WaitPlace, place: str, waited_s: float
+    cluster: ClusterReport, lost_s: float, rank: int, here: _WaitPlace, place: str, waited_s: float
 ) -> Diagnosis:
     """Judge rank 0 alone: by how it said it ended, if that was heard, else by its silence."""
     verdict: Culprit | None = None
     if rank != 0:
-        farewell = [_judge(words, here) for words in roster.words if words.rank == 0]
+        farewell = [_judge(words, here) for words in cluster.words if words.rank == 0]
         verdict = farewell[0] if farewell else _hub_lost(lost_s)
     culprits = () if verdict is None else (verdict,)
     fatal = verdict is not None and verdict.reason in _FATAL

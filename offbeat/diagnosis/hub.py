@@ -97,7 +97,7 @@ class Hub:
         self._words[words.rank] = (words, now_s)
         self._news.set()
 
-    async def roster(self, stacks: tuple[int, ...] = ()) -> tuple[WorkerReport, ...]:
+    async def ask_all(self, stacks: tuple[int, ...] = ()) -> tuple[WorkerReport, ...]:
         """The latest words of all ranks, in order of rank.
 
         Args:
@@ -125,7 +125,7 @@ class Hub:
         """Tell everyone how the hub's own worker `rank` ended: soon there will be nobody left to ask."""
         words = self._latest(rank, time.monotonic())
         for link in self._links.values():
-            link.say(ClusterReport(0, (words,)))
+            link.send(ClusterReport(0, (words,)))
 
     @property
     def peers(self) -> int:
@@ -138,7 +138,7 @@ class Hub:
         for link in list(self._links.values()):
             link.close()
         for onlooker in list(self._onlookers):
-            onlooker.say(Bye())
+            onlooker.send(Bye())
             onlooker.close()
 
     def _latest_of_all(self) -> dict[int, WorkerReport]:
@@ -163,7 +163,7 @@ class Hub:
         if now_s - self._shown_s.get(rank, -_STACK_S) >= _STACK_S:
             self._shown_s[rank] = now_s
             if rank in self._links:
-                self._links[rank].say(Show())
+                self._links[rank].send(Show())
             elif self.on_show is not None:
                 self.on_show()
         return True
@@ -184,64 +184,64 @@ class Hub:
     # -- connections ---------------------------------------------------------------------------------------------
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talk = MessageStream(reader, writer, max_bytes=_MAX_STRANGER_BYTES)
+        stream = MessageStream(reader, writer, max_bytes=_MAX_STRANGER_BYTES)
         if self._strangers >= _MAX_STRANGERS:
             writer.transport.abort()
             return
         self._strangers += 1
         try:
             async with asyncio.timeout(_STRANGER_S):
-                claim = await self._authenticate(talk)
+                claim = await self._authenticate(stream)
         except (PeerError, TimeoutError) as error:
-            self._refusals.tell(f"{talk.peer} on the control connection: {str(error) or 'it took too long'}")
-            talk.close()
+            self._refusals.log(f"{stream.peer} on the control connection: {str(error) or 'it took too long'}")
+            stream.close()
             return
         except asyncio.CancelledError:  # the hub closes
             writer.transport.abort()
             return
         finally:
             self._strangers -= 1
-        talk.trust(_MAX_PEER_BYTES)
+        stream.trust(_MAX_PEER_BYTES)
         if claim.role == "onlooker":
-            await self._be_looked_at(talk)
+            await self._be_looked_at(stream)
             return
         rank = claim.rank
         if rank in self._links:  # it came back before we noticed that it had been away
             self._links[rank].close()
-        self._links[rank] = talk
+        self._links[rank] = stream
         try:
-            await self._converse(talk, rank)
+            await self._converse(stream, rank)
         except PeerError as error:
-            _log.warning("Closed the control connection of rank %d (%s): %s", rank, talk.peer, error)
+            _log.warning("Closed the control connection of rank %d (%s): %s", rank, stream.peer, error)
         finally:
-            if self._links.get(rank) is talk:
+            if self._links.get(rank) is stream:
                 del self._links[rank]
-            talk.close()
+            stream.close()
 
-    async def _be_looked_at(self, talk: MessageStream) -> None:
+    async def _be_looked_at(self, stream: MessageStream) -> None:
         """Answer somebody who only looks: the workers' sentinels do not notice."""
         if len(self._onlookers) >= _MAX_ONLOOKERS:
-            self._refusals.tell(
-                f"{talk.peer} on the control connection: {_MAX_ONLOOKERS} onlookers are connected already"
+            self._refusals.log(
+                f"{stream.peer} on the control connection: {_MAX_ONLOOKERS} onlookers are connected already"
             )
-            talk.close()
+            stream.close()
             return
-        self._onlookers.add(talk)
+        self._onlookers.add(stream)
         try:
-            while (message := await talk.hear()) is not None:
+            while (message := await stream.recv()) is not None:
                 if not isinstance(message, AskAll):
                     raise PeerError(f"it sent {type(message).__name__}, which is not for an onlooker to send")
-                talk.say(self.overview(message.number))
+                stream.send(self.overview(message.number))
         except PeerError as error:
-            _log.warning("Closed the control connection of an onlooker (%s): %s", talk.peer, error)
+            _log.warning("Closed the control connection of an onlooker (%s): %s", stream.peer, error)
         finally:
-            self._onlookers.discard(talk)
-            talk.close()
+            self._onlookers.discard(stream)
+            stream.close()
 
-    async def _authenticate(self, talk: MessageStream) -> HandshakeClaim:
+    async def _authenticate(self, stream: MessageStream) -> HandshakeClaim:
         hello = handshake.hello()
-        talk.say(hello)
-        join = await talk.hear()
+        stream.send(hello)
+        join = await stream.recv()
         if not isinstance(join, Join):
             raise PeerError("it did not prove that it knows the token")
         handshake.check(self._token, hello, join)
@@ -249,12 +249,12 @@ class Hub:
             raise PeerError(f"it says it is a {join.claim.role}, which is not served here")
         if join.claim.role == "worker" and join.claim.rank >= self._world and not self._grows:
             raise PeerError(f"it says it is rank {join.claim.rank} of {self._world}")
-        talk.say(handshake.welcome(self._token, hello, join))
+        stream.send(handshake.welcome(self._token, hello, join))
         return join.claim
 
-    async def _converse(self, talk: MessageStream, rank: int) -> None:
+    async def _converse(self, stream: MessageStream, rank: int) -> None:
         answers: set[asyncio.Task[None]] = set()
-        while (message := await talk.hear()) is not None:
+        while (message := await stream.recv()) is not None:
             if isinstance(message, ReportWords):
                 if message.words.rank != rank:
                     raise PeerError(f"it speaks for rank {message.words.rank}")
@@ -262,7 +262,7 @@ class Hub:
             elif isinstance(message, AskRoster):
                 if len(answers) > 8:
                     raise PeerError("it asks faster than it can be answered")
-                answer = asyncio.create_task(self._answer(talk, message))
+                answer = asyncio.create_task(self._answer(stream, message))
                 answers.add(answer)
                 answer.add_done_callback(answers.discard)
             elif isinstance(message, Bye):
@@ -271,8 +271,8 @@ class Hub:
             else:
                 raise PeerError(f"it sent {type(message).__name__}, which is not for a peer to send")
 
-    async def _answer(self, talk: MessageStream, ask: AskRoster) -> None:
-        talk.say(ClusterReport(ask.number, await self.roster(ask.stacks)))
+    async def _answer(self, stream: MessageStream, ask: AskRoster) -> None:
+        stream.send(ClusterReport(ask.number, await self.ask_all(ask.stacks)))
 
 
 class LocalHubClient:
@@ -286,7 +286,7 @@ class LocalHubClient:
     def __init__(self, hub: Hub, rank: int, *, outlives: bool = False) -> None:
         self._hub, self._rank, self._outlives = hub, rank, outlives
         self.report = hub.report
-        self.ask = hub.roster
+        self.ask = hub.ask_all
 
     def last_heard(self) -> tuple[tuple[WorkerReport, ...], float]:
         """No last words: the hub is here, and cannot be lost."""

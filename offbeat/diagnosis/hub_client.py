@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.worker_status import TrainingStatus
 
 _log = logging.getLogger("offbeat.diagnosis")
-# A roster of the largest world.
+# A report on the largest world.
 _MAX_HUB_BYTES = 64 << 20
 _CONNECT_S = 3.0
 _RETRY_S = 1.0
@@ -50,7 +50,7 @@ class HubClient:
     def __init__(self, hub: str, *, token: bytes, rank: int) -> None:
         self._hub, self._token, self._rank = hub, token, rank
         self.on_show: Callable[[], None] = lambda: None  # called when the hub wants this worker's stack
-        self._talk: MessageStream | None = None
+        self._stream: MessageStream | None = None
         self._tried = asyncio.Event()  # the first attempt to connect has ended, one way or the other
         self._answers: dict[int, asyncio.Future[ClusterReport]] = {}
         self._number = 0
@@ -77,8 +77,8 @@ class HubClient:
         """Say something about the worker; forgotten if the hub is out of reach, but for the latest."""
         self._latest = words
         self._status = status or self._status
-        if self._talk is not None:
-            self._talk.say(ReportWords(words, status))
+        if self._stream is not None:
+            self._stream.send(ReportWords(words, status))
 
     async def ask(self, stacks: tuple[int, ...]) -> tuple[WorkerReport, ...]:
         """The latest words of all ranks.
@@ -86,7 +86,7 @@ class HubClient:
         Raises:
             NetworkError: if the hub is out of reach.
         """
-        if self._talk is None:
+        if self._stream is None:
             raise NetworkError("the hub is out of reach")
         if self._unanswered_since_s is None:
             self._unanswered_since_s = time.monotonic()
@@ -94,7 +94,7 @@ class HubClient:
         number = self._number
         answer: asyncio.Future[ClusterReport] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._talk.say(AskRoster(number, stacks))
+        self._stream.send(AskRoster(number, stacks))
         try:
             return (await answer).words
         finally:
@@ -114,29 +114,29 @@ class HubClient:
         # A worker may be done before its sentinel has reached the hub; nobody would know how it ended.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._tried.wait(), _LEAVE_S)
-        talk = self._talk  # may be lost while it is flushed
-        if talk is not None:
+        stream = self._stream  # may be lost while it is flushed
+        if stream is not None:
             if well:
-                talk.say(Bye())
-            await talk.flush(_LEAVE_S)
-            talk.close()
+                stream.send(Bye())
+            await stream.flush(_LEAVE_S)
+            stream.close()
 
     async def _converse(self) -> None:
         address, _, port = self._hub.rpartition(":")
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(address, int(port))
-            talk = MessageStream(reader, writer, max_bytes=_MAX_HUB_BYTES)
+            stream = MessageStream(reader, writer, max_bytes=_MAX_HUB_BYTES)
             try:
-                await enter(talk, self._token, HandshakeClaim(rank=self._rank))
+                await enter(stream, self._token, HandshakeClaim(rank=self._rank))
             except BaseException:
-                talk.close()
+                stream.close()
                 raise
-        self._talk, self.lost_since_s = talk, None
+        self._stream, self.lost_since_s = stream, None
         if self._latest is not None:
-            talk.say(ReportWords(self._latest, self._status))
+            stream.send(ReportWords(self._latest, self._status))
         self._tried.set()
         try:
-            while (message := await talk.hear()) is not None:
+            while (message := await stream.recv()) is not None:
                 if isinstance(message, ClusterReport) and message.number == 0:
                     self._farewell = next(((w, time.monotonic()) for w in message.words), None)
                 elif isinstance(message, ClusterReport):
@@ -149,10 +149,10 @@ class HubClient:
                 else:
                     raise PeerError(f"the hub sent {type(message).__name__}")
         finally:
-            talk.close()
+            stream.close()
 
     def _lose(self) -> None:
-        self._talk = None
+        self._stream = None
         if self.lost_since_s is None:
             self.lost_since_s = time.monotonic()
         for answer in self._answers.values():
@@ -160,18 +160,18 @@ class HubClient:
                 answer.set_exception(NetworkError("the hub is out of reach"))
 
 
-async def enter(talk: MessageStream, token: bytes, claim: HandshakeClaim) -> None:
+async def enter(stream: MessageStream, token: bytes, claim: HandshakeClaim) -> None:
     """Come in at a hub.
 
     Raises:
         PeerError: if it is none, or it or this one does not know the token.
     """
-    hello = await talk.hear()
+    hello = await stream.recv()
     if not isinstance(hello, Hello):
         raise PeerError("it is no hub")
     join = handshake.join(token, hello, claim)
-    talk.say(join)
-    welcome = await talk.hear()
+    stream.send(join)
+    welcome = await stream.recv()
     if not isinstance(welcome, Welcome):
         raise PeerError("it did not prove that it knows the token")
     handshake.check_welcome(token, hello, join, welcome)

@@ -43,7 +43,7 @@ _PATIENCE = 0.8
 _STACK_TRIES = 20
 
 
-class Voice(Protocol):
+class HubAccess(Protocol):
     """The way a sentinel speaks to all: over the network, or to the hub in its own process."""
 
     def report(self, words: WorkerReport, status: TrainingStatus | None = None) -> None:
@@ -134,21 +134,21 @@ class Duty:
     """The work of a sentinel until its worker is gone: look and report, answer its questions, show its stack.
 
     Args:
-        talk: to the worker.
+        stream: to the worker.
         sentinel: looks at it.
-        voice: to all sentinels.
+        hub: to all sentinels.
     """
 
-    def __init__(self, talk: MessageStream, sentinel: Sentinel, voice: Voice) -> None:
-        self._talk, self._sentinel, self._voice = talk, sentinel, voice
+    def __init__(self, stream: MessageStream, sentinel: Sentinel, hub: HubAccess) -> None:
+        self._stream, self._sentinel, self._hub = stream, sentinel, hub
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Run until the worker has died or said good-bye."""
         observer, listener = asyncio.create_task(self._observe()), asyncio.create_task(self._listen())
         await asyncio.wait({observer, listener}, return_when=asyncio.FIRST_COMPLETED)
-        self._voice.report(self._sentinel.look(), self._sentinel.status())
-        await self._voice.leave(well=self._sentinel.left)
+        self._hub.report(self._sentinel.look(), self._sentinel.status())
+        await self._hub.leave(well=self._sentinel.left)
 
     def show(self) -> None:
         """The worker's stack is wanted; it comes with the next report."""
@@ -156,7 +156,7 @@ class Duty:
 
     async def _show(self) -> None:
         stack = await self._sentinel.stack()
-        self._voice.report(msgspec.structs.replace(self._sentinel.look(), stack=stack))
+        self._hub.report(msgspec.structs.replace(self._sentinel.look(), stack=stack))
 
     async def _observe(self) -> None:
         told: tuple[object, ...] = ()
@@ -168,13 +168,13 @@ class Duty:
             if mark != told or time.monotonic() - told_s > _REPORT_S:
                 now_s = time.monotonic()
                 is_due = now_s - status_s > _REPORT_S
-                self._voice.report(words, self._sentinel.status() if is_due else None)
+                self._hub.report(words, self._sentinel.status() if is_due else None)
                 told, told_s, status_s = mark, now_s, now_s if is_due else status_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(died.wait(), _LOOK_S)
 
     async def _listen(self) -> None:
-        while (message := await self._talk.hear()) is not None:
+        while (message := await self._stream.recv()) is not None:
             if isinstance(message, AskRoster):
                 self._spawn(self._answer(message))
             elif isinstance(message, Bye):
@@ -186,11 +186,11 @@ class Duty:
     async def _answer(self, message: AskRoster) -> None:
         try:
             async with asyncio.timeout(_PATIENCE * message.patience_s):
-                self._voice.report(self._sentinel.look())
-                self._talk.say(ClusterReport(message.number, await self._voice.ask(message.stacks)))
+                self._hub.report(self._sentinel.look())
+                self._stream.send(ClusterReport(message.number, await self._hub.ask(message.stacks)))
         except (TimeoutError, NetworkError):
-            heard, lost_s = self._voice.last_heard()
-            self._talk.say(ClusterReport(message.number, (*heard, self._sentinel.look()), lost_s))
+            heard, lost_s = self._hub.last_heard()
+            self._stream.send(ClusterReport(message.number, (*heard, self._sentinel.look()), lost_s))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -198,7 +198,7 @@ class Duty:
         task.add_done_callback(self._tasks.discard)
 
 
-async def serve(talk: MessageStream, config: Config, page: StatusPage, stack_fd: int) -> None:
+async def serve(stream: MessageStream, config: Config, page: StatusPage, stack_fd: int) -> None:
     """Be the sentinel of `config`'s worker until it is gone.
 
     Raises:
@@ -208,15 +208,15 @@ async def serve(talk: MessageStream, config: Config, page: StatusPage, stack_fd:
     _watch_for_death(config.pid, sentinel.died)
     if config.hub is None:
         hub = Hub(token=config.token, world=config.world, grows=config.outlives)
-        talk.say(SentinelReady(hub=await hub.serve(config.bind)))
-        host = Duty(talk, sentinel, LocalHubClient(hub, config.rank, outlives=config.outlives))
+        stream.send(SentinelReady(hub=await hub.serve(config.bind)))
+        host = Duty(stream, sentinel, LocalHubClient(hub, config.rank, outlives=config.outlives))
         hub.on_show = host.show
         await host.run()
         return
     uplink = HubClient(config.hub, token=config.token, rank=config.rank)
-    duty = Duty(talk, sentinel, uplink)
+    duty = Duty(stream, sentinel, uplink)
     uplink.on_show = duty.show
-    talk.say(SentinelReady(hub=config.hub))
+    stream.send(SentinelReady(hub=config.hub))
     connection = asyncio.create_task(uplink.run())
     try:
         await duty.run()
@@ -243,12 +243,12 @@ def _watch_for_death(pid: int, died: asyncio.Event) -> None:
 async def main(socket_fd: int, page_fd: int, stack_fd: int) -> None:
     """Take the worker's `Config` from the socket and serve."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=socket_fd))
-    talk = MessageStream(reader, writer, max_bytes=64 << 10)
-    config = await talk.hear()
+    stream = MessageStream(reader, writer, max_bytes=64 << 10)
+    config = await stream.recv()
     if not isinstance(config, Config):
         return
     try:
-        await serve(talk, config, StatusPage(page_fd), stack_fd)
+        await serve(stream, config, StatusPage(page_fd), stack_fd)
     except NetworkError as error:
-        talk.say(SentinelReady(error=str(error)))
-    await talk.flush(0.2)
+        stream.send(SentinelReady(error=str(error)))
+    await stream.flush(0.2)

@@ -121,7 +121,7 @@ class SentinelClient:
         self.hub, self.token = ready.hub, config.token
         threading.Thread(target=self._tick, name="offbeat-heartbeat", daemon=True).start()
 
-    def roster(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> ClusterReport:
+    def ask_all(self, timeout: timedelta, stacks: tuple[int, ...] = ()) -> ClusterReport:
         """The last words of all workers; this worker's own sentinel answers for itself if the hub is out of reach.
 
         Args:

@@ -77,12 +77,12 @@ class SentinelWitness:
 
     def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> Diagnosis | None:
         try:
-            roster = self._watch.roster(self._patience)
-            diagnosis = self._explain(roster, awaited, waited_s)
+            cluster = self._watch.ask_all(self._patience)
+            diagnosis = self._explain(cluster, awaited, waited_s)
             late = [c.rank for c in diagnosis.culprits if c.reason in _HAVE_A_STACK][:_MOST_STACKS]
             if late:
-                stacks = self._watch.roster(self._patience, tuple(late))
-                diagnosis = self._explain(_with_stacks(roster, stacks), awaited, waited_s)
+                stacks = self._watch.ask_all(self._patience, tuple(late))
+                diagnosis = self._explain(_with_stacks(cluster, stacks), awaited, waited_s)
         except NetworkError as error:
             _log.warning("%s", error)
             return None
@@ -94,28 +94,28 @@ class SentinelWitness:
     def gone(self) -> dict[int, str]:
         """List the workers that take no further part, and why; none if that cannot be known now."""
         try:
-            roster = self._watch.roster(self._patience)
+            cluster = self._watch.ask_all(self._patience)
         except NetworkError as error:
             _log.warning("%s", error)
             return {}
-        return gone(roster, patience_s=self._timeout.total_seconds())
+        return gone(cluster, patience_s=self._timeout.total_seconds())
 
     def ended(self) -> dict[int, str]:
         """List the workers that take no further part, whether lost or done."""
         try:
-            roster = self._watch.roster(self._patience)
+            cluster = self._watch.ask_all(self._patience)
         except NetworkError as error:
             _log.warning("%s", error)
             return {}
-        done = {words.rank: "is done." for words in roster.words if words.phase == "finished"}
-        return done | gone(roster, patience_s=self._timeout.total_seconds())
+        done = {words.rank: "is done." for words in cluster.words if words.phase == "finished"}
+        return done | gone(cluster, patience_s=self._timeout.total_seconds())
 
-    def _explain(self, roster: ClusterReport, awaited: WaitContext, waited_s: float) -> Diagnosis:
+    def _explain(self, cluster: ClusterReport, awaited: WaitContext, waited_s: float) -> Diagnosis:
         if self._members is not None:
             here = set(self._members())
-            roster = msgspec.structs.replace(roster, words=tuple(w for w in roster.words if w.rank in here))
+            cluster = msgspec.structs.replace(cluster, words=tuple(w for w in cluster.words if w.rank in here))
         return explain(
-            roster,
+            cluster,
             rank=self._rank,
             step=self.exchanges,
             phase=_phase(awaited),
@@ -142,8 +142,8 @@ def _phase(awaited: WaitContext) -> str:
     return "exchanging" if awaited.is_exchange else "waiting"
 
 
-def _with_stacks(roster: ClusterReport, stacks: ClusterReport) -> ClusterReport:
+def _with_stacks(cluster: ClusterReport, stacks: ClusterReport) -> ClusterReport:
     """Add stacks to what was known before they were asked for: to be asked may wake a sleeper."""
     by_rank = {words.rank: words.stack for words in stacks.words}
-    words = tuple(msgspec.structs.replace(w, stack=by_rank.get(w.rank, "")) for w in roster.words)
-    return msgspec.structs.replace(roster, words=words)
+    words = tuple(msgspec.structs.replace(w, stack=by_rank.get(w.rank, "")) for w in cluster.words)
+    return msgspec.structs.replace(cluster, words=words)

@@ -129,7 +129,7 @@ class PlanVote:
 
     def _look(self, folder: Path, present: Plan) -> None:
         try:
-            self._wish = swap_request.take(folder)
+            self._wish = swap_request.claim(folder)
             if self._wish is not None:
                 self.want(present.swapped(self._wish.part))
         except PlanError as error:

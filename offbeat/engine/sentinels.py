@@ -78,8 +78,8 @@ def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> SentinelClie
     deadline_s = time.monotonic() + _HEARD_S
     while time.monotonic() < deadline_s:
         with suppress(NetworkError):  # on a crowded machine it may take longer to answer, just when it has started
-            roster = watch.roster(_ASK_PATIENCE)
-            if roster.hub_lost_s is None and any(words.rank == rank and words.host for words in roster.words):
+            cluster = watch.ask_all(_ASK_PATIENCE)
+            if cluster.hub_lost_s is None and any(words.rank == rank and words.host for words in cluster.words):
                 return watch
         time.sleep(_ASK_PATIENCE.total_seconds() / 4)
     watch.close(well=False)

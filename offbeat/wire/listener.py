@@ -37,10 +37,10 @@ _OUT_OF_FILES_S = 0.2
 
 
 class Listener:
-    """An open door; made by `listen`. Closing it leaves the links that came through it alone."""
+    """A listening socket; made by `listen`. Closing it leaves the links that it accepted alone."""
 
-    def __init__(self, sock: socket.socket, door: Acceptor) -> None:
-        self._sock, self._door = sock, door
+    def __init__(self, sock: socket.socket, acceptor: Acceptor) -> None:
+        self._sock, self._acceptor = sock, acceptor
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -50,7 +50,7 @@ class Listener:
     @property
     def links(self) -> list[PeerLink]:
         """The links that have not ended."""
-        return list(self._door.links.values())
+        return list(self._acceptor.links.values())
 
     def close(self) -> None:
         """Take in nobody any more, nor a link whose connection was lost; again does nothing."""
@@ -81,7 +81,7 @@ class Listener:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
-        stranger = self._loop.create_task(self._door.welcome(sock, _shown(peer)))
+        stranger = self._loop.create_task(self._acceptor.welcome(sock, _shown(peer)))
         self._strangers[stranger] = None
         stranger.add_done_callback(lambda task: self._strangers.pop(task, None))
 
@@ -127,7 +127,7 @@ class Acceptor:
                     await say(stream, handshake.refuse(self._token, said, join, str(error)))
                     raise
         except (OSError, PeerError) as error:  # a TimeoutError is an OSError
-            self._refusals.tell(f"{peer}: {str(error) or 'it took too long'}")
+            self._refusals.log(f"{peer}: {str(error) or 'it took too long'}")
             close(sock)
         except BaseException:
             close(sock)

@@ -37,14 +37,14 @@ class MessageStream:
         """Accept messages of up to `max_bytes` from now on; between two messages only."""
         self._frames = Reader(max_metadata_bytes=max_bytes)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send; never blocks. A peer that does not read is cut off."""
         if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             self._writer.transport.abort()
         elif not self._writer.is_closing():
             self._writer.write(pack(message))
 
-    async def hear(self) -> Message | None:
+    async def recv(self) -> Message | None:
         """The next message; None when the peer has gone.
 
         Raises:

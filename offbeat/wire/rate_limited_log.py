@@ -24,21 +24,21 @@ class RateLimitedLog:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._began_s, self._told, self._untold = now_s(), 0, 0
+        self._began_s, self._logged, self._left_out = now_s(), 0, 0
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Log one line.
 
         Args:
             text: who, and why; no full stop.
         """
         if self._now_s() - self._began_s >= _WITHIN_S:
-            if self._untold:
-                _log.warning("Refused %d others since the last one that was logged", self._untold)
-            self._began_s, self._told, self._untold = self._now_s(), 0, 0
-        if self._told < _MOST:
-            self._told += 1
-            last = "" if self._told < _MOST else f"; others within {_WITHIN_S:g} s are only counted"
+            if self._left_out:
+                _log.warning("Refused %d others since the last one that was logged", self._left_out)
+            self._began_s, self._logged, self._left_out = self._now_s(), 0, 0
+        if self._logged < _MOST:
+            self._logged += 1
+            last = "" if self._logged < _MOST else f"; others within {_WITHIN_S:g} s are only counted"
             _log.warning("Refused %s%s", text, last)
         else:
-            self._untold += 1
+            self._left_out += 1

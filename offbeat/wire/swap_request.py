@@ -1,9 +1,9 @@
-"""A wish that somebody leaves in a job's folder, and the answer to it; for jobs without a server to be dialled.
+"""Requests to swap the plan, in a job's folder, and the replies; for jobs without a server to be dialled.
 
-    wish.json      written by who wishes: another part of the plan, and a number
+    wish.json      written by `offbeat swap`: another part of the plan, and a number
     answer.json    written by the job, with that number
 
-Whoever may write to the folder may wish: it is the job's own. Both are put in place whole.
+Whoever may write to the folder may do so: it is the job's own. Both are put in place whole.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class SwapReply(msgspec.Struct, frozen=True):
     refusal: _Text = ""
 
 
-def leave(folder: Path, part: str) -> SwapRequest:
-    """Leave a wish.
+def post(folder: Path, part: str) -> SwapRequest:
+    """Post a request.
 
     Raises:
         NetworkError: if that cannot be written, or another one waits for its answer.
     """
-    wish = SwapRequest(secrets.randbits(61), part)
-    new = folder / f"wish.{wish.number}.new"
+    request = SwapRequest(secrets.randbits(61), part)
+    new = folder / f"wish.{request.number}.new"
     try:
-        new.write_bytes(msgspec.json.encode(wish))
+        new.write_bytes(msgspec.json.encode(request))
         os.link(new, folder / "wish.json")  # of two at once, one is told
     except FileExistsError as error:
         raise NetworkError(
@@ -66,28 +66,28 @@ def leave(folder: Path, part: str) -> SwapRequest:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
-    return wish
+    return request
 
 
-def is_left(folder: Path, wish: SwapRequest) -> bool:
-    """Whether the job has not taken it up."""
-    return _read(folder / "wish.json", SwapRequest) == wish
+def is_posted(folder: Path, request: SwapRequest) -> bool:
+    """Whether the job has not taken it yet."""
+    return _read(folder / "wish.json", SwapRequest) == request
 
 
-def take_back(folder: Path, wish: SwapRequest) -> None:
-    """Wish it no more; what somebody else wishes stays."""
-    if is_left(folder, wish):
+def withdraw(folder: Path, request: SwapRequest) -> None:
+    """Remove this request; another one stays."""
+    if is_posted(folder, request):
         (folder / "wish.json").unlink(missing_ok=True)
 
 
-def answered(folder: Path, wish: SwapRequest) -> SwapReply | None:
+def answered(folder: Path, request: SwapRequest) -> SwapReply | None:
     """The reply to a request; None if there is none yet."""
-    granted = _read(folder / "answer.json", SwapReply)
-    return granted if granted is not None and granted.number == wish.number else None
+    reply = _read(folder / "answer.json", SwapReply)
+    return reply if reply is not None and reply.number == request.number else None
 
 
-def take(folder: Path) -> SwapRequest | None:
-    """The wish that was left, which is gone then; None if there is none.
+def claim(folder: Path) -> SwapRequest | None:
+    """Take the posted request; None if there is none.
 
     Raises:
         PeerError: if it cannot be understood; it is gone, too.
@@ -96,18 +96,18 @@ def take(folder: Path) -> SwapRequest | None:
     if not path.exists():
         return None
     try:
-        wish = _read(path, SwapRequest)
+        request = _read(path, SwapRequest)
     finally:
         path.unlink(missing_ok=True)
-    if wish is None:
+    if request is None:
         raise PeerError(f"Cannot understand the request in {path}: make requests with `offbeat swap`.")
-    return wish
+    return request
 
 
-def answer(folder: Path, granted: SwapReply) -> None:
-    """Say what became of a wish; nothing if that cannot be written: the job goes on."""
+def answer(folder: Path, reply: SwapReply) -> None:
+    """Write the reply to a request; nothing if that cannot be written: the job continues."""
     with contextlib.suppress(OSError):
-        _put(folder / "answer.json", granted)
+        _put(folder / "answer.json", reply)
 
 
 def _put(path: Path, what: SwapRequest | SwapReply) -> None:

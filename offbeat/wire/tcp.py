@@ -82,14 +82,14 @@ async def listen(
         NetworkError: if there have to be credentials, a certificate cannot be used, or the address cannot be bound.
     """
     require_credentials("a server", bind, credentials)
-    door = Acceptor(accept, job, credentials, limits)
+    acceptor = Acceptor(accept, job, credentials, limits)
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         sock = socket.create_server((bind, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise NetworkError(f"Cannot open a server on {bind}, port {port}: {error}. Choose another.") from error
     sock.setblocking(False)
-    return Listener(sock, door)
+    return Listener(sock, acceptor)
 
 
 async def connect(

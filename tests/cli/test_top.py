@@ -29,7 +29,7 @@ from offbeat.cli import job_address
 from offbeat.cli.certs import make
 from offbeat.cli.job_address import JobAddress, find
 from offbeat.cli.status_client import JobEnded, StatusClient
-from offbeat.cli.top import epitaph, top
+from offbeat.cli.top import last_lines, top
 from offbeat.engine.server_session import _leave_address
 from offbeat.errors import NetworkError, PeerError
 from offbeat.protocol import messages
@@ -119,10 +119,10 @@ def test_no_server_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_said_at_the_end() -> None:
-    assert epitaph(()) == "The job has ended."
-    assert epitaph([a_scene()]) == "The job has ended. When last seen it had made 1,234 updates in 20 s."
+    assert last_lines(()) == "The job has ended."
+    assert last_lines([a_scene()]) == "The job has ended. When last seen it had made 1,234 updates in 20 s."
     two = [a_scene(), a_scene(model=1, version=5, running_s=3.0)]
-    assert "made 1,234 updates of model 0 and 5 updates of model 1 in 20 s." in epitaph(two)
+    assert "made 1,234 updates of model 0 and 5 updates of model 1 in 20 s." in last_lines(two)
 
 
 # -- a real server, in this process ------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ def drawn(
     console = Console(
         width=width, height=height, force_terminal=is_terminal, highlight=False, color_system=None, legacy_windows=False
     )
-    picture = TopView()
-    picture.add(scenes)
-    picture.silent_s = silent_s
+    view = TopView()
+    view.add(scenes)
+    view.silent_s = silent_s
     with console.capture() as capture:
-        console.print(picture)
+        console.print(view)
     return capture.get()
 
 
@@ -91,12 +91,12 @@ def test_a_pipe_has_room_for_all() -> None:
 
 
 def test_how_fast_it_goes_is_taken_over_some_seconds() -> None:
-    picture = TopView()
+    view = TopView()
     for tick in range(41):
-        picture.add((a_scene(version=100 + tick // 4, running_s=10 + tick / 2),))
+        view.add((a_scene(version=100 + tick // 4, running_s=10 + tick / 2),))
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(picture)
+        console.print(view)
     assert "110 updates (0.6/s now, 3.7/s in all), running for 30 s" in capture.get()
 
 
@@ -208,11 +208,11 @@ def test_how_a_worker_ended() -> None:
 
 
 def test_what_went_over_to_a_server_is_not_compared_with_what_was_before() -> None:
-    picture = TopView()
-    picture.add((a_scene(version=5000, running_s=90.0, fabric="ProcessGroup()"),))
-    picture.add((a_scene(version=10, running_s=5.0),))
-    picture.add((a_scene(version=20, running_s=10.0),))
+    view = TopView()
+    view.add((a_scene(version=5000, running_s=90.0, fabric="ProcessGroup()"),))
+    view.add((a_scene(version=10, running_s=5.0),))
+    view.add((a_scene(version=20, running_s=10.0),))
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(picture)
+        console.print(view)
     assert "20 updates (2.0/s now, 2.0/s in all)" in capture.get()

@@ -56,8 +56,8 @@ class Watched:
         """Without a good-bye."""
 
         def cut() -> None:
-            for talk in list(self.hub._onlookers):
-                talk.close()
+            for stream in list(self.hub._onlookers):
+                stream.close()
             self.hub._onlookers.clear()
 
         self.loop.call(cut)

@@ -90,8 +90,8 @@ def test_one_waits_in_an_exchange_and_for_anything_else(
     phase: str, step: int, place: str, says: str, hub_lost_s: float | None
 ) -> None:
     words = WorkerReport(rank=1, host="b", phase=phase, operation=place, step=step)
-    roster = ClusterReport(1, (words,), hub_lost_s)
-    found = explain(roster, rank=0, step=step, phase=phase, operation=place, place=place, waited_s=4.5)
+    cluster = ClusterReport(1, (words,), hub_lost_s)
+    found = explain(cluster, rank=0, step=step, phase=phase, operation=place, place=place, waited_s=4.5)
     assert says in found.text
 
 

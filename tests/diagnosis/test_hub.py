@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 TOKEN = b"t" * 32
-talks: list[MessageStream] = []  # of those who look; closed with the hub
+streams: list[MessageStream] = []  # of those who look; closed with the hub
 
 
 def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> None:
@@ -46,9 +46,9 @@ def with_hub(story: Callable[[Hub, str], Awaitable[None]], world: int = 3) -> No
             await story(hub, address)
         finally:
             hub.close()
-            for talk in talks:
-                talk.close()
-            talks.clear()
+            for stream in streams:
+                stream.close()
+            streams.clear()
             await settle()
 
     asyncio.run(play())
@@ -155,7 +155,7 @@ def test_a_rank_speaks_for_itself_only() -> None:
         one, task = await join(address, 1)
         one.report(WorkerReport(rank=2, phase="raised", traceback="forged"))
         await settle()
-        assert (await hub.roster())[2].phase == "starting"
+        assert (await hub.ask_all())[2].phase == "starting"
         assert hub.peers == 0, "and is cut off"
         task.cancel()
 
@@ -173,7 +173,7 @@ def test_silence_becomes_unreachable_but_good_byes_do_not(monkeypatch: pytest.Mo
             await uplink.leave(well=last is not None)
             task.cancel()
         await asyncio.sleep(0.2)
-        _, one, two = await hub.roster()
+        _, one, two = await hub.ask_all()
         assert (one.process, one.phase) == ("unreachable", "computing")
         assert (two.process, two.phase) == ("running", "finished")
 
@@ -186,7 +186,7 @@ def test_stacks_are_asked_for_and_waited_for() -> None:
             one.report(WorkerReport(rank=1, stack="in f"))
 
         one, task = await join(address, 1, shown=show)
-        words = await hub.roster((1,))
+        words = await hub.ask_all((1,))
         assert words[1].stack == "in f"
         task.cancel()
 
@@ -220,9 +220,9 @@ def test_an_open_door_without_token_is_refused() -> None:
 def test_questions_faster_than_answers_are_cut_off() -> None:
     async def story(hub: Hub, address: str) -> None:
         one, task = await join(address, 1)
-        assert one._talk is not None
+        assert one._stream is not None
         for number in range(50):
-            one._talk.say(AskRoster(number, (1,)))  # each waits for a stack that never comes
+            one._stream.send(AskRoster(number, (1,)))  # each waits for a stack that never comes
         await asyncio.sleep(0.2)
         assert hub.peers == 0
         task.cancel()
@@ -233,8 +233,8 @@ def test_questions_faster_than_answers_are_cut_off() -> None:
 def test_roster_of_the_hub_has_every_rank() -> None:
     async def story(hub: Hub, address: str) -> None:
         hub.report(WorkerReport(rank=0, phase="computing"))
-        roster = ClusterReport(1, await hub.roster())
-        assert [w.rank for w in roster.words] == [0, 1, 2]
+        cluster = ClusterReport(1, await hub.ask_all())
+        assert [w.rank for w in cluster.words] == [0, 1, 2]
 
     with_hub(story)
 
@@ -242,20 +242,20 @@ def test_roster_of_the_hub_has_every_rank() -> None:
 class Onlooker:
     """Somebody who only looks, over a connection of its own."""
 
-    def __init__(self, talk: MessageStream) -> None:
-        self.talk = talk
+    def __init__(self, stream: MessageStream) -> None:
+        self.stream = stream
 
     @classmethod
     async def come(cls, address: str, token: bytes = TOKEN, role: Any = "onlooker") -> Onlooker:
         host, _, port = address.rpartition(":")
-        talk = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=1 << 20)
-        talks.append(talk)
-        await enter(talk, token, HandshakeClaim(rank=0, role=role))
-        return cls(talk)
+        stream = MessageStream(*await asyncio.open_connection(host, int(port)), max_bytes=1 << 20)
+        streams.append(stream)
+        await enter(stream, token, HandshakeClaim(rank=0, role=role))
+        return cls(stream)
 
     async def look(self, number: int = 1) -> Overview:
-        self.talk.say(AskAll(number))
-        told = await asyncio.wait_for(self.talk.hear(), 3)
+        self.stream.send(AskAll(number))
+        told = await asyncio.wait_for(self.stream.recv(), 3)
         assert isinstance(told, Overview)
         return told
 
@@ -281,7 +281,7 @@ def test_who_looks_sees_all_and_is_no_peer() -> None:
         assert (await onlooker.look()).statuses[1].step == 4, "who says nothing new of it has said it before"
         hub.leave(0)
         hub.close()
-        assert isinstance(await asyncio.wait_for(onlooker.talk.hear(), 3), Bye), "the job has ended"
+        assert isinstance(await asyncio.wait_for(onlooker.stream.recv(), 3), Bye), "the job has ended"
         task.cancel()
 
     with_hub(story)
@@ -294,8 +294,8 @@ def test_who_looks_may_say_nothing_else(message: Any) -> None:
     async def story(hub: Hub, address: str) -> None:
         onlooker = await Onlooker.come(address)
         await onlooker.look()
-        onlooker.talk.say(message)
-        assert await asyncio.wait_for(onlooker.talk.hear(), 3) is None
+        onlooker.stream.send(message)
+        assert await asyncio.wait_for(onlooker.stream.recv(), 3) is None
         assert hub._words == {}
         await (await Onlooker.come(address)).look()
 
@@ -318,14 +318,14 @@ def test_a_peer_cannot_look_and_only_some_can_at_once(monkeypatch: pytest.Monkey
 
     async def story(_: Hub, address: str) -> None:
         peer = await Onlooker.come(address, role="worker")
-        peer.talk.say(AskAll(1))
-        assert await asyncio.wait_for(peer.talk.hear(), 3) is None
+        peer.stream.send(AskAll(1))
+        assert await asyncio.wait_for(peer.stream.recv(), 3) is None
         first, second = await Onlooker.come(address), await Onlooker.come(address)
         await first.look()
         await second.look()
         third = await Onlooker.come(address)
-        assert await asyncio.wait_for(third.talk.hear(), 3) is None
-        first.talk.close()
+        assert await asyncio.wait_for(third.stream.recv(), 3) is None
+        first.stream.close()
         await settle()
         await (await Onlooker.come(address)).look()
 

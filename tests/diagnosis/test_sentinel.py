@@ -120,12 +120,12 @@ def until(condition: Callable[[], object], otherwise: str) -> None:
 
 def look(watch: SentinelClient, rank: int, stacks: tuple[int, ...] = ()) -> Diagnosis:
     """What `rank` finds out while it waits in the exchange of step 7."""
-    return judge(watch.roster(ASK, stacks), rank)
+    return judge(watch.ask_all(ASK, stacks), rank)
 
 
-def judge(roster: ClusterReport, rank: int) -> Diagnosis:
+def judge(cluster: ClusterReport, rank: int) -> Diagnosis:
     here = {"step": 7, "phase": "exchanging", "operation": "all-reduce", "place": "all-reduce of bucket 1/1"}
-    return explain(roster, rank=rank, waited_s=4.0, **here)  # type: ignore[arg-type]
+    return explain(cluster, rank=rank, waited_s=4.0, **here)  # type: ignore[arg-type]
 
 
 DEEDS = {
@@ -142,9 +142,9 @@ DEEDS = {
 @pytest.mark.parametrize("reason", DEEDS)
 def test_it_speaks_for_its_worker(reason: str, hub: SentinelClient, begin: Callable[..., Other]) -> None:
     other = begin(1, DEEDS[reason], hub.hub)
-    until(lambda: hub.roster(ASK).words[1].step == 7, "it has not reported")
+    until(lambda: hub.ask_all(ASK).words[1].step == 7, "it has not reported")
     # A process that has just started was busy a moment ago.
-    until(lambda: reason != "sleeping" or hub.roster(ASK).words[1].busy < 0.05, "it does not come to rest")
+    until(lambda: reason != "sleeping" or hub.ask_all(ASK).words[1].busy < 0.05, "it does not come to rest")
     other.go()
     until(lambda: [c.reason for c in look(hub, 0).culprits] == [reason], f"rank 1 is not found {reason}")
     found = look(hub, 0, stacks=(1,))
@@ -160,7 +160,7 @@ def test_the_stack_of_the_hubs_own_worker_is_shown(begin: Callable[..., Other]) 
     first = begin(0, DEEDS["gil"])
     watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=first.hub)
     try:
-        until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
+        until(lambda: watch.ask_all(ASK).hub_lost_s is None, "no connection to the hub")
         first.go()
         until(lambda: [c.reason for c in look(watch, 1).culprits] == ["gil"], "rank 0 is not found")
         assert "in forward" in look(watch, 1, stacks=(0,)).text
@@ -173,10 +173,10 @@ def test_how_rank_0_ended_is_known_long_after_its_hub_is_gone(begin: Callable[..
     first = begin(0, DEEDS["raised"])
     watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=first.hub)
     try:
-        until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
+        until(lambda: watch.ask_all(ASK).hub_lost_s is None, "no connection to the hub")
         first.go()
         until(lambda: not alive({first.sentinel}), "the hub does not end")
-        until(lambda: watch.roster(ASK).hub_lost_s is not None, "the hub is not missed")
+        until(lambda: watch.ask_all(ASK).hub_lost_s is not None, "the hub is not missed")
         found = look(watch, 1)
         assert [(c.rank, c.reason) for c in found.culprits] == [(0, "raised")]
         assert "RuntimeError: the disk is full" in found.text
@@ -189,9 +189,9 @@ def test_a_wrong_token_ends_in_no_roster(hub: SentinelClient) -> None:
     stranger = SentinelClient.start(rank=1, world=2, token=b"y" * 32, hub=hub.hub)
     try:
         began_s = time.monotonic()
-        assert stranger.roster(ASK).hub_lost_s is not None
+        assert stranger.ask_all(ASK).hub_lost_s is not None
         assert time.monotonic() - began_s < BOUND_S
-        assert hub.roster(ASK).words[1].process == "unreachable"
+        assert hub.ask_all(ASK).words[1].process == "unreachable"
     finally:
         stranger.close()
 
@@ -200,12 +200,12 @@ def test_a_frozen_hub_is_given_up_in_time(hub: SentinelClient) -> None:
     """The caller's timeout decides, so that a report can be out within the run's."""
     watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
     try:
-        until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
+        until(lambda: watch.ask_all(ASK).hub_lost_s is None, "no connection to the hub")
         os.kill(hub._process.pid, signal.SIGSTOP)
         began_s = time.monotonic()
-        first = watch.roster(timedelta(seconds=1))
+        first = watch.ask_all(timedelta(seconds=1))
         assert time.monotonic() - began_s < 1
-        second = watch.roster(timedelta(seconds=1))
+        second = watch.ask_all(timedelta(seconds=1))
         assert first.hub_lost_s is not None
         assert second.hub_lost_s is not None
         assert second.hub_lost_s > first.hub_lost_s + 0.5, "it is lost since the first question without an answer"
@@ -223,9 +223,9 @@ def test_a_question_for_the_stack_does_not_end_a_worker_that_closes(
 ) -> None:
     """The signal comes while the worker closes: its sentinel was asleep and finds question and good-bye together."""
     other = begin(1, "pass", hub.hub)
-    until(lambda: hub.roster(ASK).words[1].step == 7, "it has not reported")
+    until(lambda: hub.ask_all(ASK).words[1].step == 7, "it has not reported")
     os.kill(other.sentinel, signal.SIGSTOP)
-    asker = threading.Thread(target=hub.roster, args=(ASK, (1,)))
+    asker = threading.Thread(target=hub.ask_all, args=(ASK, (1,)))
     asker.start()
     time.sleep(0.2)
     other.go()
@@ -257,9 +257,9 @@ def test_all_who_ask_at_once_get_one_stack() -> None:
 
         ours = Hub(token=TOKEN, world=2)
         ours.on_show = show
-        rosters = await asyncio.gather(*(ours.roster((0,)) for _ in range(20)))
-        assert (await ours.roster())[0].stack == "", "who does not ask is not shown what others asked for"
-        return [roster[0].stack for roster in rosters]
+        clusters = await asyncio.gather(*(ours.ask_all((0,)) for _ in range(20)))
+        assert (await ours.ask_all())[0].stack == "", "who does not ask is not shown what others asked for"
+        return [cluster[0].stack for cluster in clusters]
 
     assert asyncio.run(story()) == ["in forward"] * 20
     assert shown == 1
@@ -271,7 +271,7 @@ def test_a_closed_watch_is_silent(hub: SentinelClient) -> None:
     watch.say("computing", step=8)
     watch.last_words("raised", "too late")
     watch.close()
-    last = hub.roster(ASK).words[1]
+    last = hub.ask_all(ASK).words[1]
     assert (last.phase, last.traceback) == ("finished", "")
 
 
@@ -285,18 +285,18 @@ def test_a_worker_that_is_done_before_its_sentinel_has_reached_the_hub(hub: Sent
     finally:
         os.kill(hub._process.pid, signal.SIGCONT)
     closer.join(BOUND_S)
-    assert hub.roster(ASK).words[1].phase == "finished"
+    assert hub.ask_all(ASK).words[1].phase == "finished"
 
 
 def test_a_watch_that_is_closed_while_another_thread_asks(hub: SentinelClient) -> None:
     watch = SentinelClient.start(rank=1, world=2, token=TOKEN, hub=hub.hub)
-    until(lambda: watch.roster(ASK).hub_lost_s is None, "no connection to the hub")
+    until(lambda: watch.ask_all(ASK).hub_lost_s is None, "no connection to the hub")
     os.kill(hub._process.pid, signal.SIGSTOP)  # so that there is no answer
     outcome: list[object] = []
 
     def ask() -> None:
         try:
-            outcome.append(watch.roster(timedelta(seconds=30)))
+            outcome.append(watch.ask_all(timedelta(seconds=30)))
         except NetworkError as error:
             outcome.append(error)
 
@@ -315,13 +315,13 @@ def test_a_forked_child_says_nothing_for_the_worker(hub: SentinelClient) -> None
     if (child := os.fork()) == 0:
         hub.say("waiting", step=99)
         try:
-            hub.roster(ASK)
+            hub.ask_all(ASK)
         except NetworkError:
             os._exit(7)
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7, "nor may it ask"
-    assert hub.roster(ASK).words[0].step == 7
+    assert hub.ask_all(ASK).words[0].step == 7
 
 
 def test_a_traceback_with_a_file_name_that_is_no_text() -> None:
@@ -336,7 +336,7 @@ def test_the_users_modules_do_not_get_in_the_way(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert subprocess.run([sys.executable, "-c", "import secrets"], capture_output=True, check=False).returncode == 1
     watch = SentinelClient.start(rank=0, world=1, token=TOKEN, hub=None)
-    assert [words.rank for words in watch.roster(ASK).words] == [0]
+    assert [words.rank for words in watch.ask_all(ASK).words] == [0]
     watch.close()
 
 

@@ -63,15 +63,15 @@ def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
         hub, pid = worker.stdout.readline().split()
         other = SentinelClient.start(rank=1, world=2, token=b"x" * 32, hub=hub)
         try:
-            until(lambda: other.roster(timedelta(seconds=5)).hub_lost_s is None)
+            until(lambda: other.ask_all(timedelta(seconds=5)).hub_lost_s is None)
             worker.stdin.close()
             assert float(worker.stdout.readline()) < 2, "nobody waits for the others to go"
             assert worker.wait(5) == 0
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)  # as `offbeat run` does when it ends
-            roster = other.roster(timedelta(seconds=5))
-            assert roster.hub_lost_s is None
-            assert roster.words[0].phase == "finished"
+            cluster = other.ask_all(timedelta(seconds=5))
+            assert cluster.hub_lost_s is None
+            assert cluster.words[0].phase == "finished"
             assert alive({int(pid)})
         finally:
             other.close()
@@ -127,12 +127,12 @@ def command_of(pid: int) -> str:
 def test_a_dead_sentinel_is_no_hang() -> None:
     watch = SentinelClient.start(rank=0, world=2, token=b"x" * 32, hub=None)
     try:
-        assert len(watch.roster(timedelta(seconds=5)).words) == 2
+        assert len(watch.ask_all(timedelta(seconds=5)).words) == 2
         watch._process.kill()
         watch._process.wait()
         began_s = time.monotonic()
         with pytest.raises(NetworkError, match="sentinel"):
-            watch.roster(timedelta(seconds=5))
+            watch.ask_all(timedelta(seconds=5))
         assert time.monotonic() - began_s < 1
         watch.say("computing", step=1)  # training goes on without
     finally:
@@ -143,9 +143,9 @@ def test_a_hub_that_is_not_there() -> None:
     """The worker's own sentinel answers for itself."""
     watch = SentinelClient.start(rank=1, world=2, token=b"x" * 32, hub="127.0.0.1:9")
     try:
-        roster = watch.roster(timedelta(seconds=5))
-        assert roster.hub_lost_s is not None
-        assert [words.rank for words in roster.words] == [1]
+        cluster = watch.ask_all(timedelta(seconds=5))
+        assert cluster.hub_lost_s is not None
+        assert [words.rank for words in cluster.words] == [1]
     finally:
         watch.close()
 
@@ -162,6 +162,6 @@ def test_a_forked_child_is_not_the_worker() -> None:
             watch.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert len(watch.roster(timedelta(seconds=5)).words) == 2
+        assert len(watch.ask_all(timedelta(seconds=5)).words) == 2
     finally:
         watch.close()

@@ -138,7 +138,7 @@ def be_asked_from_outside(fabric: str, folder: Path) -> tuple[str, str, str]:
         while run.plan.controller is not None:
             assert time.monotonic() < deadline_s, "nobody has looked"
             if left is None and run.rank == 1 and run.plan.sync != BSP():
-                left = swap_request.leave(folder, '[sync]\nkind = "LocalSGD"\nevery = 2\n')
+                left = swap_request.post(folder, '[sync]\nkind = "LocalSGD"\nevery = 2\n')
             prepared(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

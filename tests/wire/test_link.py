@@ -564,7 +564,7 @@ def test_bodies_are_not_copied_and_memory_is_bounded() -> None:
         async with serving(limits=limits) as server:
             same = Same()
             server.accept = same.begin  # type: ignore[method-assign]
-            server.listener._door._accept = same.begin
+            server.listener._acceptor._accept = same.begin
             link = await dial(server.address, limits=limits)
             tracemalloc.start()
             for _ in range(100):

@@ -172,7 +172,7 @@ def test_a_session_belongs_to_its_rank() -> None:
     async def story() -> None:
         async with serving() as server:
             link = await dial(server.address)
-            (session,) = server.listener._door.links
+            (session,) = server.listener._acceptor.links
             answer = await say(server.address, lambda hello: join(hello, rank=2, session=session))
             assert isinstance(answer, HandshakeRefused)
             assert link.connected, "the one it belongs to is not disturbed"

@@ -15,19 +15,19 @@ def test_of_a_crowd_the_first_are_told_of_and_the_others_are_counted(caplog: pyt
     refusals = RateLimitedLog(lambda: now_s)
     for number in range(1000):
         now_s += 0.01
-        refusals.tell(f"stranger {number}: it did not prove who it is")
+        refusals.log(f"stranger {number}: it did not prove who it is")
     assert [record.getMessage() for record in caplog.records] == [
         *(f"Refused stranger {number}: it did not prove who it is" for number in range(9)),
         "Refused stranger 9: it did not prove who it is; others within 60 s are only counted",
     ]
     caplog.clear()
     now_s += 60.0
-    refusals.tell("another: it took too long")
+    refusals.log("another: it took too long")
     assert [record.getMessage() for record in caplog.records] == [
         "Refused 990 others since the last one that was logged",
         "Refused another: it took too long",
     ]
     caplog.clear()
     now_s += 60.0
-    refusals.tell("one more: it took too long")
+    refusals.log("one more: it took too long")
     assert [record.getMessage() for record in caplog.records] == ["Refused one more: it took too long"]
