@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.5  # of a pause that jitter leaves
 
 
 class Backoff:
-    """Says how long to wait before each try: not at all before the first, then twice as long each time, with jitter.
+    """The pause before each try: none before the first, then twice as long each time, with jitter.
 
     >>> from offbeat.clock import VirtualClock
     >>> clock = VirtualClock()
