@@ -33,8 +33,8 @@ Used = Annotated[tuple[tuple[_Loader, _Number], ...], msgspec.Meta(max_length=MO
 """Leases, by loader and number."""
 
 
-class RegisterLoader(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A worker takes part in a loader's data.
+class RegisterLoader(msgspec.Struct, tag="Enrol", frozen=True, kw_only=True):
+    """A worker takes part in a loader's data. It stands in checkpoints and snapshots, so its tag stays.
 
     Args:
         plan: as TOML; the tuning of batches stands in it.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FORMAT = 1
+_FRAMES = 4  # version of the frames in files: it stays when the wire's is raised
+_READS = range(2, 6)  # once a file had the wire's of its day; since 2 frames are laid out like this
 _MOST_BODY_BYTES = (1 << 32) - 1  # of one frame
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 STATE_DTYPES = {
@@ -79,7 +81,7 @@ class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[_Count, ...]
 
 
-class Last(msgspec.Struct, frozen=True, tag=True):
+class Last(msgspec.Struct, frozen=True, tag="Last"):
     tensors: _Count
 
 
@@ -116,12 +118,12 @@ def write(file: BinaryIO, snapshot: Snapshot) -> None:
         OSError: as the file does.
     """
     body = _encode(snapshot.header)
-    file.write(head(b"", body) + body)
+    file.write(head(b"", body, version=_FRAMES) + body)
     for what, tensor in snapshot.tensors:
         view = _bytes_of(tensor)
-        file.write(head(_encode(what), view))
+        file.write(head(_encode(what), view, version=_FRAMES))
         file.write(view)
-    file.write(head(_encode(Last(len(snapshot.tensors)))))
+    file.write(head(_encode(Last(len(snapshot.tensors))), version=_FRAMES))
 
 
 def read(file: BinaryIO) -> Snapshot:
@@ -158,7 +160,7 @@ def _header_of(frame: Frame | None) -> SnapshotHeader:
 
 
 def _frames(file: BinaryIO) -> Iterator[Frame]:
-    reader = Reader(max_metadata_bytes=1 << 20, max_body_bytes=_MOST_BODY_BYTES)
+    reader = Reader(max_metadata_bytes=1 << 20, max_body_bytes=_MOST_BODY_BYTES, versions=_READS)
     while size := file.readinto(reader.get_buffer()):  # type: ignore[attr-defined]
         if reader.buffer_updated(size):
             while (frame := reader.next_frame()) is not None:

@@ -27,7 +27,7 @@ import xxhash
 from offbeat.errors import PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 MAGIC = b"OFFB"
 VERSION = 5
@@ -80,10 +80,11 @@ def head(
     number: int = 0,
     received: int = 0,
     urgent: bool = False,
+    version: int = VERSION,
 ) -> bytes:
     """Encode what stands before the body: header and metadata."""
     size = len(body)
-    prefix = _PREFIX.pack(MAGIC, VERSION, kind, urgent, len(metadata), size, number, received)
+    prefix = _PREFIX.pack(MAGIC, version, kind, urgent, len(metadata), size, number, received)
     check = zlib.crc32(metadata, zlib.crc32(prefix))
     body_check = xxhash.xxh3_64_intdigest(body) & _LOW_HALF if size else _NO_BODY_CHECK
     return b"".join((prefix, _CHECKS.pack(check, body_check), metadata))
@@ -107,6 +108,7 @@ class Reader:
             Left out, each body gets memory of its own.
         max_metadata_bytes, max_body_bytes: longer ones are refused before they are received.
         scratch_bytes: 0 reads nothing beyond the frame that is being received.
+        versions: those that are read; a file has that of the day when it was written.
     """
 
     def __init__(
@@ -116,8 +118,9 @@ class Reader:
         max_metadata_bytes: int = 1 << 20,
         max_body_bytes: int = 0,
         scratch_bytes: int = SCRATCH_BYTES,
+        versions: Collection[int] = (VERSION,),
     ) -> None:
-        self._place = place or _own_memory
+        self._place, self._versions = place or _own_memory, versions
         self._max_metadata_bytes, self._max_body_bytes = max_metadata_bytes, max_body_bytes
         self._scratch = memoryview(bytearray(max(scratch_bytes, HEADER_BYTES)))
         self._room = self._scratch  # where heads are received: the scratch, or more for a long one
@@ -220,13 +223,13 @@ class Reader:
             room, begin
         )
         _check_start(start)
-        if version == VERSION and (flags > 1 or kind not in _KINDS):
-            raise PeerError(f"Cannot read from this peer: it sent a frame of kind {kind} with flags {flags}.")
-        if version != VERSION:
+        if version not in self._versions:
             raise PeerError(
                 f"Cannot read from this peer: it speaks version {version} of the protocol, this is version {VERSION}. "
                 "Run the same offbeat everywhere."
             )
+        if flags > 1 or kind not in _KINDS:
+            raise PeerError(f"Cannot read from this peer: it sent a frame of kind {kind} with flags {flags}.")
         if metadata_bytes > self._max_metadata_bytes:
             raise _too_long("metadata", metadata_bytes, self._max_metadata_bytes)
         if size > self._max_body_bytes:
