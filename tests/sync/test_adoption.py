@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, Release, RoundRobin, adoption
+from offbeat.sync import (
+    ASP,
+    BSP,
+    DSSP,
+    SSP,
+    Hybrid,
+    Joined,
+    KSync,
+    LocalSGD,
+    Policy,
+    Release,
+    RoundRobin,
+    State,
+    adoption,
+)
 from offbeat.sync.policy import own_steps
+from offbeat.sync.state import changed, observe
+from offbeat.sync.transition import take_over
 from tests.sync.simulated_link import Server
 
 SLOW_S, FAST_S, WORLD = 20.0, 0.4, 3
@@ -59,3 +75,12 @@ def test_without_levelling_the_fast_would_wait_for_hundreds_of_steps() -> None:
     alike = [(old, new) for old in bounded for new in POLICIES if own_steps(old) == own_steps(new)]
     assert not any(adoption(old, new, 0.0).level for old, new in alike)
     assert adoption(BSP(), LocalSGD(every=4), 0.0).level, "a step is not what it was"
+
+
+@pytest.mark.parametrize(("old", "new", "more"), [(BSP(), LocalSGD(every=4), 4.0), (LocalSGD(every=4), ASP(), 0.25)])
+def test_a_contribution_weighs_the_steps_that_are_in_it(old: Policy, new: Policy, more: float) -> None:
+    """Of workers that are there, and of those that are away for a while."""
+    state = observe(State(), Joined(0, 0.0))
+    state = changed(state, members={0: changed(state.members[0], weight=32.0)}, away={1: 8.0})
+    after, _ = take_over(old, new, state, adoption(old, new, 1.0))
+    assert (after.members[0].weight, after.away) == (32.0 * more, {1: 8.0 * more})

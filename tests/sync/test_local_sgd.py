@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from offbeat.errors import PlanError
 from offbeat.sync import BSP, Joined, LocalSGD, OuterSGD, Ready, State, on
+from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +36,19 @@ def test_what_is_contributed_is_waited_for_as_in_bsp() -> None:
 
     assert decided(LocalSGD(every=4)) == decided(BSP())
     assert LocalSGD(every=4).replicated
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_outer_steps_are_those_of_torch(nesterov: bool) -> None:
+    """With the mean change in the gradient's place."""
+    outer = OuterSGD(lr=0.7, momentum=0.9, nesterov=nesterov)
+    anchor, momentum, expected = torch.ones(3), torch.zeros(3), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=nesterov)
+    for mean in torch.randn(4, 3, generator=torch.Generator().manual_seed(0)):
+        apply_change_(anchor, mean, outer=outer, momentum=momentum)
+        expected.grad = mean
+        optimizer.step()
+        assert torch.allclose(anchor, expected.detach())
 
 
 @pytest.mark.parametrize(
