@@ -68,22 +68,22 @@ class HistoryRecorder:
         """Whether anything is written."""
         return self._writer is not None
 
-    def trains(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
+    def record_model(self, model: int, plan: Plan, world: int, parameters: Iterable[torch.Tensor]) -> None:
         """A model is prepared."""
         if self._writer is not None:
             self._writer.append(ModelPrepared(model, plan.to_toml(), world, sum(p.numel() for p in parameters)))
 
-    def adopts(self, plan: Plan) -> None:
+    def record_plan(self, plan: Plan) -> None:
         """Another plan holds, without a server."""
         if self._writer is not None:
             self._writer.append(PlanAdopted(plan.to_toml()))
 
-    def admits(self, ranks: Iterable[int]) -> None:
+    def record_newcomers(self, ranks: Iterable[int]) -> None:
         """Others have joined, without a server."""
         if self._writer is not None:
             self._writer.append(WorkersAdmitted(tuple(ranks)))
 
-    def has(
+    def record_parameters(
         self,
         model: int,
         step: int,
@@ -105,7 +105,7 @@ class HistoryRecorder:
         )
         self.cost_s += time.monotonic() - began_s
 
-    def gave(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
+    def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
         """What this worker gave to a step that it does not make itself: it leaves behind the exchange.
 
         Args:
@@ -114,7 +114,7 @@ class HistoryRecorder:
         if self._writer is not None:
             self._writer.append(ParametersAfter(model, step, time.monotonic(), None, samples, weights=weights))
 
-    def has_from_server(
+    def record_server_parameters(
         self,
         model: int,
         step: int,
@@ -147,18 +147,18 @@ class HistoryRecorder:
         )
         self.cost_s += time.monotonic() - began_s
 
-    def leaves(self, border: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+    def record_departure(self, place: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """A stretch ends, with a server or without, and another begins, in a file of its own.
 
         Args:
-            border: name of the place.
+            place: its name.
             job: of the stretch that begins.
             step: that all go on with.
             tensors: of all models.
         """
         if self._writer is None:
             return
-        self._writer.append(FabricMigrated(border, step, self._of(tensors)))
+        self._writer.append(FabricMigrated(place, step, self._digest_of(tensors)))
         self._writer.close("")
         try:
             self.open(self._folder, job=job, rank=self._rank)
@@ -166,12 +166,12 @@ class HistoryRecorder:
             self._writer = None
             _log.warning("%s", error)
 
-    def enters(self, border: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
+    def record_arrival(self, place: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """The stretch has begun; what all have there."""
         if self._writer is not None:
-            self._writer.append(FabricMigrated(border, step, self._of(tensors)))
+            self._writer.append(FabricMigrated(place, step, self._digest_of(tensors)))
 
-    def loaded(self) -> None:
+    def record_loaded(self) -> None:
         """A checkpoint is taken over."""
         if self._writer is not None:
             self._writer.append(CheckpointLoaded())
@@ -184,10 +184,10 @@ class HistoryRecorder:
     def _digest(self, step: int, tensors: Iterable[torch.Tensor], *, always: bool = False) -> int | None:
         if step % self._every and not always:
             return None
-        return self._of(tensors)
+        return self._digest_of(tensors)
 
     @staticmethod
-    def _of(tensors: Iterable[torch.Tensor]) -> int:
+    def _digest_of(tensors: Iterable[torch.Tensor]) -> int:
         digest = xxhash.xxh3_64()
         for tensor in tensors:
             digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))

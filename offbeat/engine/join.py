@@ -4,8 +4,8 @@
       hello: who it is, its plan           ---> <---   answer: the plan that holds, what was prepared; or why not
                                            prepares the same, and compares ready                                --->
                                            calls all together, as for another plan (`plan_vote`): all know of it where
-                                           the script begins again, behind a step: <---   entry: behind which circle, at
-                                           how many exchanges; all write it is in the next circle
+                                           the script begins again, behind a step: <---   entry: behind which generation,
+                                           at how many exchanges; all write it is in the next one
                                            (`ElasticGroup.arrive`, `ElasticGroup.admit`), and is handed what the others
                                            have (`state_transfer`)
 
@@ -91,21 +91,21 @@ class JoinReady(msgspec.Struct, frozen=True):
 
 
 class JoinGrant(msgspec.Struct, frozen=True):
-    """To a newcomer: behind which circle it comes in, and how many exchanges were begun by then; or why it does not."""
+    """To a newcomer: behind which generation it joins, and how many exchanges were begun by then; or why it does not."""
 
-    circle: _Count = 0
+    generation: _Count = 0
     begun: tuple[_Count, ...] = ()
     refusal: _Text = ""
 
 
-class _Guest(msgspec.Struct, frozen=True):
+class _Newcomer(msgspec.Struct, frozen=True):
     """A newcomer that is ready, as the first tells the others."""
 
     number: _Count
     rank: _Rank
 
 
-_guests = msgspec.json.Decoder(tuple[_Guest, ...])
+_decode_newcomers = msgspec.json.Decoder(tuple[_Newcomer, ...])
 
 
 class JoinServer:
@@ -114,7 +114,7 @@ class JoinServer:
     Args:
         store: where the workers met.
         control: this worker's end of the control group.
-        circle: who takes part.
+        group: who takes part.
         waiter: the one waiting primitive.
         job: what newcomers are told at first; None while they cannot be told.
         version: of this offbeat.
@@ -124,22 +124,22 @@ class JoinServer:
         self,
         store: Store,
         control: ControlGroup,
-        circle: ElasticGroup,
+        group: ElasticGroup,
         waiter: BlockingWait,
         *,
         job: Callable[[], JobInfo | None],
         version: str,
     ) -> None:
         self._store = PrefixStore("newcomers", store)
-        self._control, self._circle, self._waiter = control, circle, waiter
+        self._control, self._group, self._waiter = control, group, waiter
         self._job, self._version = job, version
         self._looked_s = time.monotonic()
         self._heard = 0  # newcomers that have said hello
         self._open: list[int] = []  # those of them of whom it is not known what becomes
-        self._ready: dict[int, _Guest] = {}
-        self._expected: dict[int, _Guest] = {}  # on all workers: those that come in next
+        self._ready: dict[int, _Newcomer] = {}
+        self._expected: dict[int, _Newcomer] = {}  # on all workers: those that come in next
 
-    def calls(self, *, looks: bool) -> bool:
+    def wants_vote(self, *, looks: bool) -> bool:
         """Whether this worker wants all to come together, because a newcomer is ready.
 
         Args:
@@ -150,11 +150,12 @@ class JoinServer:
                 self._attend(number)
         return bool(self._ready)
 
-    def agree(self) -> None:
+    def agree_on_newcomers(self) -> None:
         """Have all expect who is ready. Collective, between exchanges."""
         mine = msgspec.json.encode(tuple(self._ready.values())).decode()
-        told = self._control.texts("the question who comes in", mine)
-        self._expected |= {guest.number: guest for text in told.values() for guest in _guests.decode(text)}
+        texts = self._control.texts("the question who comes in", mine)
+        said = [one for text in texts.values() for one in _decode_newcomers.decode(text)]
+        self._expected |= {one.number: one for one in said}
         self._ready.clear()
         self._open = [number for number in self._open if number not in self._expected]
 
@@ -163,22 +164,22 @@ class JoinServer:
         """Whether somebody is to come in; the same on all."""
         return bool(self._expected)
 
-    def admit(self) -> tuple[int, ...]:
+    def admit_pending(self) -> tuple[int, ...]:
         """Take in who is expected; the ranks of those that are in. Collective, between exchanges."""
-        ranks = sorted({guest.rank for guest in self._expected.values()} - set(self._circle.members))
-        entry = msgspec.json.encode(JoinGrant(self._circle.number, self._circle.begun)).decode()
+        ranks = sorted({newcomer.rank for newcomer in self._expected.values()} - set(self._group.members))
+        entry = msgspec.json.encode(JoinGrant(self._group.number, self._group.begun)).decode()
         for number in self._expected:
             self._store.compare_set(f"{number}/entry", "", entry)
         self._expected.clear()
-        self._waiter.wait(_Admission(self._circle, ranks), WaitContext("newcomers to come in"))
-        return tuple(rank for rank in ranks if rank in self._circle.members)
+        self._waiter.wait(_Admission(self._group, ranks), WaitContext("newcomers to come in"))
+        return tuple(rank for rank in ranks if rank in self._group.members)
 
-    def put_off(self) -> None:
+    def postpone(self) -> None:
         """Take in nobody now, on all workers: they call each other again in the next exchange."""
         self._ready |= self._expected
         self._expected.clear()
 
-    def turn_away(self, *, looks: bool) -> None:
+    def reject_pending(self, *, looks: bool) -> None:
         """Have nobody wait to come in: those that train have gone over to a server, where newcomers are not met here.
 
         Args:
@@ -246,7 +247,7 @@ class JoinServer:
             text = "Cannot join: those that train have prepared something else meanwhile. Start this worker again."
             self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(JoinGrant(refusal=text)).decode())
             return
-        self._ready[number] = _Guest(number, hello.rank)
+        self._ready[number] = _Newcomer(number, hello.rank)
 
 
 class JoinClient:
@@ -278,12 +279,12 @@ class JoinClient:
             WorkerLostError: if nobody trains any more.
         """
 
-        def look() -> None:
+        def check() -> None:
             if ended():
                 raise WorkerLostError("Cannot join: the job has ended. Start it again.")
 
         self._say_hello(msgspec.json.encode(JoinHello(self._rank, self._version, plan)))
-        answer = self._hear("answer", JoinReply, "those that train to take notice of this worker", look)
+        answer = self._await_key("answer", JoinReply, "those that train to take notice of this worker", check)
         if answer.job is None:
             raise PlanError(answer.refusal)
         self._job = answer.job
@@ -313,8 +314,8 @@ class JoinClient:
         """Whether it has prepared all that those that train have."""
         return self._job is not None and len(self._claims) == len(self._job.claims)
 
-    def come_in(self, circle: ElasticGroup, gone: Callable[[], Mapping[int, str]]) -> None:
-        """Be in the next circle.
+    def join(self, group: ElasticGroup, gone: Callable[[], Mapping[int, str]]) -> None:
+        """Be in the next generation of the group.
 
         Args:
             gone: who is known to have ended.
@@ -324,17 +325,17 @@ class JoinClient:
             WorkerLostError: if nobody trains any more.
         """
 
-        def look() -> None:
+        def check() -> None:
             ended = gone()
-            if all(rank in ended for rank in range(circle.world)):
+            if all(rank in ended for rank in range(group.world)):
                 raise WorkerLostError("Cannot join: all workers that the job began with have ended.")
 
         self._say("ready", JoinReady(tuple(self._claims)))
-        entry = self._hear("entry", JoinGrant, "those that train to take this worker in", look)
+        entry = self._await_key("entry", JoinGrant, "those that train to take this worker in", check)
         if entry.refusal:
             raise PlanError(entry.refusal)
-        circle.arrive(entry.circle, entry.begun)
-        self._waiter.wait(_Arrival(circle), WaitContext("the connection to those that train"))
+        group.arrive(entry.generation, entry.begun)
+        self._waiter.wait(_Arrival(group), WaitContext("the connection to those that train"))
 
     def _say_hello(self, hello: bytes) -> None:
         """As the first number that nobody has: one that is lost has said it, or has none that others wait for."""
@@ -346,9 +347,9 @@ class JoinClient:
     def _say(self, what: str, message: JoinReady) -> None:
         self._store.set(f"{self._number}/{what}", msgspec.json.encode(message).decode())
 
-    def _hear(self, what: str, kind: type[T], words: str, look: Callable[[], None]) -> T:
+    def _await_key(self, what: str, kind: type[T], words: str, check: Callable[[], None]) -> T:
         key = f"{self._number}/{what}"
-        self._waiter.wait(_Key(self._store, key, look), WaitContext(words, outlives=True))
+        self._waiter.wait(_Key(self._store, key, check), WaitContext(words, outlives=True))
         heard = _read(self._store, key, kind)
         if heard is None:
             raise NetworkError("Cannot join: those that train run another offbeat, which cannot be understood.")
@@ -366,8 +367,8 @@ def _read(store: Store, key: str, kind: type[T]) -> T | None:
 class _Key(PolledPending):
     """Somebody writes it."""
 
-    def __init__(self, store: Store, key: str, look: Callable[[], Any]) -> None:
-        self._store, self._key, self._look = store, key, look
+    def __init__(self, store: Store, key: str, check: Callable[[], Any]) -> None:
+        self._store, self._key, self._look = store, key, check
         self._looked_s = time.monotonic()
 
     def done(self) -> bool:
@@ -385,28 +386,28 @@ class _Key(PolledPending):
 class _Arrival(PolledPending):
     """This worker is in."""
 
-    def __init__(self, circle: ElasticGroup) -> None:
-        self._circle = circle
+    def __init__(self, group: ElasticGroup) -> None:
+        self._group = group
 
     def done(self) -> bool:
-        return self._circle.mend(timedelta())
+        return self._group.mend(timedelta())
 
 
 class LeaveBarrier(PolledPending):
     """Nobody needs this worker any more, which is done; `told_at` as in `ElasticGroup.part`."""
 
-    def __init__(self, circle: ElasticGroup, told_at: int | None = None) -> None:
-        self._circle, self._told_at = circle, told_at
+    def __init__(self, group: ElasticGroup, told_at: int | None = None) -> None:
+        self._group, self._told_at = group, told_at
 
     def done(self) -> bool:
-        return self._circle.part(timedelta(), self._told_at)
+        return self._group.part(timedelta(), self._told_at)
 
 
 class _Admission(PolledPending):
     """It is known who is in."""
 
-    def __init__(self, circle: ElasticGroup, ranks: Sequence[int]) -> None:
-        self._circle, self._ranks = circle, ranks
+    def __init__(self, group: ElasticGroup, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
 
     def done(self) -> bool:
-        return self._circle.admit(self._ranks, timedelta())
+        return self._group.admit(self._ranks, timedelta())

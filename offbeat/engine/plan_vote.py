@@ -48,7 +48,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-_wanted = msgspec.json.Decoder(PlanRequest).decode
+_decode_request = msgspec.json.Decoder(PlanRequest).decode
 
 
 class PlanVote:
@@ -69,20 +69,20 @@ class PlanVote:
         check: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._control, self._now_s, self._folder, self._check = control, now_s, folder, check
-        self._wanted = PlanRequest()
-        self._wish: SwapRequest | None = None
+        self._proposal = PlanRequest()
+        self._request: SwapRequest | None = None
         self._looked_s = 0.0
 
-    def want(self, plan: Plan, reason: str = "") -> None:
+    def propose(self, plan: Plan, reason: str = "") -> None:
         """This worker wants it, for this reason of a controller if it is one's."""
-        self._wanted = PlanRequest(plan.to_toml(), reason)
+        self._proposal = PlanRequest(plan.to_toml(), reason)
 
     @property
     def is_due(self) -> bool:
         """Whether this worker wants a plan."""
-        return bool(self._wanted.plan)
+        return bool(self._proposal.plan)
 
-    def calls(self, present: Plan, *, looks: bool) -> bool:
+    def is_wanted(self, present: Plan, *, looks: bool) -> bool:
         """Whether this worker wants all to confer.
 
         Args:
@@ -93,7 +93,7 @@ class PlanVote:
         if (
             looks
             and self._folder is not None
-            and self._wish is None
+            and self._request is None
             and not self.is_due
             and now_s - self._looked_s > _LOOK_S
         ):
@@ -103,16 +103,16 @@ class PlanVote:
 
     def decide(self, present: Plan) -> VoteResult:
         """Which plan holds from now on. Collective."""
-        mine, self._wanted = msgspec.json.encode(self._wanted).decode(), PlanRequest()
-        all_ = [_wanted(text) for text in self._control.texts("the question for another plan", mine).values()]
-        told = {one.plan for one in all_ if one.plan and not one.reason}
-        reason = "" if told else next((one.reason for one in all_ if one.plan), "")
-        told = told or {one.plan for one in all_ if one.plan}
+        mine, self._proposal = msgspec.json.encode(self._proposal).decode(), PlanRequest()
+        all_ = [_decode_request(text) for text in self._control.texts("the question for another plan", mine).values()]
+        plans = {one.plan for one in all_ if one.plan and not one.reason}
+        reason = "" if plans else next((one.reason for one in all_ if one.plan), "")
+        plans = plans or {one.plan for one in all_ if one.plan}
         plan, refusal = present, ""
         try:
-            if len(told) > 1:
-                raise PlanError(f"Cannot swap the plan for {len(told)} others at once. Try again with one.")
-            plan = present.swapped(min(told), whole=True) if told else present
+            if len(plans) > 1:
+                raise PlanError(f"Cannot swap the plan for {len(plans)} others at once. Try again with one.")
+            plan = present.swapped(min(plans), whole=True) if plans else present
             if plan.digest != present.digest:
                 self._check(plan)
         except OffbeatError as error:
@@ -123,15 +123,15 @@ class PlanVote:
 
     def answer(self, text: str, refusal: str) -> None:
         """Say what became of it to whoever had left a wish."""
-        if self._wish is not None and self._folder is not None:
-            swap_request.answer(self._folder, SwapReply(self._wish.number, text, refusal))
-        self._wish = None
+        if self._request is not None and self._folder is not None:
+            swap_request.answer(self._folder, SwapReply(self._request.number, text, refusal))
+        self._request = None
 
     def _look(self, folder: Path, present: Plan) -> None:
         try:
-            self._wish = swap_request.claim(folder)
-            if self._wish is not None:
-                self.want(present.swapped(self._wish.part))
+            self._request = swap_request.claim(folder)
+            if self._request is not None:
+                self.propose(present.swapped(self._request.part))
         except PlanError as error:
             self.answer("", str(error))
         except PeerError as error:

@@ -48,13 +48,13 @@ class ServerPlans:
 
     Attributes:
         taken: the one that the training thread goes by.
-        border: where it leaves the server.
+        sync_point: where it leaves the server.
     """
 
     def __init__(self, plan: Plan, stays: Callable[[Plan], str] = lambda plan: "") -> None:
         self.present = self.taken = plan
-        self.told: collections.deque[str] = collections.deque()  # what has changed, for people
-        self.border = SyncPoint()
+        self.notices: collections.deque[str] = collections.deque()  # what has changed, for people
+        self.sync_point = SyncPoint()
         self._stays = stays
 
     def judge(self, plan: str) -> tuple[str, str, int]:
@@ -70,18 +70,18 @@ class ServerPlans:
             return new.digest, "", 0
         if refusal := self._stays(new):
             return "", refusal, 0
-        return new.digest, "", self.border.hold()
+        return new.digest, "", self.sync_point.freeze()
 
-    def adopt(self, plan: str, text: str, border: int | None = None) -> None:
-        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+    def adopt(self, plan: str, text: str, place: int | None = None) -> None:
+        """It holds from now on; all leave the server once they have passed `place` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
-            self.told.append(text or f"The plan of this job has become {short_name(self.present)}.")
-        self.border.settle(border)
+            self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")
+        self.sync_point.resume(place)
 
     def let_go(self) -> None:
         """The server is away."""
-        self.border.settle()
+        self.sync_point.resume()
 
 
 class ServerSession:
@@ -179,13 +179,13 @@ class ServerSession:
         except OffbeatError:
             return "", ""
         counts = [(one, scene) for scene in look.scenes for one in scene.workers if one.dropped or one.lost]
-        told = [
+        notices = [
             f"rank {one.worker}{f' with model {scene.model}' if len(look.scenes) > 1 else ''}: {one.applied:,} applied"
             + (f", {one.dropped:,} dropped" if one.dropped else "")
             + (f", {one.lost:,} lost" if one.lost else "")
             for one, scene in counts
         ]
-        fate = f"Not all contributions were applied. {'; '.join(told).capitalize()}." if told else ""
+        fate = f"Not all contributions were applied. {'; '.join(notices).capitalize()}." if notices else ""
         return " ".join(scene.pace for scene in look.scenes if scene.pace), fate
 
     def swap(self, plan: str, waiter: BlockingWait) -> None:

@@ -229,7 +229,7 @@ class ServerSync:
         self.meter.sent_bytes += exchange.sent_bytes
         self.staleness = exchange.staleness
         self._was_dropped = self._brought > 0 and not exchange.is_counted
-        self._diary.has_from_server(self._model, step, self.values, exchange, samples=self._brought)
+        self._diary.record_server_parameters(self._model, step, self.values, exchange, samples=self._brought)
         return issued_s, self.meter.now_s()
 
     def take_over_optimizer(self) -> None:
@@ -275,7 +275,7 @@ class ServerSync:
         """The newest parameters are here: bring them to the model's device."""
         self._take_values()
         exchange = self._client.place(self._model).exchange
-        self._diary.has_from_server(self._model, self.step, self.values, exchange, brought=False)
+        self._diary.record_server_parameters(self._model, self.step, self.values, exchange, brought=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, and the optimizer's state at the server, by parameter name, as bytes.

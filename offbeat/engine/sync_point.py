@@ -32,26 +32,26 @@ class SyncPoint:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._passed = 0
-        self._is_held = False
+        self._is_frozen = False
         self._at: int | None = None
 
-    def hold(self) -> int:
+    def freeze(self) -> int:
         """Pass no place until `settle`; how many were passed before."""
         with self._changed:
-            self._is_held = True
+            self._is_frozen = True
             return self._passed
 
-    def settle(self, at: int | None = None) -> None:
+    def resume(self, at: int | None = None) -> None:
         """Go on.
 
         Args:
             at: how many places are passed before all meet; None if they do not, or it was said before.
         """
         with self._changed:
-            self._is_held, self._at = False, self._at if at is None else at
+            self._is_frozen, self._at = False, self._at if at is None else at
             self._changed.notify_all()
 
-    def is_here(self, waiter: BlockingWait) -> bool:
+    def reached(self, waiter: BlockingWait) -> bool:
         """A place is about to be passed; whether all meet here.
 
         Raises:
@@ -60,25 +60,25 @@ class SyncPoint:
         while True:
             waiter.wait(self, _HOLDING)
             with self._changed:
-                if self._is_held:
+                if self._is_frozen:
                     continue
-                is_here = self._at == self._passed
+                reached = self._at == self._passed
                 self._passed += 1
-                if is_here:
+                if reached:
                     self._at = None
-                return is_here
+                return reached
 
     # -- something to wait for -----------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """Whether places may be passed."""
         with self._changed:
-            return not self._is_held
+            return not self._is_frozen
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until they may be."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_held, timeout.total_seconds())
+            return self._changed.wait_for(lambda: not self._is_frozen, timeout.total_seconds())
 
     def result(self) -> Reply:
         """Nothing."""

@@ -84,7 +84,7 @@ class LoaderManager:
         self._models = models
         self.observer: LoopObserver = _NobodyListens()
         self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
-        self._abouts: dict[int, RegisterLoader] = {}  # what was said of leased loaders, by number
+        self._specs: dict[int, RegisterLoader] = {}  # what was said of leased loaders, by number
         self.server: ServerSession | None = None
         self.loaders: list[ShardedLoader | LeasedLoader] = []
         self.has_data = True
@@ -147,7 +147,7 @@ class LoaderManager:
 
     def lose(self, ranks: Iterable[int]) -> str:
         """These workers are gone; what becomes of the batches, in words."""
-        unused = max((reducer.share.drawn for reducer in self._models.synchronizers), default=0)
+        unused = max((synchronizer.share.drawn for synchronizer in self._models.synchronizers), default=0)
         for loader in self.leased:
             loader.lost(ranks, unused=unused)
         return what_changes(self._keeps)
@@ -155,7 +155,7 @@ class LoaderManager:
     @property
     def is_settled(self) -> bool:
         """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
-        return not min((reducer.share.uncomputed for reducer in self._models.synchronizers), default=0)
+        return not min((synchronizer.share.uncomputed for synchronizer in self._models.synchronizers), default=0)
 
     @property
     def is_through(self) -> bool:
@@ -191,8 +191,8 @@ class LoaderManager:
             )
         for loader in self.leased:
             loader.crowded()
-        for reducer in self._models.synchronizers:
-            reducer.share.give_up()
+        for synchronizer in self._models.synchronizers:
+            synchronizer.share.give_up()
         self._metrics.give_up()
 
     def explain(self) -> list[str]:
@@ -252,7 +252,7 @@ class LoaderManager:
         states = [self._dealt_as_here(number, state, seed) for number, state in enumerate(states)]
         places = {
             number: (
-                msgspec.structs.replace(self._abouts[number], seed=seed % SEEDS),
+                msgspec.structs.replace(self._specs[number], seed=seed % SEEDS),
                 dataclasses.replace(loader.source.leases, seed=seed % SEEDS),
                 state,
             )
@@ -261,9 +261,9 @@ class LoaderManager:
         }
         if not places:
             return states
-        books = position.for_coordinator(places)
+        lease_state = position.for_coordinator(places)
         return [
-            {"place": books, "progress": position.progress_of(state["leases"], places[number][1].samples)}
+            {"place": lease_state, "progress": position.progress_of(state["leases"], places[number][1].samples)}
             if number in places
             else state
             for number, state in enumerate(states)
@@ -318,7 +318,7 @@ class LoaderManager:
 
     def _lease(self, loader: DataLoader[Any]) -> LeasedLoader:
         """A loader whose samples are dealt out one by one. Collective."""
-        about = RegisterLoader(
+        spec = RegisterLoader(
             loader=len(self.loaders),
             plan=self._plan.to_toml(),
             world=self._began_with,
@@ -330,12 +330,14 @@ class LoaderManager:
             least=least_of(loader, self._models.modules),
             ahead=ahead_of(loader),
         )
-        told = f"{about.samples} samples\nshuffle {about.shuffle}\nseed {about.seed}\nbatches of {about.batch}"
-        told += f"\nof {about.least} at least\ndrop_last {about.drop_last}\n{about.ahead} batches ahead"
-        self._control.agree("data", told, "Give every worker the same seed, dataset, batch size and num_workers.")
+        described = f"{spec.samples} samples\nshuffle {spec.shuffle}\nseed {spec.seed}\nbatches of {spec.batch}"
+        described += f"\nof {spec.least} at least\ndrop_last {spec.drop_last}\n{spec.ahead} batches ahead"
+        self._control.agree("data", described, "Give every worker the same seed, dataset, batch size and num_workers.")
         server = self.server
-        source: BatchSource = self._agreed(about) if server is None else ServerSource(server, self._waiter, about)
-        self._abouts[about.loader] = about
+        source: BatchSource = (
+            self._replicated_source(spec) if server is None else ServerSource(server, self._waiter, spec)
+        )
+        self._specs[spec.loader] = spec
         return LeasedLoader(
             loader,
             source=source,
@@ -346,15 +348,20 @@ class LoaderManager:
             draws=self._before_draw,
         )
 
-    def _agreed(self, about: RegisterLoader) -> ReplicatedSource:
+    def _replicated_source(self, spec: RegisterLoader) -> ReplicatedSource:
         return ReplicatedSource(
-            Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last),
+            Leases(
+                spec.samples,
+                seed=spec.seed,
+                shuffle=spec.shuffle,
+                drop_last=spec.drop_last,
+            ),
             self._plan.tuning,
-            batch=about.batch,
-            least=about.least,
+            batch=spec.batch,
+            least=spec.least,
             control=self._control,
             take_timings=lambda: [Timing(*one) for one in self._metrics.take_recent()],
-            kept=about.ahead + _MOST_UNTOLD if self._outlives else 0,
+            kept=spec.ahead + _MOST_UNTOLD if self._outlives else 0,
             keeps=self._keeps,
         )
 
@@ -382,15 +389,15 @@ class LoaderManager:
         for number, loader in enumerate(self.loaders):
             if isinstance(loader, ShardedLoader):
                 continue
-            about = msgspec.structs.replace(self._abouts[number], seed=loader.source.leases.seed)
-            places[number] = (about, loader.source.leases, loader.source.state_dict())
-            sources[number] = ServerSource(server, self._waiter, about, loader.progress)
+            spec = msgspec.structs.replace(self._specs[number], seed=loader.source.leases.seed)
+            places[number] = (spec, loader.source.leases, loader.source.state_dict())
+            sources[number] = ServerSource(server, self._waiter, spec, loader.progress)
         if not places:
             return sources
         server.sum(DEALING, (), self._waiter)
         if server.is_first:
-            told = server.client.restock(position.for_coordinator(places))
-            self._waiter.wait(told, WaitContext("the server to go on in the data", outlives=True))
+            reply = server.client.set_data_state(position.for_coordinator(places))
+            self._waiter.wait(reply, WaitContext("the server to go on in the data", outlives=True))
         return sources
 
     def to_server(self, server: ServerSession, sources: Mapping[int, ServerSource]) -> None:
@@ -415,7 +422,7 @@ class LoaderManager:
             NetworkError: if the server is gone.
         """
         self.server = None
-        books = self._books(server) if self.leased else ""
+        lease_state = self._fetch_lease_state(server) if self.leased else ""
         for number, loader in enumerate(self.loaders):
             if isinstance(loader, ShardedLoader):
                 loader.go_together()
@@ -423,24 +430,24 @@ class LoaderManager:
             assert isinstance(loader.source, ServerSource)
             leases, reached = loader.source.leases, loader.progress
             begins = self._control.texts("the epoch that the next loop is in", str(loader.source.epoch))
-            source = self._agreed(self._abouts[number])
-            kept = position.for_workers(books, number, leases, epoch=min(map(int, begins.values())))
+            source = self._replicated_source(self._specs[number])
+            kept = position.for_workers(lease_state, number, leases, epoch=min(map(int, begins.values())))
             source.load_state_dict(kept, seed=leases.seed)
             source.progress = max(source.progress, reached)
             loader.change_source(source)
 
-    def _books(self, server: ServerSession) -> str:
+    def _fetch_lease_state(self, server: ServerSession) -> str:
         """The place in the data, as one of the workers has asked; another, if that is lost meanwhile. Collective."""
-        books = ""
-        while not books:
+        lease_state = ""
+        while not lease_state:
             said = ""
             if self._control.is_first:
-                asked = server.client.books()
+                asked = server.client.data_state()
                 self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
                 said = bytes(asked.place).decode()
-            told = self._control.texts("the place in the data", said)
-            books = next(filter(None, told.values()), "")
-        return books
+            reply = self._control.texts("the place in the data", said)
+            lease_state = next(filter(None, reply.values()), "")
+        return lease_state
 
     @property
     def _keeps(self) -> Keeps:
@@ -459,16 +466,16 @@ class LoaderManager:
         self._draws += 1
         if self._draws == 1:
             self._check.drawn()
-        for reducer in self._models.synchronizers:
-            reducer.share.draw(real=real, source=source, weight=weight, samples=samples)
+        for synchronizer in self._models.synchronizers:
+            synchronizer.share.draw(real=real, source=source, weight=weight, samples=samples)
         return DrawnBatch(self._draws, BatchCounts(1, 1, weight, samples) if real else BatchCounts(1))
 
     def _put_back(self, draws: Sequence[DrawnBatch]) -> int:
         """Have those of these batches that no model has computed count no more; how many, the last ones."""
-        uncomputed = min((reducer.share.uncomputed for reducer in self._models.synchronizers), default=0)
+        uncomputed = min((synchronizer.share.uncomputed for synchronizer in self._models.synchronizers), default=0)
         back = [draw for draw in draws if draw.number > self._draws - uncomputed]
         for draw in back:
             self._metrics.samples = max(0, self._metrics.samples - draw.drawn.samples)
-            for reducer in self._models.synchronizers:
-                reducer.share.put_back(draw.drawn)
+            for synchronizer in self._models.synchronizers:
+                synchronizer.share.put_back(draw.drawn)
         return len(back)

@@ -1,6 +1,6 @@
 """The place in leased data: as a server's coordinator keeps it, as workers without one do, and from one to the other.
 
-    at the coordinator      of all loaders, as JSON: what `Client.books` gives and `Client.restock` takes
+    at the coordinator      of all loaders, as JSON: what `Client.data_state` gives and `Client.set_data_state` takes
     among the workers       of one loader: what `ReplicatedSource.state_dict` gives and `load_state_dict` takes
 
 Either way each sample of each epoch is used, leased, or still to be leased; going over changes nothing about that.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def for_workers(
-    books: str | bytes, loader: int, leases: Leases, *, is_held: bool = True, epoch: int | None = None
+    lease_state: str | bytes, loader: int, leases: Leases, *, is_held: bool = True, epoch: int | None = None
 ) -> dict[str, Any]:
     """What one loader's `ReplicatedSource` goes on from.
 
@@ -42,7 +42,7 @@ def for_workers(
     Raises:
         ModelError: if that is damaged, or of other data.
     """
-    pool = leases.from_plain(_of_loader(books, loader))
+    pool = leases.from_plain(_of_loader(lease_state, loader))
     if is_held:
         pool, _ = leases.acknowledge(pool, tuple(pool.held))
     for worker in pool.at:
@@ -70,19 +70,19 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     return min(pool.at.values(), default=pool.epoch)
 
 
-def workers_of(books: str | bytes, loader: int) -> tuple[int, ...]:
+def workers_of(lease_state: str | bytes, loader: int) -> tuple[int, ...]:
     """Who was dealt to, by the coordinator's books.
 
     Raises:
         ModelError: if they are damaged.
     """
     try:
-        return tuple(sorted(msgspec.convert(_of_loader(books, loader)["pool"], LeasePool, str_keys=True).at))
+        return tuple(sorted(msgspec.convert(_of_loader(lease_state, loader)["pool"], LeasePool, str_keys=True).at))
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
 
 
-def told(state: Mapping[str, Any]) -> str:
+def describe(state: Mapping[str, Any]) -> str:
     """The place in the data of one loader in a line, to compare it; a worker's own if it was dealt out by a server."""
     if "epoch" in state:
         return f"epoch {state['epoch']}, batch {state['batch']}"
@@ -116,9 +116,9 @@ def progress_of(plain: Any, samples: int) -> float:
     return msgspec.convert(plain["pool"], LeasePool, str_keys=True).reached(samples)
 
 
-def _of_loader(books: str | bytes, loader: int) -> Any:
+def _of_loader(lease_state: str | bytes, loader: int) -> Any:
     try:
-        return decode(msgspec.json.decode, books)[str(loader)]["leases"]
+        return decode(msgspec.json.decode, lease_state)[str(loader)]["leases"]
     except (UnreadableError, KeyError, TypeError) as error:
         raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
-_TOLD_EVERY = 5
-_MOST_TOLD = 256
+_REPORT_EVERY = 5
+_MOST_TIMINGS = 256
 _MOST_DRAWN = 1 << 12
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
@@ -50,11 +50,11 @@ class Timing(NamedTuple):
 class StepReport(msgspec.Struct, frozen=True):
     """What a worker tells: its last steps, and in which round each that it knows to be lost first lacked."""
 
-    timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TOLD)]
+    timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TIMINGS)]
     lost: Annotated[dict[int, int], msgspec.Meta(max_length=4096)] = {}
 
 
-_told = msgspec.json.Decoder(StepReport).decode
+_read_report = msgspec.json.Decoder(StepReport).decode
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class ReplicatedSource:
         self._batch, self._total, self._least = batch, batch * control.world, least
         self._kept, self._keeps, self._world = kept, keeps, control.world
         tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
-        self._books = self._join(LeaseBook(leases.init(), tuning, ()), control.members)
-        self._at = self._books  # behind the last batch that the loop has
+        self._book = self._join(LeaseBook(leases.init(), tuning, ()), control.members)
+        self._at = self._book  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
         self._lost: dict[int, int] = {}
         self._is_over = False  # the loop has been told the end of the epoch
@@ -125,19 +125,19 @@ class ReplicatedSource:
         """This worker's part of the next step. Collective."""
         if self._before:
             return self._before.popleft()
-        if self._books.round % _TOLD_EVERY == 0:
-            self._tell()
-        books = self._books
-        pool, tuning, parts = self._deal(books)
+        if self._book.round % _REPORT_EVERY == 0:
+            self._exchange_reports()
+        book = self._book
+        pool, tuning, parts = self._deal(book)
         if not parts:
-            self._books = dataclasses.replace(books, pool=pool, tuning=tuning, over=frozenset())
+            self._book = dataclasses.replace(book, pool=pool, tuning=tuning, over=frozenset())
             self._is_over = True
             return None
-        over = frozenset(books.members) - parts.keys()
-        dealt = tuple((books.round, rank, lease.number) for rank, lease in parts.items())
-        after = LeaseBook(pool, tuning, books.members, books.round + 1, over, books.open + dealt)
-        self._books = self._use(after, before=after.round - self._kept)
-        mark = LeaseStep(books, self._books)
+        over = frozenset(book.members) - parts.keys()
+        dealt = tuple((book.round, rank, lease.number) for rank, lease in parts.items())
+        after = LeaseBook(pool, tuning, book.members, book.round + 1, over, book.open + dealt)
+        self._book = self._use(after, before=after.round - self._kept)
+        mark = LeaseStep(book, self._book)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
         return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
@@ -145,7 +145,7 @@ class ReplicatedSource:
     @property
     def is_through(self) -> bool:
         """Whether nothing more can be asked for in this epoch, as far as this worker knows."""
-        return self._is_over or not self._deal(self._books)[2]
+        return self._is_over or not self._deal(self._book)[2]
 
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
@@ -155,25 +155,25 @@ class ReplicatedSource:
 
     def ended(self) -> None:
         """The next epoch begins."""
-        self._at, self._is_over = self._books, False
+        self._at, self._is_over = self._book, False
         self.progress = max(self.progress, self._reached())
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
-            before, now = batches[0].mark.before, self._books
-            books = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
-            self._books = self._at = self._let_in(books, set(now.members) - books.pool.at.keys())
+            before, now = batches[0].mark.before, self._book
+            book = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
+            self._book = self._at = self._admit(book, set(now.members) - book.pool.at.keys())
             self._is_over = False
             self._before.clear()
 
     def joined(self, ranks: Iterable[int]) -> None:
         """These take part from the next batch on that is asked for. On all workers at the same place."""
-        ranks, tuning = sorted(ranks), self._books.tuning
+        ranks, tuning = sorted(ranks), self._book.tuning
         for rank in ranks:
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
-        books = self._let_in(self._books, ranks)
-        self._books = dataclasses.replace(books, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+        book = self._admit(self._book, ranks)
+        self._book = dataclasses.replace(book, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
 
     def hand_over(self, asked: Sequence[Batch]) -> dict[str, Any]:
         """What a newcomer has to know, in dicts, lists and numbers.
@@ -182,7 +182,7 @@ class ReplicatedSource:
             asked: for these the loader has asked, and the loop does not have them.
         """
         return {
-            "books": self._plain(self._books),
+            "books": self._plain(self._book),
             "at": self._plain(self._at),
             "asked": [[one.first, self._plain(one.mark.before), self._plain(one.mark.after)] for one in asked],
             "over": self._is_over,
@@ -195,7 +195,7 @@ class ReplicatedSource:
         Raises:
             ModelError: if it is of another dataset, or does not add up.
         """
-        self._books, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
+        self._book, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
         for first, before, after in state["asked"]:
             mark = LeaseStep(self._from_plain(before), self._from_plain(after))
             self._before.append(Batch(None, 0.0, int(first), mark))
@@ -223,7 +223,7 @@ class ReplicatedSource:
 
     def explain(self) -> str:
         """Who paces the rounds and why."""
-        tuning = self._books.tuning
+        tuning = self._book.tuning
         return "" if self._tune is None or tuning is None else self._tune.explain(tuning)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,10 +245,10 @@ class ReplicatedSource:
         round_ = state_checks.whole(state["round"], "round in the data")
         over = frozenset(state_checks.whole(rank, "rank whose data has ended") for rank in state["over"])
         self.leases = dataclasses.replace(self.leases, seed=seed)
-        pool, tuning = self.leases.from_plain(state["leases"]), self._books.tuning
+        pool, tuning = self.leases.from_plain(state["leases"]), self._book.tuning
         if self._tune is not None and state["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
-        present, then = self._books.members, tuple(sorted(pool.at))
+        present, then = self._book.members, tuple(sorted(pool.at))
         if then != present and self._control.rank == present[0]:
             _log.warning(
                 "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
@@ -257,25 +257,25 @@ class ReplicatedSource:
                 ", ".join(map(str, present)),
                 what_changes("global_batch" if self._tune is not None else self._keeps),
             )
-        books = LeaseBook(pool, tuning, then, round_, over)
+        book = LeaseBook(pool, tuning, then, round_, over)
         for rank in set(then) - set(present):
-            books = self._leave(books, rank)
-        self._books = self._at = self._join(books, [rank for rank in present if rank not in then])
+            book = self._leave(book, rank)
+        self._book = self._at = self._join(book, [rank for rank in present if rank not in then])
         self.progress = self._reached()
 
-    def _plain(self, books: LeaseBook) -> dict[str, Any]:
-        tuning = books.tuning
+    def _plain(self, book: LeaseBook) -> dict[str, Any]:
+        tuning = book.tuning
         return {
-            "leases": self.leases.to_plain(books.pool),
+            "leases": self.leases.to_plain(book.pool),
             "tuning": None if self._tune is None or tuning is None else self._tune.to_plain(tuning),
-            "members": books.members,
-            "round": books.round,
-            "over": sorted(books.over),
-            "open": books.open,
+            "members": book.members,
+            "round": book.round,
+            "over": sorted(book.over),
+            "open": book.open,
         }
 
     def _from_plain(self, plain: Mapping[str, Any]) -> LeaseBook:
-        tuning = self._books.tuning
+        tuning = self._book.tuning
         if self._tune is not None and plain["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._least)
         return LeaseBook(
@@ -287,87 +287,87 @@ class ReplicatedSource:
             tuple((int(round), int(rank), int(number)) for round, rank, number in plain["open"]),
         )
 
-    def _let_in(self, books: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
+    def _admit(self, book: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
         """These are dealt to, in the epoch in which the others are."""
-        at = dict(books.pool.at)
-        epoch = min(at.values(), default=books.pool.epoch)
+        at = dict(book.pool.at)
+        epoch = min(at.values(), default=book.pool.epoch)
         for rank in ranks:
             at[rank] = epoch
-        return dataclasses.replace(books, pool=dataclasses.replace(books.pool, at=at))
+        return dataclasses.replace(book, pool=dataclasses.replace(book.pool, at=at))
 
     def _reached(self) -> float:
         return self._at.pool.reached(self.leases.samples)
 
-    def _tell(self) -> None:
+    def _exchange_reports(self) -> None:
         """Exchange the times of the last steps. Collective."""
-        mine = StepReport(tuple(self._take_timings())[-_MOST_TOLD:], self._lost)
+        mine = StepReport(tuple(self._take_timings())[-_MOST_TIMINGS:], self._lost)
         texts = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
-        told = {rank: _told(text) for rank, text in texts.items()}
-        books = self._learn(self._books, {rank: one.timings for rank, one in told.items()})
-        tuning = books.tuning
-        for rank in books.members:
-            if rank not in told and self._tune is not None and tuning is not None:
+        reports = {rank: _read_report(text) for rank, text in texts.items()}
+        book = self._learn(self._book, {rank: one.timings for rank, one in reports.items()})
+        tuning = book.tuning
+        for rank in book.members:
+            if rank not in reports and self._tune is not None and tuning is not None:
                 tuning = self._tune.leave(tuning, rank)
-        books = dataclasses.replace(books, tuning=tuning, members=tuple(r for r in books.members if r in told))
-        for rank in books.pool.at.keys() - set(books.members):
+        book = dataclasses.replace(book, tuning=tuning, members=tuple(r for r in book.members if r in reports))
+        for rank in book.pool.at.keys() - set(book.members):
             # Not before somebody knows: some may have been loading ahead when they noticed.
-            if lacked := [one.lost[rank] for one in told.values() if rank in one.lost]:
-                books = self._leave(books, rank, since=max(lacked))
-        self._books = books
+            if lacked := [one.lost[rank] for one in reports.values() if rank in one.lost]:
+                book = self._leave(book, rank, since=max(lacked))
+        self._book = book
 
-    def _learn(self, books: LeaseBook, told: Mapping[int, Sequence[Timing]]) -> LeaseBook:
+    def _learn(self, book: LeaseBook, reports: Mapping[int, Sequence[Timing]]) -> LeaseBook:
         """How fast the machines are."""
-        tuning = books.tuning
+        tuning = book.tuning
         if self._tune is None or tuning is None:
-            return books
-        for step in zip(*told.values(), strict=False):
+            return book
+        for step in zip(*reports.values(), strict=False):
             # Who waits least waits for nobody: that is how long it takes to send.
             transfer_s = min(timing.wait_s for timing in step)
-            for rank, timing in zip(told, step, strict=True):
+            for rank, timing in zip(reports, step, strict=True):
                 if timing.samples:
                     blocked_s = timing.wait_s - transfer_s
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
-        return dataclasses.replace(books, tuning=tuning)
+        return dataclasses.replace(book, tuning=tuning)
 
-    def _deal(self, books: LeaseBook) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
+    def _deal(self, book: LeaseBook) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
         """What each member gets in this round, and what is known then; nobody gets anything where the epoch ends."""
-        pool, parts = books.pool, dict[int, Lease]()
-        tuning, counts = self._counts(books)
-        for rank in books.members:
-            if rank not in books.over:
+        pool, parts = book.pool, dict[int, Lease]()
+        tuning, counts = self._counts(book)
+        for rank in book.members:
+            if rank not in book.over:
                 count = min(counts[rank], self.leases.samples)
                 pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         return pool, tuning, parts
 
-    def _counts(self, books: LeaseBook) -> tuple[TuningState | None, dict[int, int]]:
+    def _counts(self, book: LeaseBook) -> tuple[TuningState | None, dict[int, int]]:
         """The batch of each member in this round."""
-        if self._tune is not None and books.tuning is not None:
-            return self._tune.plan(books.tuning, books.round)
-        return None, even_batches(self._batch, self._world, books.members, self._keeps)
+        if self._tune is not None and book.tuning is not None:
+            return self._tune.plan(book.tuning, book.round)
+        return None, even_batches(self._batch, self._world, book.members, self._keeps)
 
-    def _use(self, books: LeaseBook, *, before: int) -> LeaseBook:
+    def _use(self, book: LeaseBook, *, before: int) -> LeaseBook:
         """Take the leases of the rounds before this one for used; but for those of who is lost."""
-        there = set(books.members)
-        used = {one for one in books.open if one[0] < before and one[1] in there}
-        pool, _ = self.leases.acknowledge(books.pool, [number for _, _, number in used])
-        return dataclasses.replace(books, pool=pool, open=tuple(one for one in books.open if one not in used))
+        there = set(book.members)
+        used = {one for one in book.open if one[0] < before and one[1] in there}
+        pool, _ = self.leases.acknowledge(book.pool, [number for _, _, number in used])
+        return dataclasses.replace(book, pool=pool, open=tuple(one for one in book.open if one not in used))
 
-    def _join(self, books: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
-        pool, tuning = books.pool, books.tuning
+    def _join(self, book: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
+        pool, tuning = book.pool, book.tuning
         for rank in ranks:
             pool = self.leases.join(pool, rank)
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
-        return dataclasses.replace(books, pool=pool, tuning=tuning, members=tuple(sorted({*books.members, *ranks})))
+        return dataclasses.replace(book, pool=pool, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
 
-    def _leave(self, books: LeaseBook, rank: int, since: int = 0) -> LeaseBook:
+    def _leave(self, book: LeaseBook, rank: int, since: int = 0) -> LeaseBook:
         """What it was dealt from round `since` on goes to the others."""
-        used = [number for round, whose, number in books.open if whose == rank and round < since]
-        pool, _ = self.leases.acknowledge(books.pool, used)
-        pool, tuning = self.leases.lose(pool, rank), books.tuning
+        used = [number for round, whose, number in book.open if whose == rank and round < since]
+        pool, _ = self.leases.acknowledge(book.pool, used)
+        pool, tuning = self.leases.lose(pool, rank), book.tuning
         tuning = None if self._tune is None or tuning is None else self._tune.leave(tuning, rank)
-        members = tuple(other for other in books.members if other != rank)
+        members = tuple(other for other in book.members if other != rank)
         return dataclasses.replace(
-            books, pool=pool, tuning=tuning, members=members, open=tuple(one for one in books.open if one[1] != rank)
+            book, pool=pool, tuning=tuning, members=members, open=tuple(one for one in book.open if one[1] != rank)
         )

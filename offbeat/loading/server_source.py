@@ -27,19 +27,19 @@ class ServerSource:
     Args:
         server: this worker's connection to it.
         waiter: the one waiting primitive.
-        about: the loader.
+        spec: of the loader.
         progress: as of `BatchSource`, if it goes on from another one.
     """
 
     def __init__(
-        self, server: ServerSession, waiter: BlockingWait, about: RegisterLoader, progress: float = 0.0
+        self, server: ServerSession, waiter: BlockingWait, spec: RegisterLoader, progress: float = 0.0
     ) -> None:
-        self.leases = Leases(about.samples, seed=about.seed, shuffle=about.shuffle, drop_last=about.drop_last)
-        self._server, self._waiter, self._loader = server, waiter, about.loader
-        self._count = about.batch  # of the batch at hand
+        self.leases = Leases(spec.samples, seed=spec.seed, shuffle=spec.shuffle, drop_last=spec.drop_last)
+        self._server, self._waiter, self._loader = server, waiter, spec.loader
+        self._count = spec.batch  # of the batch at hand
         self.progress = progress
         self._over = 0  # epochs of which this worker knows the end
-        self._hand = server.client.enrol(about)
+        self._hand = server.client.register_loader(spec)
 
     def next(self) -> Batch | None:
         """What the coordinator dealt out, or will.
@@ -114,7 +114,7 @@ class ServerSource:
         Raises:
             NetworkError: if the server is gone.
         """
-        asked = self._server.client.books()
+        asked = self._server.client.data_state()
         self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
         return {"place": asked.place, "progress": self.progress}
 
@@ -130,8 +130,8 @@ class ServerSource:
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
         if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
-            told = client.restock(place)
-            self._waiter.wait(told, WaitContext("the server to go on in the data", outlives=True))
+            reply = client.set_data_state(place)
+            self._waiter.wait(reply, WaitContext("the server to go on in the data", outlives=True))
 
     def _deal(self) -> Lease | EndOfEpoch:
         while True:

@@ -1,6 +1,6 @@
 """Workers that come to a job without a server while it trains: what a run does for them, and as one of them.
 
-All that train and the newcomers form a new circle (`offbeat.engine.join`). The newcomers are handed parameters,
+All that train and the newcomers form the next generation of the group (`offbeat.engine.join`). The newcomers are handed parameters,
 buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then all compare
 their parameters, and go on. Nobody starts again, and nothing is computed twice.
 
@@ -85,7 +85,7 @@ class ElasticJoin:
 
     # -- among those that train ----------------------------------------------------------------------------------
 
-    def calls(self, plan: Plan, *, looks: bool) -> bool:
+    def wants_vote(self, plan: Plan, *, looks: bool) -> bool:
         """Whether this worker wants all to come together, because somebody is ready to come in.
 
         Args:
@@ -93,11 +93,11 @@ class ElasticJoin:
             looks: whether it is the one that looks for newcomers.
         """
         self._plan = plan
-        return self._server.calls(looks=looks)
+        return self._server.wants_vote(looks=looks)
 
-    def turn_away(self, *, looks: bool) -> None:
+    def reject_pending(self, *, looks: bool) -> None:
         """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
-        self._server.turn_away(looks=looks)
+        self._server.reject_pending(looks=looks)
 
     def stepped(self, model: int) -> None:
         """A model has stepped."""
@@ -105,11 +105,11 @@ class ElasticJoin:
             self._turns.append(model)
         self._is_last = model == self._turns[-1]
 
-    def expect(self) -> None:
+    def agree_on_newcomers(self) -> None:
         """Learn who comes in where the loop begins again. Collective, behind a step of all."""
-        self._server.agree()
+        self._server.agree_on_newcomers()
 
-    def take_in(self, plan: Plan, *, drawing: bool) -> JoinResult | None:
+    def admit(self, plan: Plan, *, drawing: bool) -> JoinResult | None:
         """Have those come in that are expected; None if there are none. Collective, where the loop may begin again.
 
         Args:
@@ -119,15 +119,15 @@ class ElasticJoin:
         if not self._server.expects or not self._begins_again(drawing=drawing):
             return None
         if not self._data.is_settled:
-            self._server.put_off()
+            self._server.postpone()
             return None
         for one in self._models.together:
             one.even_out()
             one.take_call()  # newcomers have not heard it; whoever still wants something calls again
-        ranks = self._server.admit()
+        ranks = self._server.admit_pending()
         if not ranks:
             return None
-        self._hand_over(self._state(plan, ranks))
+        self._transfer_state(self._state(plan, ranks))
         return JoinResult(ranks, self._data.join(ranks), plan)
 
     def _begins_again(self, *, drawing: bool) -> bool:
@@ -156,7 +156,7 @@ class ElasticJoin:
             "turns": self._turns,
         }
 
-    def part(self, told_at: int | None = None) -> None:
+    def leave(self, told_at: int | None = None) -> None:
         """This worker is done: wait until all are, or the others have gone on without it.
 
         Args:
@@ -184,7 +184,7 @@ class ElasticJoin:
         """Whether this worker was a newcomer."""
         return self._has_come
 
-    def come_in(self) -> JoinResult:
+    def join(self) -> JoinResult:
         """Take part from now on, with what the others have.
 
         Raises:
@@ -193,9 +193,9 @@ class ElasticJoin:
             PeerError: if it has not become what the others are.
         """
         assert self._newcomer is not None
-        self._newcomer.come_in(self._group, lambda: {} if self._witness is None else self._witness.ended())
+        self._newcomer.join(self._group, lambda: {} if self._witness is None else self._witness.ended())
         self._newcomer, self._control.compares, self._has_come = None, None, True
-        state = self._hand_over(None)
+        state = self._transfer_state(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
         for one, theirs in zip(self._models.together, state["models"], strict=True):
             one.take_over(theirs["exchanger"], plan)
@@ -204,7 +204,7 @@ class ElasticJoin:
         self._turns = [int(model) for model in state["turns"]]
         return JoinResult(ranks, self._data.join(ranks, state["loaders"]), plan)
 
-    def _hand_over(self, mine: dict[str, Any] | None) -> dict[str, Any]:
+    def _transfer_state(self, mine: dict[str, Any] | None) -> dict[str, Any]:
         state = hand_over(self._control, lambda: self._group.members[0], mine)
         if mine is None:
             with torch.no_grad():
@@ -217,8 +217,8 @@ class ElasticJoin:
                 digest.update(bytes_of(tensor.contiguous().reshape(-1)))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
-        told = self._control.texts("the comparison with newcomers", "" if mine is None else said)
-        if mine is None and said not in told.values():
+        texts = self._control.texts("the comparison with newcomers", "" if mine is None else said)
+        if mine is None and said not in texts.values():
             raise PeerError(
                 "Cannot come in: this worker's parameters are not those of any that trains. Start it again."
             )

@@ -3,7 +3,7 @@
     to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
                     next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
                     optimizer has gathered, and the place in the data.
-    from a server   where in its script no worker has been yet (`engine.border`): all take the newest parameters, and
+    from a server   where in its script no worker has been yet (`engine.sync_point`): all take the newest parameters, and
                     what the server's optimizer has gathered, and work out alike who computes what. The server ends.
 
 Either way nothing is under way then: what was computed is in the parameters, and these are the same on all workers, to
@@ -84,7 +84,7 @@ class FabricMigration:
         return self._data.stays
 
     @property
-    def calls(self) -> bool:
+    def wants_vote(self) -> bool:
         """Whether this worker wants all to confer, as the server is there that it has started, or never will be."""
         if self.due is None or self.starting is None:
             return False
@@ -118,8 +118,8 @@ class FabricMigration:
         if server is None or refusal:
             self._let_go(server, starting)
             return None, refusal
-        step = max((reducer.step for reducer in self._models.synchronizers), default=0)
-        before = [reducer.plan for reducer in self._models.synchronizers]
+        step = max((synchronizer.step for synchronizer in self._models.synchronizers), default=0)
+        before = [synchronizer.plan for synchronizer in self._models.synchronizers]
         self._end_own_steps()
         # Until all are there, each has all that it needs to go on without: who brings it to the server may be lost.
         kept = [tensor.detach().clone() for tensor in self._models.tensors]
@@ -132,31 +132,31 @@ class FabricMigration:
             with torch.no_grad():
                 for tensor, own in zip(self._models.tensors, kept, strict=True):
                     tensor.copy_(own)
-            for reducer, own_plan in zip(self._models.synchronizers, before, strict=True):
-                reducer.plan = own_plan
+            for synchronizer, own_plan in zip(self._models.synchronizers, before, strict=True):
+                synchronizer.plan = own_plan
             return None, refusal
-        border = self._leave_stretch(plan, step, server.job)
+        place = self._leave_stretch(plan, step, server.job)
         self._data.to_server(server, sources)
-        for reducer, after in zip(self._models.synchronizers, crossed, strict=True):
-            reducer.now.close()
-            reducer.now = after
+        for synchronizer, after in zip(self._models.synchronizers, crossed, strict=True):
+            synchronizer.now.close()
+            synchronizer.now = after
             after.refreshed()
             after.plan = plan
-        self._enter_stretch(border, step)
+        self._enter_stretch(place, step)
         return server, ""
 
     def _end_own_steps(self) -> None:
         """All step together. Collective."""
-        for reducer in self._models.synchronizers:
-            reducer.plan = dataclasses.replace(reducer.plan, sync=BSP(), controller=None)
+        for synchronizer in self._models.synchronizers:
+            synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
 
     def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[ServerSwitch], dict[int, ServerSource], str]:
         """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
         crossed: list[ServerSwitch] = []
         try:
-            for one, reducer in self._models.pairs():
-                assert isinstance(reducer.now, AllReduceSwitch)
-                crossed.append(self._factory.to_server(one, plan, server, reducer.now))
+            for one, synchronizer in self._models.pairs():
+                assert isinstance(synchronizer.now, AllReduceSwitch)
+                crossed.append(self._factory.to_server(one, plan, server, synchronizer.now))
             sources = self._data.bring_to(server)
             server.take_over(self._waiter)
         except OffbeatError as error:
@@ -190,16 +190,16 @@ class FabricMigration:
             "the batches that were drawn", str(max(r.share.stamp for r in self._models.synchronizers))
         )
         step = max(map(int, steps.values()))
-        border = self._leave_stretch(plan, step)
-        for one, reducer in self._models.pairs():
-            before = reducer.now
+        place = self._leave_stretch(plan, step)
+        for one, synchronizer in self._models.pairs():
+            before = synchronizer.now
             assert isinstance(before, ServerSwitch)
             before.share.stamp = max(map(int, stamps.values()))
             after = self._factory.to_group(one, plan, before, step)
             before.close()
-            reducer.now = after
+            synchronizer.now = after
             after.plan = plan
-        self._enter_stretch(border, step)
+        self._enter_stretch(place, step)
         self._data.to_group(server)
         self._waiter.ask_server = str
         server.close()
@@ -224,15 +224,15 @@ class FabricMigration:
         if not self._history.is_kept:
             return ""
         names = self._control.texts("the name of this place in the history", secrets.token_hex(8))
-        border = next(iter(names.values()))
-        self._history.leaves(border, job or border, step, self._models.tensors)
+        place = next(iter(names.values()))
+        self._history.record_departure(place, job or place, step, self._models.tensors)
         members = self._control.members
         world = len(members) if members == tuple(range(len(members))) else 0  # else nobody knows who should be there
         for one in self._models.prepared:
-            self._history.trains(one.number, plan, world, one.parameters.values())
-        return border
+            self._history.record_model(one.number, plan, world, one.parameters.values())
+        return place
 
-    def _enter_stretch(self, border: str, step: int) -> None:
+    def _enter_stretch(self, place: str, step: int) -> None:
         """What this worker has behind the place."""
-        if border:
-            self._history.enters(border, step, self._models.tensors)
+        if place:
+            self._history.record_arrival(place, step, self._models.tensors)

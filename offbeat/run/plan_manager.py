@@ -124,7 +124,7 @@ class PlanManager:
             self.server.swap(wanted.to_toml(), self._waiter)
             self.take_plan()
         elif self._control.world > 1:
-            self._vote.want(wanted)
+            self._vote.propose(wanted)
             for one in self._models.together:
                 one.calls = True
         else:
@@ -138,26 +138,26 @@ class PlanManager:
         self._leaving = None if plan.is_served else self._leaving or self.plan
         # One without a server holds once that is left; steps of the own end before.
         self.adopt(plan if plan.is_served else dataclasses.replace(self.plan, sync=ASP(), controller=None))
-        while plans.told:
-            self._context.metrics.event("swap", plans.told.popleft(), self._models.step, plan=plan.to_toml())
+        while plans.notices:
+            self._context.metrics.event("swap", plans.notices.popleft(), self._models.step, plan=plan.to_toml())
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""
         self._controller.adopts(self.plan, plan, by_controller=by_controller)
         self.plan = plan
         if self.server is None:
-            self._context.history.adopts(plan)
-        for reducer in self._models.synchronizers:
-            reducer.plan = plan
+            self._context.history.record_plan(plan)
+        for synchronizer in self._models.synchronizers:
+            synchronizer.plan = plan
 
-    def calls(self, *, looks: bool) -> bool:
+    def wants_vote(self, *, looks: bool) -> bool:
         """Whether this worker, which has no server, wants all to confer behind their next exchange.
 
         Args:
             looks: whether it is the one that looks for wishes that somebody has left.
         """
         self._ask_controller(looks=looks)
-        return self._vote.calls(self.plan, looks=looks) or self._migration.calls
+        return self._vote.is_wanted(self.plan, looks=looks) or self._migration.wants_vote
 
     def _ask_controller(self, *, looks: bool) -> None:
         """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
@@ -171,7 +171,7 @@ class PlanManager:
         if looks and self._migration.due is None and not self._vote.is_due:
             decision = self._controller.ask(controller, self.plan.sync)
             if decision is not None:
-                self._vote.want(self.plan.controlled(decision.sync), decision.reason)
+                self._vote.propose(self.plan.controlled(decision.sync), decision.reason)
 
     def go_on_from(self, plan: Plan) -> None:
         """A checkpoint was made with that plan: what this plan's controller had come to holds, if it is the same."""
@@ -185,7 +185,7 @@ class PlanManager:
         for one in self._models.together:
             one.make_room(ranks)
 
-    def confer(self) -> None:
+    def hold_vote(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""
         before, outcome = self.plan, self._vote.decide(self.plan)
         refusal, text = outcome.refusal, f"The plan stays as it is: {short_name(before.sync)}."
@@ -202,11 +202,11 @@ class PlanManager:
         if self._migration.due is None or self._data.leased:
             self._vote.answer(text, refusal)
 
-    def at_border(self) -> None:
+    def at_sync_point(self) -> None:
         """Here all workers may come together to go over to a server, or to leave it."""
         if self._migration.due is not None:
             self._go_over()
-        elif self.server is not None and self.server.plans.border.is_here(self._waiter):
+        elif self.server is not None and self.server.plans.sync_point.reached(self._waiter):
             self._leave_server(self.server)
 
     def close(self) -> None:
@@ -292,12 +292,12 @@ class PlanManager:
     def _leave_server(self, server: ServerSession) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""
         before, began_s = self.plan, self._clock.now_s()
-        for reducer in self._models.synchronizers:
-            reducer.settle()
+        for synchronizer in self._models.synchronizers:
+            synchronizer.settle()
         self._data.give_back()
         there = server.leave(self._waiter)
-        for reducer in self._models.synchronizers:
-            reducer.refreshed()
+        for synchronizer in self._models.synchronizers:
+            synchronizer.refreshed()
         self.take_plan()
         plan = server.plans.present
         if plan.is_served or (len(there) < self._control.world and not plan.outlives):

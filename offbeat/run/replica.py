@@ -40,7 +40,7 @@ class Replica(torch.nn.Module):
 
     Args:
         module: the user's model.
-        reducer: keeps it equal with the other workers' replicas.
+        synchronizer: keeps it equal with the other workers' replicas.
         begins: called with this before each forward pass that trains.
         join: what `join` does, with its arguments.
     """
@@ -50,13 +50,13 @@ class Replica(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        reducer: Synchronizer,
+        synchronizer: Synchronizer,
         begins: Callable[[Replica], None],
         join: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.module = module
-        self._reducer: Synchronizer | None = reducer
+        self._synchronizer: Synchronizer | None = synchronizer
         self._begins, self._join = begins, join
         self._trains_in = True  # the mode of the last forward pass that led to an exchange
         self.train(module.training)
@@ -71,17 +71,17 @@ class Replica(torch.nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reducer = self._reducer
-        if reducer is None:
+        synchronizer = self._synchronizer
+        if synchronizer is None:
             self._tell_alone()
             return False
         if not torch.is_grad_enabled():
-            reducer.share.seen()
+            synchronizer.share.seen()
             return False
         if self.training == self._trains_in:  # else an evaluation that has gradients in vain
             self._begins(self)
-        reducer.on_forward((args, kwargs))
-        return reducer.sync
+        synchronizer.on_forward((args, kwargs))
+        return synchronizer.sync
 
     def _tell_alone(self) -> None:
         """Say once that this copy trains by itself, if it does and there are other workers."""
@@ -98,13 +98,13 @@ class Replica(torch.nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
-        reducer = self._reducer
-        assert reducer is not None
+        synchronizer = self._synchronizer
+        assert synchronizer is not None
         mode = self.training
 
         def on_grad(grad: torch.Tensor) -> None:
             self._trains_in = mode
-            reducer.on_output_grad()
+            synchronizer.on_output_grad()
 
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -113,15 +113,15 @@ class Replica(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: backward passes inside do not communicate; the next one outside sends the sum."""
-        reducer = self._reducer
-        if reducer is None:
+        synchronizer = self._synchronizer
+        if synchronizer is None:
             yield
             return
-        before, reducer.sync = reducer.sync, False
+        before, synchronizer.sync = synchronizer.sync, False
         try:
             yield
         finally:
-            reducer.sync = before
+            synchronizer.sync = before
 
     @contextmanager
     def join(
@@ -145,7 +145,7 @@ class Replica(torch.nn.Module):
             PlanError: if the plan does not allow it.
             ModelError: on all, if one is done before the others and that is to be raised.
         """
-        if self._reducer is None or not enable:
+        if self._synchronizer is None or not enable:
             yield
             return
         with self._join(divides_by_all=divide_by_initial_world_size, raises=throw_on_early_termination):
@@ -154,7 +154,7 @@ class Replica(torch.nn.Module):
     @property
     def is_copy(self) -> bool:
         """Whether it belongs to no run: a copy of the one that was prepared."""
-        return self._reducer is None
+        return self._synchronizer is None
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refuse the hook, since the plan's codec decides what is sent.
@@ -175,7 +175,7 @@ class Replica(torch.nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reducer": None, "_begins": None, "_join": None, "_told_alone": False}
+        return {**self.__dict__, "_synchronizer": None, "_begins": None, "_join": None, "_told_alone": False}
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -212,7 +212,7 @@ class Run:
         session, context = self._session, self._session.context
         if session.membership is not None and session.membership.is_due:
             context.log.newcomers(f"Rank {self.rank} is ready, and waits to be taken in behind one of their steps.")
-            self._hooks.tell_of(joined := session.membership.come_in())
+            self._hooks.tell_of(joined := session.membership.join())
             session.plans.plan = joined.plan
             session.plans.joined(joined.ranks)
             context.metrics.start_anew()
@@ -224,7 +224,7 @@ class Run:
         if session.steps is not None:
             session.steps.prepared()
         self._write_start(one.model, synchronizer)
-        context.history.trains(one.number, self.plan, self.world, one.parameters.values())
+        context.history.record_model(one.number, self.plan, self.world, one.parameters.values())
 
     def _write_start(self, model: torch.nn.Module, synchronizer: SynchronizerProxy) -> None:
         buckets = [

@@ -59,11 +59,11 @@ def load_state_dict(session: WorkerSession, state: Mapping[str, Any]) -> None:
         raise
     if server is not None:
         server.take_over(session.waiter)
-    context.history.loaded()
+    context.history.record_loaded()
     if server is not None:
         for one in session.models.synchronizers:
             one.refreshed()
-    wanted = server is None and session.plans.calls(looks=context.is_first)
+    wanted = server is None and session.plans.wants_vote(looks=context.is_first)
     for together in session.models.together:
         together.calls = wanted
 
@@ -117,7 +117,7 @@ def _compare_states(session: WorkerSession, state: Mapping[str, Any]) -> None:
     models = session.models
     lines = [f"seed {state['seed']}"]
     lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
-    lines += [f"{position.told(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
+    lines += [f"{position.describe(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
     lines += [f"layout {one.layout.digest[:16]} of model {number}" for number, one in enumerate(models.synchronizers)]
     if isinstance(session.plan.sync, BSP):
         lines += [line for one in models.prepared for line in one.digests()]

@@ -446,7 +446,7 @@ class WorkerSession:
             if self.membership is None:
                 self.context.control.sum(END_OF_RUN)
             else:
-                self.membership.part(self.told_at)
+                self.membership.leave(self.told_at)
         except OffbeatError as error:
             _log.warning("This worker is done, but not all are: %s", error)
             return error
@@ -471,7 +471,7 @@ class WorkerSession:
         samples = self.context.metrics.last_samples
         for model, one in enumerate(self.models.together):
             if weights := one.take_weights():
-                self.context.history.gave(model, one.step - 1, samples=samples, weights=weights)
+                self.context.history.record_contribution(model, one.step - 1, samples=samples, weights=weights)
 
     def _watch_late_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say so if it steps behind the end."""

@@ -97,12 +97,12 @@ class StepHooks:
         if session.uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
         elif isinstance(synchronizer.now, AllReduceSwitch):
-            self._confer_if_asked(model, synchronizer.now)
+            self._vote_if_asked(model, synchronizer.now)
         else:
             if session.membership is not None and session.server is not None:
-                session.membership.turn_away(looks=session.context.is_first)
+                session.membership.reject_pending(looks=session.context.is_first)
             if not session.data.leased:
-                session.plans.at_border()
+                session.plans.at_sync_point()
         if session.drains:  # not before the script is through with this step
             session.drains = False
             for prepared in session.models.modules:
@@ -114,36 +114,36 @@ class StepHooks:
         weights = synchronizer.now.take_weights() if isinstance(synchronizer.now, AllReduceSwitch) else ()
         parameters = self._session.models.prepared[model].parameters.values()
         samples = context.metrics.last_samples
-        context.history.has(model, synchronizer.step - 1, parameters, samples=samples, weights=weights)
+        context.history.record_parameters(model, synchronizer.step - 1, parameters, samples=samples, weights=weights)
 
     # -- what all do together ------------------------------------------------------------------------------------
 
     def on_loop(self) -> None:
         """A loop over leased data begins."""
-        self._session.plans.at_border()
+        self._session.plans.at_sync_point()
 
     def on_draw(self) -> None:
         """The next batch of leased data is about to be drawn."""
         self.admit(drawing=True)
 
-    def _confer_if_asked(self, model: int, synchronizer: AllReduceSwitch) -> None:
+    def _vote_if_asked(self, model: int, synchronizer: AllReduceSwitch) -> None:
         session = self._session
         called = synchronizer.take_call()
         looks = session.context.is_first
-        wanted = session.plans.calls(looks=looks)
+        wanted = session.plans.wants_vote(looks=looks)
         if session.membership is not None:
             session.membership.stepped(model)
-            wanted |= session.membership.calls(session.plan, looks=looks)
+            wanted |= session.membership.wants_vote(session.plan, looks=looks)
         synchronizer.calls = wanted
         if called:
-            self._confer()
+            self._hold_vote()
 
-    def _confer(self) -> None:
+    def _hold_vote(self) -> None:
         """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
         session = self._session
-        session.plans.confer()
+        session.plans.hold_vote()
         if session.membership is not None:
-            session.membership.expect()
+            session.membership.agree_on_newcomers()
         for one in session.models.together:
             one.calls = False
 
@@ -156,9 +156,9 @@ class StepHooks:
         session = self._session
         if session.membership is None or session.server is not None:
             return
-        if joined := session.membership.take_in(session.plan, drawing=drawing):
+        if joined := session.membership.admit(session.plan, drawing=drawing):
             self.tell_of(joined)
-            session.context.history.admits(joined.ranks)
+            session.context.history.record_newcomers(joined.ranks)
             session.plans.joined(joined.ranks)
 
     def tell_of(self, joined: JoinResult) -> None:

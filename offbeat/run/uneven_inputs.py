@@ -115,7 +115,7 @@ class UnevenInputs:
             for parameter in parameters:
                 parameter.grad = None
             one.take_part()
-            self._history.gave(model, one.step - 1, samples=0, weights=one.take_weights())
+            self._history.record_contribution(model, one.step - 1, samples=0, weights=one.take_weights())
             for parameter in parameters:
                 parameter.grad = None
 

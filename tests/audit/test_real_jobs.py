@@ -152,7 +152,7 @@ def with_a_checkpoint(folder: Path, alone: bool) -> float:
                 with torch.no_grad():
                     counter.model.weight.copy_(weight)
                 if alone:
-                    run._session.context.history.loaded = lambda: None  # type: ignore[method-assign]  # on all: nobody knows of it
+                    run._session.context.history.record_loaded = lambda: None  # type: ignore[method-assign]  # on all: nobody knows of it
                 run.load_state_dict(state)
             if step == 8 and run.rank == 0:
                 run.swap(sync=ASP())

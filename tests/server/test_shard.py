@@ -211,7 +211,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     (worker,) = workers(job)
     told: list[str] = []
     worker.client._tell = told.append
-    hand = worker.client.enrol(
+    hand = worker.client.register_loader(
         RegisterLoader(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     )
     assert worker.client.draw(hand).wait(SOON)
@@ -244,8 +244,8 @@ def test_who_brings_other_data_is_refused_at_once(
     monkeypatch.setattr(end, "send", note)
     about = RegisterLoader(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     team = workers(job)
-    team[0].client.enrol(about)
-    hand = team[1].client.enrol(msgspec.structs.replace(about, batch=8))
+    team[0].client.register_loader(about)
+    hand = team[1].client.register_loader(msgspec.structs.replace(about, batch=8))
     with pytest.raises(DisagreementError, match="its loader has batch=8, that of the others 4"):
         team[1].client.draw(hand).wait(SOON)
     assert said[-1] == "Refused", "else it would come back with the same"

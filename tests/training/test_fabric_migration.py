@@ -343,7 +343,7 @@ def steps_of(run: offbeat.Run, folder: Path) -> Iterator[int]:
             while not (folder / "agreed").exists():
                 server = run._session.server
                 assert server is not None
-                server.plans.border.wait(offbeat.run.run._TIMEOUT / 100)
+                server.plans.sync_point.wait(offbeat.run.run._TIMEOUT / 100)
             os._exit(1)
         yield step
 

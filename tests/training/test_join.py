@@ -208,7 +208,7 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
         run = offbeat.init(plan, timeout=TIMEOUT, seed=5 if newcomer and how == "seed" else 0)
         if newcomer and how.startswith("SIG"):  # it was told where to come in, and does not
             where, name = (
-                (run._session.membership, "_hand_over")
+                (run._session.membership, "_transfer_state")
                 if how.endswith("later")
                 else (run._session.context.group, "arrive")
             )
@@ -319,18 +319,18 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
     waiter = BlockingWait(clock=WallClock(), timeout=TIMEOUT)
     control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
-    reception = JoinServer(store, control, circle, waiter, job=lambda: job, version="1")
+    server = JoinServer(store, control, circle, waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
     for number, hello in enumerate(['{"rank": 1, "version": "2", "plan": "a plan"}', "{", '{"rank": -1}', "\xff"]):
         newcomers.set(f"{number}/hello", hello)
-    reception._looked_s -= 2.0  # it looks once a second
-    assert not reception.calls(looks=True)
+    server._looked_s -= 2.0  # it looks once a second
+    assert not server.wants_vote(looks=True)
     for number, says in enumerate(["Cannot join with offbeat 2: those that train run 1"] + ["another offbeat"] * 3):
         answer = json.loads(newcomers.get(f"{number}/answer"))
         assert says in answer["refusal"]
         assert answer["job"] is None
-    reception.agree()
-    assert not reception.expects
+    server.agree_on_newcomers()
+    assert not server.expects
 
 
 def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
@@ -338,12 +338,12 @@ def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
     store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
     control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
-    reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
+    server = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
     newcomers = PrefixStore("newcomers", store)
 
     def look() -> bool:
-        reception._looked_s -= 2.0  # it looks once a second
-        return reception.calls(looks=True)
+        server._looked_s -= 2.0  # it looks once a second
+        return server.wants_vote(looks=True)
 
     def come(number: int) -> None:
         newcomers.set(f"{number}/hello", f'{{"rank": {number + 1}, "version": "1", "plan": "a plan"}}')
@@ -352,15 +352,15 @@ def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
         come(number)
         assert look() == (number == 1), "the first is ready by then"
         newcomers.set(f"{number}/ready", '{"claims": [{"what": "plan", "text": "a plan", "advice": ""}]}')
-    reception.agree()
-    assert reception.expects
+    server.agree_on_newcomers()
+    assert server.expects
     assert look(), "the second is ready"
     come(2)
-    reception.turn_away(looks=True)
-    assert not reception.expects
-    reception._looked_s -= 2.0
+    server.reject_pending(looks=True)
+    assert not server.expects
+    server._looked_s -= 2.0
     come(3)
-    reception.turn_away(looks=True)
+    server.reject_pending(looks=True)
     for key in ("0/entry", "1/entry", "2/answer", "3/answer"):
         assert "gone over to a server" in json.loads(newcomers.get(key))["refusal"]
     assert not look(), "nobody is left that is ready"
@@ -370,15 +370,15 @@ def test_who_dies_before_it_says_hello_keeps_nobody_behind_it_out() -> None:
     store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
     control = ControlGroup(InMemory().bind(BindContext()), waiter)
     job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
-    reception = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
+    server = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
     JoinClient(store, 1, waiter, version="1")  # and nothing more is heard of it
     second = JoinClient(store, 2, waiter, version="1")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(second.ask, "a plan", lambda: False)
         end_s = time.monotonic() + 3
         while not asked.done() and time.monotonic() < end_s:
-            reception._looked_s -= 2.0  # it looks once a second
-            reception.calls(looks=True)
+            server._looked_s -= 2.0  # it looks once a second
+            server.wants_vote(looks=True)
             time.sleep(0.01)
         heard = asked.done()
         if not heard:
@@ -407,7 +407,7 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
     second, forgers = run.prepare(forger, torch.optim.Adam(forger.parameters(), lr=1e-2))
     digests: dict[int, str] = {}
     assert run._session.membership is not None
-    calls, is_open = run._session.membership.calls, False
+    calls, is_open = run._session.membership.wants_vote, False
 
     def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
         """From a step of the second model on: both call then, the first one in an exchange of the second's step."""
@@ -416,7 +416,7 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
         is_open = is_open or (called and run.step % 2 == 0)
         return called and is_open
 
-    run._session.membership.calls = calls_then  # type: ignore[method-assign]
+    run._session.membership.wants_vote = calls_then  # type: ignore[method-assign]
     while run.step < steps:
         time.sleep(0.03)
         with run.no_sync():
@@ -500,14 +500,14 @@ def begin(folder: str) -> tuple[dict[int, str], int, int]:
     data = DataLoader(TensorDataset(torch.arange(SAMPLES).float()[:, None]), batch_size=10, shuffle=True)
     prepared, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), data)
     assert run._session.membership is not None
-    calls = run._session.membership.calls
+    calls = run._session.membership.wants_vote
 
     def calls_then(plan: offbeat.Plan, *, looks: bool) -> bool:
         while not (called := calls(plan, looks=looks)) and looks and run.step == each - 1:
             time.sleep(0.02)
         return called and run.step >= each - 1
 
-    run._session.membership.calls = calls_then  # type: ignore[method-assign]
+    run._session.membership.wants_vote = calls_then  # type: ignore[method-assign]
     for _ in range(int(run.progress), EPOCHS):
         for (x,) in loader:
             prepared(x / SAMPLES).square().mean().backward()

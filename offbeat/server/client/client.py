@@ -197,7 +197,7 @@ class Client:
         self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
         return exchange
 
-    def enrol(self, about: RegisterLoader) -> LeaseQueue:
+    def register_loader(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
         hand = self._hands.hold(about)
         self._loop.call(self._enrol, hand)
@@ -217,13 +217,13 @@ class Client:
         """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
         self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
-    def books(self) -> ServerRequest:
+    def data_state(self) -> ServerRequest:
         """Where the data is, for a checkpoint; in `ServerRequest.place`."""
         exchange = ServerRequest()
         self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.books))
         return exchange
 
-    def restock(self, place: bytes) -> ServerRequest:
+    def set_data_state(self, place: bytes) -> ServerRequest:
         """Go on where `books` was called, on all workers; done when all are told so."""
         exchange = ServerRequest()
         self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.restock, (place,)))
