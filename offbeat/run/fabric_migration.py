@@ -3,8 +3,8 @@
     to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
                     next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
                     optimizer has gathered, and the place in the data.
-    from a server   where in its script no worker has been yet (`engine.sync_point`): all take the newest parameters, and
-                    what the server's optimizer has gathered, and work out alike who computes what. The server ends.
+    from a server   where in its script no worker has been yet (`engine.sync_point`): all take the newest parameters,
+                    and what the server's optimizer has gathered, and work out alike who computes what. The server ends.
 
 Either way nothing is under way then: what was computed is in the parameters, and these are the same on all workers, to
 the bit. Steps of the workers' own (`LocalSGD`) end before, and begin anew after, if both plans have them.
