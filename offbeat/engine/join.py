@@ -91,7 +91,7 @@ class JoinReady(msgspec.Struct, frozen=True):
 
 
 class JoinGrant(msgspec.Struct, frozen=True):
-    """To a newcomer: behind which generation it joins, and how many exchanges were begun by then; or why it does not."""
+    """To a newcomer: behind which generation it joins, and how many exchanges were begun; or why it does not."""
 
     generation: _Count = 0
     begun: tuple[_Count, ...] = ()

@@ -1,8 +1,8 @@
 """Workers that come to a job without a server while it trains: what a run does for them, and as one of them.
 
 All that train and the newcomers form the next generation of the group (`offbeat.engine.join`). These are handed
-parameters, buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data; then all compare
-their parameters, and go on. Nobody starts again, and nothing is computed twice.
+parameters, buffers, what the optimizers have gathered, step counts, the plan that holds and the place in the data;
+then all compare their parameters, and go on. Nobody starts again, and nothing is computed twice.
 
 A newcomer's script begins its loop, so the others have to be there, too: whatever they call behind a step (`run.mean`,
 an evaluation, a learning rate's schedule) is over by then. That is
