@@ -4,8 +4,8 @@
       hello: who it is, its plan           ---> <---   answer: the plan that holds, what was prepared; or why not
                                            prepares the same, and compares ready                                --->
                                            calls all together, as for another plan (`plan_vote`): all know of it where
-                                           the script begins again, behind a step: <---   entry: behind which generation,
-                                           at how many exchanges; all write it is in the next one
+                                           the script begins again, behind a step: <---   entry: behind which one,
+                                           at how many exchanges; it is in the next generation
                                            (`ElasticGroup.arrive`, `ElasticGroup.admit`), and is handed what the others
                                            have (`state_transfer`)
 
