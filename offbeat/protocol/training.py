@@ -189,13 +189,26 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
+class DensePayload(msgspec.Struct, tag="dense", frozen=True):
+    """The body has each element of the block, in the block's own type."""
+
+
+class CastPayload(msgspec.Struct, tag="cast", frozen=True):
+    """The body has each element of the block, in another type."""
+
+    dtype: Dtype
+
+
+BlockPayload = DensePayload | CastPayload
+
+
 class PushBlock(msgspec.Struct, tag=True, frozen=True):
-    """One block of a contribution; the body has elements of `dtype`."""
+    """One block of a contribution; `payload` says what its body is, see `offbeat.server.pushed_block`."""
 
     model: Model
     clock: Count
     block: Count
-    dtype: Dtype
+    payload: BlockPayload
 
 
 class ReleaseWorker(msgspec.Struct, tag=True, frozen=True):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 MAGIC = b"OFFB"
-VERSION = 5
+VERSION = 6
 _PREFIX = struct.Struct("!4sBBHIIQQ")
 _CHECKS = struct.Struct("!II")
 _HEADER = struct.Struct("!4sBBHIIQQII")

@@ -16,7 +16,9 @@ from offbeat.protocol.messages import pack, to_worker
 from offbeat.protocol.training import (
     Announce,
     BlockOf,
+    CastPayload,
     ContributionInfo,
+    DensePayload,
     ModelInfo,
     OpenModel,
     PieceOf,
@@ -208,7 +210,7 @@ def announce(clock: int, **changes: Any) -> Announce:
 
 
 def part(clock: int, block: int = 0, dtype: str = "float32") -> PushBlock:
-    return PushBlock(0, clock, block, dtype)
+    return PushBlock(0, clock, block, DensePayload() if dtype == "float32" else CastPayload(dtype))
 
 
 # What it says when its contribution n is next, and what is said to that; block 0 has 14 elements of 4 bytes.

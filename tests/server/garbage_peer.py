@@ -23,7 +23,9 @@ from offbeat.protocol.training import (
     Announce,
     AskAllWorkers,
     BlockOf,
+    CastPayload,
     ContributionInfo,
+    DensePayload,
     Granted,
     InitBlock,
     ModelInfo,
@@ -125,7 +127,7 @@ class Worker(Guest):
 
     def _push(self) -> None:
         for block, numel in enumerate(SIZES):
-            self.say(pack(PushBlock(0, self.clock, block, "float32")), torch.ones(numel).numpy().tobytes())
+            self.say(pack(PushBlock(0, self.clock, block, DensePayload())), torch.ones(numel).numpy().tobytes())
 
     def pump(self) -> None:
         """Answer what has come."""
@@ -239,7 +241,12 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
             OpenModel(model),
             InitBlock(model, block),
             Announce(model, clock, ContributionInfo(float(choices.number(2)), (hyper,) * choices.one((1, 1, 0, 2)))),
-            PushBlock(model, clock, block, choices.one(("float32", "bfloat16", "float64", "int8", ""))),
+            PushBlock(
+                model,
+                clock,
+                block,
+                choices.one((DensePayload(), *map(CastPayload, ("bfloat16", "float64", "int8", "")))),
+            ),
             PullDone(model, clock),
             GetStatus(clock),
             AskAllWorkers(clock, choices.one(("a", "b")), bool(clock), (1.0,) * choices.number(8)),

@@ -23,6 +23,7 @@ from offbeat.protocol.shards import (
 )
 from offbeat.protocol.training import (
     ContributionInfo,
+    DensePayload,
     InitBlock,
     ModelOpened,
     OpenModel,
@@ -71,7 +72,7 @@ class Job:
 
     def push(self, clock: int) -> None:
         for block, numel in enumerate(SIZES):
-            self.worker.say(pack(PushBlock(0, clock, block, "float32")), torch.ones(numel).numpy().tobytes())
+            self.worker.say(pack(PushBlock(0, clock, block, DensePayload())), torch.ones(numel).numpy().tobytes())
 
     def decide(self, *decisions: Decision) -> None:
         for decision in decisions:
@@ -161,10 +162,10 @@ def test_what_is_half_here_waits_for_the_coordinators_word() -> None:
         job = Job()
         job.decide(AdmitWorker(0, 1, 0, 0))
         job.apply(0)
-        job.worker.say(pack(PushBlock(0, 0, 0, "float32")), torch.ones(SIZES[0]).numpy().tobytes())
+        job.worker.say(pack(PushBlock(0, 0, 0, DensePayload())), torch.ones(SIZES[0]).numpy().tobytes())
         job.decide(WorkerRemoved(0, 1, number=3))
         told = [message for message, _ in job.chief.sent]
-        job.worker.say(pack(PushBlock(0, 0, 1, "float32")), torch.ones(SIZES[1]).numpy().tobytes())
+        job.worker.say(pack(PushBlock(0, 0, 1, DensePayload())), torch.ones(SIZES[1]).numpy().tobytes())
         values = [job.shard.table(0).values(block)[0].item() for block in range(2)]
         job.decide(WithdrawContribution(0, 1, 0))
         values += [job.shard.table(0).values(block)[0].item() for block in range(2)]

@@ -17,11 +17,12 @@ from offbeat.protocol.shards import (
     WithdrawContribution,
     WorkerRemoved,
 )
-from offbeat.protocol.training import BlockOf, ContributionInfo, ModelInfo, PieceOf
+from offbeat.protocol.training import BlockOf, ContributionInfo, DensePayload, ModelInfo, PieceOf
 from offbeat.server import optimizers
 from offbeat.server.blocks import cut
 from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_bytes
 from offbeat.server.optimizers import describe
+from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
 from offbeat.sync import BSP
@@ -66,6 +67,10 @@ def gradients(first: int, last: int) -> list[torch.Tensor]:
     return [torch.randn(sum(NUMEL.values()), generator=torch.Generator().manual_seed(n)) for n in range(first, last)]
 
 
+def dense(part: torch.Tensor) -> PushedBlock:
+    return PushedBlock(DensePayload(), part.clone())
+
+
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,9 +105,9 @@ class Alone:
         )
         for block in self.blocks[: 0 if half is None else len(self.blocks) // 2]:
             assert half is not None
-            self.table.arrive((1, 0), block.index, half[block.offset : block.offset + block.numel].clone())
+            self.table.arrive((1, 0), block.index, dense(half[block.offset : block.offset + block.numel]))
         for block in self.blocks:
-            self.table.arrive(push, block.index, gradient[block.offset : block.offset + block.numel].clone())
+            self.table.arrive(push, block.index, dense(gradient[block.offset : block.offset + block.numel]))
         self.table.decide(CommitUpdates(0, *push))
         self._clock += 1
         self.table.decide(ReleaseFromShard(0, 0, self._clock))

@@ -21,10 +21,12 @@ from offbeat.protocol.data_leases import RegisterLoader
 from offbeat.protocol.messages import pack
 from offbeat.protocol.optimizer_spec import OptimizerSpec
 from offbeat.protocol.shards import PushDone
-from offbeat.protocol.training import ContributionInfo, PushBlock
+from offbeat.protocol.training import ContributionInfo, DensePayload, PushBlock
 from offbeat.server import optimizers
+from offbeat.server.aggregator import BlockContribution, WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice, cut, deal
 from offbeat.server.optimizers import describe, hyper
+from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.shard.parameter_store import ParameterStore
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from offbeat.tensors import bytes_of
@@ -108,7 +110,7 @@ class Worker:
         place.await_all()
         for block, part in list(place.parts.items())[:-1]:
             link = self.client._links[place.shards[block]]
-            link.send(pack(PushBlock(0, clock, block, "float32")), bytes_of(part))
+            link.send(pack(PushBlock(0, clock, block, DensePayload())), bytes_of(part))
 
 
 @pytest.fixture
@@ -366,7 +368,7 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     last = len(slow.blocks) - 1
     assert place.parts is not None
     body = bytes_of(place.parts[last])
-    job.loop.call(slow.client._links[place.shards[last]].send, pack(PushBlock(0, 0, last, "float32")), body)
+    job.loop.call(slow.client._links[place.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
     assert place.exchange.wait(SOON)
     fast.step(torch.zeros(100))
     # Once as half a round, and once as its momentum.
@@ -460,9 +462,15 @@ def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was
     parameter = torch.nn.Parameter(torch.zeros(3))
     spec = describe(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), {id(parameter): "a"})
     block = Block(0, 0, 0, "float32", 4, (ParameterSlice("a", 0, 3),))
-    store = ParameterStore([block], spec)
+    store = ParameterStore([block], spec, WeightedMean())
+    ones = BlockContribution(0, 1.0, PushedBlock(DensePayload(), torch.ones(3)))
     groups = ({"lr": 0.1, "momentum": 0.9},)
-    store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
+    store.update(
+        0,
+        [ones],
+        hyper=[{**spec.groups[0], **groups[0]}],
+        rate=1.0,
+    )
     ((name, key, momentum),) = store.state_of(0)
     assert (name, key, momentum.tolist()) == ("a", "momentum_buffer", [1.0] * 3)
     for other, value, words in (
@@ -477,7 +485,12 @@ def test_state_of_another_optimizer_is_refused_and_what_is_put_replaces_what_was
     store.forget_state(0)
     assert store.state_of(0) == []
     store.set_state(0, "a", "momentum_buffer", torch.full((3,), 2.0))
-    store.update(0, [(torch.ones(3), 1.0)], hyper=[{**spec.groups[0], **groups[0]}], rate=1.0)
+    store.update(
+        0,
+        [ones],
+        hyper=[{**spec.groups[0], **groups[0]}],
+        rate=1.0,
+    )
     assert store.state_of(0)[0][2].tolist() == pytest.approx([2.8] * 3)
 
 

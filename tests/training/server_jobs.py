@@ -18,7 +18,7 @@ from torch import nn
 import offbeat
 from offbeat.fabric import ParameterServer
 from offbeat.protocol.messages import pack
-from offbeat.protocol.training import PushBlock
+from offbeat.protocol.training import DensePayload, PushBlock
 from offbeat.tensors import bytes_of
 from tests.cli.commands import descendants
 
@@ -108,7 +108,7 @@ def die_half_way(run: offbeat.Run) -> None:
         place.await_all()
         for block, part in list(place.parts.items())[:-1]:
             link = client._links[place.shards[block]]
-            link.send(pack(PushBlock(place.model, clock, block, "float32")), bytes_of(part))
+            link.send(pack(PushBlock(place.model, clock, block, DensePayload())), bytes_of(part))
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)

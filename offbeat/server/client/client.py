@@ -51,6 +51,7 @@ from offbeat.server.client.model_state import ModelState
 from offbeat.server.client.receiver import ShardReceiver
 from offbeat.server.client.requests import ServerRequest
 from offbeat.server.client.state_transfer import QueuedTransfer, StateTransfers, StateUpload
+from offbeat.server.pushed_block import payload_of
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -678,9 +679,8 @@ class Client:
             raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
         place.await_all()
         for block, part in parts.items():
-            dtype = str(part.dtype).removeprefix("torch.")
-            link = self._links[place.shards[block]]
-            link.send(pack(PushBlock(place.model, clock, block, dtype)), bytes_of(part))
+            payload = payload_of(part, place.blocks[block].dtype)
+            self._links[place.shards[block]].send(pack(PushBlock(place.model, clock, block, payload)), bytes_of(part))
 
     def _finish(self, place: ModelState) -> None:
         go = place.going

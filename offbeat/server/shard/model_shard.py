@@ -20,10 +20,12 @@ from offbeat.protocol.shards import (
     WorkerRemoved,
 )
 from offbeat.protocol.training import PullBlock
+from offbeat.server.aggregator import BlockContribution, WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
-from offbeat.server.shard.parameter_store import DTYPES, BlockImage, ParameterStore
+from offbeat.server.pushed_block import DTYPES
+from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
 from offbeat.server.snapshot import about
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
+    from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_builder import SnapshotBuilder
     from offbeat.server.snapshot import SnapshotTensor
     from offbeat.sync import Push
@@ -79,7 +82,7 @@ class ModelShard:
         self.unfilled = set(blocks)
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
-        self._store = ParameterStore(list(blocks.values()), details.optimizer)
+        self._store = ParameterStore(list(blocks.values()), details.optimizer, WeightedMean())
         self._ledger = UpdateScheduler(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._keeping = keeping
@@ -168,7 +171,7 @@ class ModelShard:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
         return self._ledger.is_past(push)
 
-    def arrive(self, push: Push, block: int, part: torch.Tensor) -> int:
+    def arrive(self, push: Push, block: int, part: PushedBlock) -> int:
         """A block of a contribution is here; returns how many are still to come."""
         missing = self._ledger.arrive(push, block, part)
         self._perform(block)
@@ -229,7 +232,7 @@ class ModelShard:
     def _update(self, make: ApplyUpdate) -> None:
         self._making.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
         about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
-        parts = [(part, about.weight) for (_, about), part in make.parts]
+        parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
         if about and about[0].change:
             self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
             return

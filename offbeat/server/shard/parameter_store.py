@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PeerError
-from offbeat.float_sum import add_up
 from offbeat.server.optimizers import OUTER, BlockOptimizer, hold
+from offbeat.server.pushed_block import DTYPES
 from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
+    from offbeat.server.aggregator import Aggregator, BlockContribution
     from offbeat.server.blocks import Block
     from offbeat.sync import OuterSGD
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,14 @@ class ParameterStore:
     Args:
         blocks: those that this shard holds.
         optimizer: the user's.
+        aggregator: makes one gradient or change of the contributions of an update.
 
     Raises:
         PeerError: if a block or the optimizer cannot be held.
     """
 
-    def __init__(self, blocks: Sequence[Block], optimizer: OptimizerSpec) -> None:
+    def __init__(self, blocks: Sequence[Block], optimizer: OptimizerSpec, aggregator: Aggregator) -> None:
+        self._aggregator = aggregator
         self._pieces: dict[int, dict[str, torch.Tensor]] = {}
         self._held: dict[int, BlockOptimizer | None] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -71,7 +70,7 @@ class ParameterStore:
     def update(
         self,
         block: int,
-        parts: Sequence[tuple[torch.Tensor, float]],
+        parts: Sequence[BlockContribution],
         *,
         hyper: Sequence[Hyper],
         rate: float,
@@ -80,13 +79,13 @@ class ParameterStore:
         """One step of the optimizer in one block.
 
         Args:
-            parts: gradients [D] with their weights; not changed.
+            parts: gradients; not changed.
             hyper: the optimizer's hyper-parameters, by group.
             rate: the learning rate is multiplied by it.
             unused: names of parameters that no contribution has a gradient for; they stay as they are.
         """
         self.versions[block] += 1
-        held, mean = self._held[block], _mean(parts, self.values[block].dtype)
+        held, mean = self._held[block], self._aggregator.combine(parts, self.values[block].dtype)
         if held is None or mean is None:
             return
         pieces = self._pieces[block]
@@ -98,19 +97,17 @@ class ParameterStore:
         for piece in pieces.values():
             piece.grad = None
 
-    def move(
-        self, block: int, parts: Sequence[tuple[torch.Tensor, float]], *, outer: OuterSGD | None, rate: float
-    ) -> None:
-        """Move one block by the mean change of workers that step by themselves.
+    def move(self, block: int, parts: Sequence[BlockContribution], *, outer: OuterSGD | None, rate: float) -> None:
+        """Move one block by the combined change of workers that step by themselves.
 
         Args:
-            parts: changes [D] with their weights; not changed.
+            parts: changes; not changed.
             outer: how the mean is applied; None for a plain average.
             rate: the step is multiplied by it.
         """
         self.versions[block] += 1
         value = self.values[block]
-        mean = _mean(parts, value.dtype)
+        mean = self._aggregator.combine(parts, value.dtype)
         if mean is not None:
             momentum = self._outer_momentum.get(block)
             if momentum is None or (outer is not None and not momentum.numel()):  # or plain averages before
@@ -179,25 +176,3 @@ class ParameterStore:
         assert held is not None
         held.check_state(piece, name, key, value)
         held.optimizer.state[piece][key] = value
-
-
-def _mean(parts: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype) -> torch.Tensor | None:
-    """The weighted mean of `parts`, summed in their order; of one it is that part. None if nothing weighs anything.
-
-    What weighs nothing may hold NaN, and is left out.
-    """
-    parts = [(part, weight) for part, weight in parts if weight > 0]
-    if not parts:
-        return None
-    total = add_up(weight for _, weight in parts)
-    (first, weight), *others = parts
-    mean = first.to(dtype)
-    if not others:
-        return mean
-    equal = all(w == weight for _, w in others)
-    # As DistributedDataParallel does: multiplied by 1/N before it is added.
-    mean = mean * (1 / len(parts) if equal else weight / total)
-    share = torch.empty_like(mean)
-    for part, w in others:
-        mean.add_(torch.mul(part.to(dtype), 1 / len(parts) if equal else w / total, out=share))
-    return mean

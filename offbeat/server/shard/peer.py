@@ -15,7 +15,7 @@ from offbeat.protocol.plan_swap import AdoptPlan
 from offbeat.protocol.shards import BeginLife, SnapshotMark
 from offbeat.protocol.training import InitBlock, OpenModel, PushBlock, Refused
 from offbeat.server.optimizer_checkpoint import Portion
-from offbeat.server.shard.parameter_store import DTYPES
+from offbeat.server.pushed_block import PushedBlock, receive
 from offbeat.server.snapshot import STATE_DTYPES
 from offbeat.tensors import bytes_of
 
@@ -50,7 +50,7 @@ class PeerHandler(Protocol):
 
     def fill(self, guest: Peer, model: int, block: int) -> None: ...
 
-    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: torch.Tensor) -> None: ...
+    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None: ...
 
     def fetch(self, guest: Peer, message: FetchState) -> None: ...
 
@@ -86,8 +86,9 @@ class Peer:
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
         self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutStateDone`
-        self.early: dict[tuple[int, int], tuple[Push, torch.Tensor]] = {}  # by model and block: not known of yet
+        self.early: dict[tuple[int, int], tuple[Push, PushedBlock]] = {}  # by model and block: not known of yet
         self._landing: torch.Tensor | None = None
+        self._pushed: PushedBlock | None = None
         self._filled: int | None = None  # the block whose values are being received
         self._details = bytearray()
 
@@ -203,10 +204,10 @@ class Peer:
                     raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
                 shard.fill(self, model, block)
             case PushBlock(model=model, clock=clock, block=block):
-                landing, self._landing = self._landing, None
-                if landing is None:
+                pushed, self._pushed = self._pushed, None
+                if pushed is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
-                shard.arrive(self, model, (self.rank, clock), block, landing)
+                shard.arrive(self, model, (self.rank, clock), block, pushed)
             case FetchState(model=model):
                 if model not in self.models:
                     raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
@@ -240,17 +241,15 @@ class Peer:
         return bytes_of(flat)
 
     def _landing_place(self, message: PushBlock, size_bytes: int) -> memoryview:
-        model, block, dtype = message.model, message.block, message.dtype
+        model, block = message.model, message.block
         if model not in self.models:
             raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
         table = self._shard.table(model)
-        numel = table.values(block).numel()
-        if dtype not in DTYPES:
-            raise self._refused(PeerError(f"Cannot take a gradient of type {dtype!r} from rank {self.rank}."))
+        values = table.values(block)
         self._check_turn((self.rank, message.clock), table, block)
-        self._landing = torch.empty(numel, dtype=DTYPES[dtype])
         try:
-            return _sized(self._landing, block, size_bytes)
+            self._pushed = receive(message.payload, values, block, size_bytes)
+            return bytes_of(self._pushed.body)
         except PeerError as error:
             raise self._refused(error) from error
 

@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.data_leases import FromData
     from offbeat.protocol.messages import Decision, FromShard, ToWorker
     from offbeat.protocol.training import ModelInfo, Reconnect
+    from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.sync import Push
     from offbeat.wire.link import PeerLink
@@ -377,7 +378,7 @@ class Shard:
             guest.filling.discard(model)
             self._report(ModelFilled(model))
 
-    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: torch.Tensor) -> None:
+    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None:
         """A block of a contribution is here."""
         table = self.table(model)
         if self.is_early(guest, model):

@@ -56,7 +56,7 @@ _MOST_LINES = 4  # that are kept to be undone in a block, for each worker
 
 @dataclass(frozen=True)
 class ApplyUpdate:
-    """Update `block` with the weighted mean of `parts`.
+    """Update `block` with what is made of `parts`.
 
     Args:
         version: of the parameters, counting updates from 1.
