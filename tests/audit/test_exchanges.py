@@ -108,6 +108,7 @@ def _with(has: ParametersAfter, weights: tuple[float, ...]) -> ParametersAfter:
         (lambda has: _with(has, (0.0, 3.0)) if has.step == 4 else has, 2, "only 2 was given: something counts twice"),
         (lambda has: _with(has, (1.0, 2.0)) if has.step == 4 else has, 2, "the workers' means differ: weights of 2"),
         (lambda has: None if has.step == 4 else has, 2, "only 2 was given: something counts twice"),
+        (lambda has: _with(has, ()) if has.step == 4 else has, 3, "has made 1 steps without the others, behind"),
         (lambda has: _with(has, ()) if has.step in (4, 5) else has, 3, "has made 2 steps without the others, behind"),
     ],
 )

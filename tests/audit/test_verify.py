@@ -140,6 +140,11 @@ def make_with_another_weight(records: list[Any]) -> None:
     records[at] = msgspec.structs.replace(records[at], used=used)
 
 
+def make_with_a_lower_rate(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    records[at] = msgspec.structs.replace(records[at], rate=records[at].rate / 2)
+
+
 def make_in_part(records: list[Any]) -> None:
     at = index_of(records, lambda record: isinstance(record, UpdateMade))
     used = tuple(msgspec.structs.replace(one, blocks=one.blocks - 1) for one in records[at].used)
@@ -166,6 +171,7 @@ def forget_to_make(records: list[Any]) -> None:
         make_twice,
         make_of_another,
         make_with_another_weight,
+        make_with_a_lower_rate,
         make_in_part,
         make_one_block_twice,
         forget_to_make,

@@ -212,6 +212,16 @@ def test_nobody_delivers_what_is_anothers() -> None:
     assert leases.deliver(pool, 1, []) == (pool, True), "a contribution from no samples"
 
 
+def test_what_did_not_arrive_after_all_is_dealt_again_when_its_worker_is_lost() -> None:
+    leases = Leases(8)
+    pool = begun(leases, 2)
+    pool, mine = took(pool, leases, 0, 4)
+    pool, _ = leases.deliver(pool, 0, [mine.number])
+    assert leases.retract(pool, 1, [mine.number]) == pool, "only its own"
+    assert leases.lose(pool, 0).left_over == 0
+    assert leases.lose(leases.retract(pool, 0, [mine.number, 99]), 0).left_over == 4
+
+
 def test_with_drop_last_all_leases_are_full_and_the_rest_is_counted() -> None:
     leases = Leases(10, drop_last=True, epochs=2)
     pool = begun(leases, 2)

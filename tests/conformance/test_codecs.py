@@ -26,9 +26,17 @@ def test_cast(dtype: Any, rtol: float) -> None:
     check_codec(Cast(dtype), rtol=rtol, atol=rtol)
 
 
-def test_cast_sends_half_the_bytes() -> None:
-    payload = next(Cast("bf16").exchange(torch.randn(100), {}))
+def test_cast_sends_half_the_bytes_and_says_what_they_hold() -> None:
+    grad = torch.randn(100)
+    rounded = grad.bfloat16().float()
+    exchange = Cast("bf16").exchange(grad.clone(), {}, keep_sent=True)
+    payload = next(exchange)
+    assert isinstance(payload, Sum)
     assert payload.size_bytes == 200
+    with pytest.raises(StopIteration) as end:
+        exchange.send(Total(payload.tensor.clone(), 1.0))
+    assert torch.equal(end.value.value.sent, rounded)
+    assert not torch.equal(rounded, grad)
 
 
 class _Wrong(Dense):

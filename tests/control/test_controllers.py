@@ -132,6 +132,11 @@ def test_a_schedule_may_end_as_it_began() -> None:
     assert controller.decide(told(ASP(), 0.0)) == Swap(BSP(), "20 of 24 steps are done")
 
 
+def test_a_part_is_over_with_its_last_step() -> None:
+    for steps, decision in ((40, Swap(ASP(), "20 of 40 steps are done")), (41, Keep())):
+        assert ByProgress((BSP(), ASP()), at=(0.5,), steps=steps).decide(told(BSP(), 0.0)) == decision
+
+
 def test_what_a_person_has_chosen_it_leaves_alone() -> None:
     for controller in (WaitThreshold(), ByProgress((BSP(), ASP()), at=(0.5,), steps=10)):
         assert controller.decide(told(SSP(3), 0.9)) == Keep()

@@ -134,6 +134,19 @@ def test_a_stranger_is_cut_off_and_the_hub_lives(data: bytes) -> None:
     with_hub(story)
 
 
+def test_strangers_that_were_sent_away_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_MAX_STRANGERS", 2)
+
+    async def story(hub: Hub, address: str) -> None:
+        for _ in range(3):
+            assert await speak(address, b"GET / HTTP/1.1\r\n\r\n") == b""
+        uplink, task = await join(address, 1)
+        assert uplink.lost_since_s is None
+        task.cancel()
+
+    with_hub(story)
+
+
 def test_a_proof_cannot_be_used_again() -> None:
     async def story(hub: Hub, address: str) -> None:
         host, _, port = address.rpartition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -52,3 +53,33 @@ def test_what_had_broken_before_it_was_waited_for_is_explained() -> None:
     with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):
         waiter.wait(Broken(), WaitContext("all-reduce", step=3))
     assert isinstance(waiter.failure, WorkerLostError)
+
+
+class Late:
+    """An exchange that comes to its end once somebody has been told of it."""
+
+    sent_bytes = 0
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def done(self) -> bool:
+        return bool(self._told)
+
+    def wait(self, timeout: timedelta) -> bool:
+        time.sleep(0.01)
+        return bool(self._told)
+
+    def result(self) -> Reply:
+        return []
+
+
+def test_at_a_server_one_goes_on_waiting_when_another_worker_is_lost() -> None:
+    told: list[str] = []
+    waiter = BlockingWait(clock=WallClock(), timeout=timedelta(seconds=0.1), witness=Knows(), tell=told.append)
+    waiter.wait(Late(told), WaitContext("push", step=3, outlives=True))
+    assert told == ["Rank 1 died."]
+    told.clear()
+    with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):
+        waiter.wait(Late(told), WaitContext("push", step=3))
+    assert not told
