@@ -6,7 +6,7 @@
 """
 
 from offbeat.codec.cast import Cast
-from offbeat.codec.codec import Codec, Exchange, Exchanged, State
+from offbeat.codec.codec import Codec, Exchange, Exchanged, Rescales, State
 from offbeat.codec.dense import Dense
 
-__all__ = ["Cast", "Codec", "Dense", "Exchange", "Exchanged", "State"]
+__all__ = ["Cast", "Codec", "Dense", "Exchange", "Exchanged", "Rescales", "State"]

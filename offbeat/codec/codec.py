@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from offbeat.payload import Payload, Reply
 
@@ -61,3 +61,15 @@ class Codec(Protocol):
             state: what `init` returned, or the last exchange left.
             keep_sent: whether to return `sent`.
         """
+
+
+@runtime_checkable
+class Rescales(Protocol):
+    """A codec whose state is in the units of the gradient, such as a residual.
+
+    Gradients are multiplied by 1/N before they are encoded where workers add them up, and are not where a server takes
+    the mean; where a job goes from one to the other, so does what was not sent.
+    """
+
+    def rescale_(self, state: State, factor: float) -> None:
+        """Change `state` to that of gradients which are `factor` times as large."""

@@ -4,15 +4,16 @@
   `model_registry` - the models that were prepared
 * `prepared_model` - one model that was prepared
 * `factory` - makes what keeps one prepared model together, on whichever fabric the plan names
-* `synchronizer` - what the front end needs of that; `either` - stands before it, so that it may be exchanged
+* `synchronizer` - what the front end needs of that; `switchable_sync` - what it holds, where the plan decides what is
+  at work; `exchange_result` - what an exchange has found out beside the mean
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `server_sync` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
 * `local_sgd` - workers that step by themselves, and average now and then: `local_sgd_allreduce` without a server,
   `local_sgd_server` with one; `anchor` - one bucket's parameters after the last average
-* `swappable` - from gradients in every step to local steps and back: `allreduce_switch` without a server,
-  `server_switch` with one; `state_average` - makes what optimizers have gathered meanwhile the same;
-  `optimizer_state` - an optimizer goes on from another one's state
-* `bucket_buffer` - one bucket's memory: the gradients are views into it; `bucket_exchange` - its exchange under way
+* `state_average` - makes what optimizers have gathered in local steps the same; `optimizer_state` - an optimizer goes
+  on from another one's state; `codec_state` - what the codec keeps of a model on this worker
+* `bucket_buffer` - one bucket's memory: the gradients are views into it; `bucket_exchange` - its exchange under way;
+  `issue_queue` - in which order buckets are issued
 * `communicator` - one model's way to the other workers, counted and waited for
 * `gradient_order` - the order in which gradients arrive, learnt in the first backward
 * `batch_accounting` - this worker's part in the next exchange: its batches, its weight
@@ -23,7 +24,7 @@
   gradient is NaN
 * `control_group` - collective questions beside the data's path: are we the same, who has data
 * `plan_vote` - how workers without a server come to another plan; `round_controller` - asks the plan's controller
-  there; `step_times` - how long each worker computes, told in the tails of exchanges
+  there; `step_times` - how long each worker computes, told in the trailers of exchanges
 * `join` - how workers come to a job without a server; `state_transfer` - what they are handed
 * `server_session` - how a worker reaches its server, and its questions to all through it; `server_launch` - a server
   beside the workers; `sync_point` - the place of the script where all leave it again
@@ -34,31 +35,23 @@
 * `history_recorder` - digests of the parameters, for the history of a run
 """
 
-from offbeat.engine.allreduce_switch import AllReduceSwitch
 from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
 from offbeat.engine.buffers import Buffers, distinct
 from offbeat.engine.control_group import ControlGroup
-from offbeat.engine.either import SynchronizerProxy
 from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
-from offbeat.engine.local_sgd import LocalSGDSync
-from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.plan_vote import PlanVote
-from offbeat.engine.reducer import Reducer
 from offbeat.engine.round_controller import RoundController
 from offbeat.engine.server_launch import addresses_of, start_beside
 from offbeat.engine.server_session import connect, leave_file
-from offbeat.engine.server_switch import ServerSwitch
-from offbeat.engine.server_sync import ServerSync
 from offbeat.engine.state_transfer import hand_over
 from offbeat.engine.status_reporter import StatusReporter, happenings, named_values, shortened
 from offbeat.engine.step_metrics import MetricsFile, StepMetrics, samples_in
+from offbeat.engine.switchable_sync import SwitchableSync
 from offbeat.engine.synchronizer import Synchronizer
 
 __all__ = [
-    "AllReduceAverager",
-    "AllReduceSwitch",
     "BatchCounts",
     "Buffers",
     "ControlGroup",
@@ -69,17 +62,13 @@ __all__ = [
     "JoinClient",
     "JoinServer",
     "LeaveBarrier",
-    "LocalSGDSync",
     "MetricsFile",
     "PlanVote",
-    "Reducer",
     "RoundController",
-    "ServerSwitch",
-    "ServerSync",
     "StatusReporter",
     "StepMetrics",
+    "SwitchableSync",
     "Synchronizer",
-    "SynchronizerProxy",
     "addresses_of",
     "connect",
     "distinct",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Anchor:
-    """One bucket's.
+    """The parameters of one bucket after the last average.
 
     Args:
         bucket: what lies in it.
@@ -34,36 +34,36 @@ class Anchor:
             for slot in bucket.slots
         ]
 
-    def here(self) -> None:
-        """The parameters are the same on all workers now."""
+    def set_to_parameters_(self) -> None:
+        """Anchor at the parameters, which are the same on all workers now."""
         for _, parameter, anchor in self.slots:
             anchor.copy_(parameter.detach())
 
-    def change(self, out: torch.Tensor) -> None:
-        """How far this worker came, with the sign of a gradient.
+    def delta(self, out: torch.Tensor) -> None:
+        """Write how far this worker came, with the sign of a gradient, into `out`.
 
         Args:
-            out: [D] where to.
+            out: [D].
         """
         for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
             torch.sub(anchor, parameter.detach(), out=view_in(out, slot.offset, parameter))
 
-    def return_(self) -> None:
-        """The parameters go back to where the anchor is."""
+    def restore_parameters_(self) -> None:
+        """Set the parameters back to where the anchor is."""
         for _, parameter, anchor in self.slots:
             parameter.data.copy_(anchor)
 
-    def move_(self, values: torch.Tensor) -> None:
-        """The anchor is at `values` [D] now; what this worker's own steps added up to since is kept."""
+    def rebase_(self, values: torch.Tensor) -> None:
+        """Anchor at `values` [D]; what this worker's own steps have added up to since is kept."""
         for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
             moved = view_in(values, slot.offset, parameter).to(parameter.device)
             if not torch.equal(moved, anchor):
                 parameter.data.add_(moved - anchor)
                 anchor.copy_(moved)
 
-    def views_in(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views_in(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's stretch of another memory [D] of this bucket, by name."""
         return {
-            slot.name: view_in(flat, slot.offset, parameter)
+            slot.name: view_in(values, slot.offset, parameter)
             for slot, (_, parameter, _) in zip(self._bucket.slots, self.slots, strict=True)
         }

@@ -60,6 +60,7 @@ class BatchAccount:
         # Within `join`: called when this worker is about to exchange a gradient; its weight when it has no more inputs.
         self.asks: Callable[[], object] | None = None
         self.absent: float | None = None
+        self.requests_vote = False  # this worker wants all to vote behind the next exchange
 
     def draw(self, *, real: bool, source: int, weight: float = 1.0, samples: int = 0) -> None:
         """The prepared loader gave out a batch.

@@ -1,37 +1,37 @@
 """One bucket's memory.
 
-    memory = [ gradients of all its parameters | tail ]
-    tail   = [ weight | stamp | stamp squared | nonfinite | calls | used, one per parameter | times, if any are told ]
+    memory  = [ gradients of all its parameters | trailer ]
+    trailer = [ weight | stamp | stamp squared | nonfinite | vote | used, one per parameter | times, if any are told ]
 
-The tail is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
-part, whether they are all at the same batch, whether one wants to confer, which parameters anyone used, and how long
+The trailer is summed along with the gradients in one operation, so bookkeeping costs no message: how many workers took
+part, whether they are all at the same batch, whether one requests a vote, which parameters anyone used, and how long
 each has computed (`step_times`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from offbeat.engine.bucket_exchange import EXACT_UP_TO
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.step_times import StepTimes
     from offbeat.layout import Bucket
 
 _HEAD = 5
-# Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
-_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
 class GradEntry:
     """One parameter: its gradient's place, and what happened to it since the last exchange."""
 
-    __slots__ = ("expected", "fired", "flat", "name", "parameter", "stale", "used", "view")
+    __slots__ = ("buffer", "expected", "fired", "name", "parameter", "stale", "used", "view")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name = name
@@ -40,8 +40,28 @@ class GradEntry:
         self.fired = 0  # times a gradient arrived in this backward
         self.expected = 1  # times it arrives in a backward, as far as seen (checkpointing can make it several)
         self.stale: torch.Tensor | None = None  # of an earlier exchange, if none arrived since: kept if nobody has one
-        self.flat: BucketBuffer | None = None
+        self.buffer: BucketBuffer | None = None
         self.view: torch.Tensor | None = None
+
+
+class BucketTrailer(NamedTuple):
+    """A bucket's summed trailer, read.
+
+    Args:
+        weight: sum of the workers' weights, as a share of "everyone once".
+        in_step: whether all workers drew the same number of batches.
+        nonfinite: whether a worker's contribution held NaN or Inf (only if it was asked to check).
+        vote_requested: whether a worker wants all to vote.
+        used_elsewhere: positions of entries that this worker did not use and another did.
+        step_times: how long each worker computes, by rank, if it is told along with this bucket.
+    """
+
+    weight: float
+    in_step: bool
+    nonfinite: bool
+    vote_requested: bool
+    used_elsewhere: set[int]
+    step_times: Mapping[int, Sequence[float]]
 
 
 class BucketBuffer:
@@ -56,21 +76,22 @@ class BucketBuffer:
     ) -> None:
         self.bucket = bucket
         self.entries = list(entries)
-        self._times, self._room = times, 0 if times is None else times.room()
+        self._times = times if times is not None and times.room() else None
         self._end = _HEAD + len(entries)
-        self.memory = torch.zeros(bucket.numel + self._end + self._room, dtype=bucket.dtype, device=bucket.device)
+        room = 0 if self._times is None else self._times.room()
+        self.memory = torch.zeros(bucket.numel + self._end + room, dtype=bucket.dtype, device=bucket.device)
         self.grad = self.memory[: bucket.numel]
-        self.tail = self.memory[bucket.numel :]
+        self.trailer = self.memory[bucket.numel :]
         self.missing = 0
         self.took_part = True  # whether this worker's weight in the exchange under way is above 0
         self.nonfinite: list[str] = []  # parameters whose own gradient held NaN or Inf, if it was asked to check
         self._world = world
-        self._all_used = torch.ones_like(self.tail)
+        self._all_used = torch.ones_like(self.trailer)
         self._all_used[1:_HEAD] = 0
         self._all_used[self._end :] = 0
         self._stamps = 1
         for entry, slot in zip(self.entries, bucket.slots, strict=True):
-            entry.flat = self
+            entry.buffer = self
             entry.view = view_in(self.grad, slot.offset, entry.parameter)
 
     def pack(self, *, scale: float, check_finite: bool) -> None:
@@ -79,24 +100,23 @@ class BucketBuffer:
         A parameter without a gradient contributes zeros. With `scale` 0 the whole bucket is zeros, whatever the
         gradients hold.
         """
-        share = scale / self._world
         self.took_part = scale > 0
         with torch.no_grad():
             for entry in self.entries:
                 if not entry.used and entry.parameter.grad is not None:
                     entry.stale = entry.parameter.grad.detach().clone()
                 if scale:
-                    self._pack_one(entry, share)
+                    self._pack_one(entry, scale / self._world)
             if not scale:
                 self.grad.zero_()
         self.nonfinite = self._find_nonfinite() if check_finite else []
 
-    def _pack_one(self, entry: GradEntry, share: float) -> None:
+    def _pack_one(self, entry: GradEntry, scale: float) -> None:
         view, grad = entry.view, entry.parameter.grad
         assert view is not None
         if grad is view:
-            if share != 1.0:
-                view.mul_(share)
+            if scale != 1.0:
+                view.mul_(scale)
         elif grad is None:
             view.zero_()
         elif grad.is_sparse:
@@ -106,64 +126,61 @@ class BucketBuffer:
             )
         else:
             # Same arithmetic as DistributedDataParallel: multiply by 1/N on the way into the bucket.
-            torch.mul(grad.detach(), share, out=view)
+            torch.mul(grad.detach(), scale, out=view)
             entry.parameter.grad = view
 
-    def write_tail(self, *, weight: float, stamp: int, dtype: torch.dtype, calls: bool = False) -> None:
-        """What this worker has to say along with its gradients.
+    def write_trailer(self, accounting: BatchAccount, dtype: torch.dtype) -> None:
+        """Write what this worker has to say along with its gradients.
 
         Args:
-            weight: its weight.
-            stamp: batches it has drawn.
-            dtype: in which the tails will be added; what is counted must be exact in it.
-            calls: whether it wants all to confer behind this exchange.
+            accounting: its part in the exchange.
+            dtype: in which the trailers are added; what is counted must be exact in it.
         """
         # So many different stamps that the sum of their squares over all workers is exact.
-        self._stamps = math.isqrt(_EXACT[dtype] // self._world) or 1
-        tail = self.tail
+        self._stamps = math.isqrt(EXACT_UP_TO[dtype] // self._world) or 1
+        trailer, weight, stamp = self.trailer, accounting.weight, accounting.stamp % self._stamps
         if weight == 0:
-            tail.zero_()
+            trailer.zero_()
         else:
-            tail.copy_(self._all_used)
+            trailer.copy_(self._all_used)
             if weight != 1:
-                tail[0] = weight
+                trailer[0] = weight
             for i, entry in enumerate(self.entries):
                 if not entry.used:
-                    tail[_HEAD + i] = 0
-        tail[1] = stamp % self._stamps
-        tail[2] = (stamp % self._stamps) ** 2
+                    trailer[_HEAD + i] = 0
+        trailer[1] = stamp
+        trailer[2] = stamp**2
         if self.nonfinite:
-            tail[3] = 1
-        if calls:
-            tail[4] = 1
-        if self._times is not None and self._room:
-            self._times.write(tail[self._end :])
+            trailer[3] = 1
+        if accounting.requests_vote:
+            trailer[4] = 1
+        if self._times is not None:
+            self._times.write(trailer[self._end :])
 
     def _find_nonfinite(self) -> list[str]:
         if bool(torch.isfinite(self.grad).all()):
             return []
         return [e.name for e in self.entries if e.view is not None and not bool(torch.isfinite(e.view).all())]
 
-    def read_tail(self, tail: torch.Tensor, part: float = 1.0) -> BucketTrailer:
-        """What the workers said together.
+    def read_trailer(self, trailer: torch.Tensor, part: float = 1.0) -> BucketTrailer:
+        """Read what the workers said together.
 
         Args:
-            tail: [T] the summed tail.
+            trailer: [T] the sum of all.
             part: of the workers that took part; below 1 if some are lost.
         """
-        weight, stamps, squares, nonfinite, calls = tail[:_HEAD].tolist()
+        weight, stamps, squares, nonfinite, votes = trailer[:_HEAD].tolist()
         unused = [i for i, entry in enumerate(self.entries) if not (entry.used and self.took_part)]
         used = set()
         if unused:
-            counts = tail[_HEAD:].tolist()
+            counts = trailer[_HEAD:].tolist()
             used = {i for i in unused if counts[i] > 0}
-        if self._times is not None and self._room:
-            self._times.read(tail[self._end :])
+        times = {} if self._times is None else self._times.read(trailer[self._end :])
         # All stamps are equal if and only if their variance is zero; every rank comes to the same verdict.
         same = int(squares) * round(part * self._world) == int(stamps) ** 2
-        return BucketTrailer(weight / self._world, same, nonfinite > 0, calls > 0, used)
+        return BucketTrailer(weight / self._world, same, nonfinite > 0, votes > 0, used, times)
 
-    def settle(self, used_elsewhere: set[int]) -> None:
+    def hand_out(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
         for i in used_elsewhere:
             self.entries[i].parameter.grad = self.entries[i].view
@@ -176,26 +193,6 @@ class BucketBuffer:
             for i, entry in enumerate(self.entries):
                 if i not in used_elsewhere and entry.parameter.grad is not entry.view:
                     entry.parameter.grad = None  # a gradient of padding, which nobody shares
-
-
-class BucketTrailer:
-    """A bucket's summed tail, read.
-
-    Args:
-        weight: sum of the workers' weights, as a share of "everyone once".
-        in_step: whether all workers drew the same number of batches.
-        nonfinite: whether a worker's contribution held NaN or Inf (only if it was asked to check).
-        called: whether a worker wants all to confer.
-        used_elsewhere: positions of entries that this worker did not use and another did.
-    """
-
-    __slots__ = ("called", "in_step", "nonfinite", "used_elsewhere", "weight")
-
-    def __init__(self, weight: float, in_step: bool, nonfinite: bool, called: bool, used_elsewhere: set[int]) -> None:
-        self.weight = weight
-        self.in_step = in_step
-        self.nonfinite, self.called = nonfinite, called
-        self.used_elsewhere = used_elsewhere
 
 
 def view_in(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

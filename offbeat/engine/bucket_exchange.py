@@ -1,100 +1,102 @@
-"""One bucket's exchange under way: the packed gradient goes through the codec's rounds and comes back as the mean."""
+"""One bucket's exchange: what the workers hold of it goes through the codec's rounds and comes back as the mean.
+
+A trailer of a few numbers is added up along with it: in the same operation where the payload's dtype can count, in one
+of its own beside integers, and beside what is not added at all.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.payload import Reply, Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from offbeat.codec import Codec, Exchanged, State
-    from offbeat.engine.bucket_buffer import BucketBuffer, BucketTrailer
     from offbeat.engine.communicator import Communicator
+    from offbeat.layout import Bucket
+    from offbeat.pending import Pending
+
+# Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
+EXACT_UP_TO = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
 class BucketExchange:
-    """Begins the exchange of a packed bucket. Call order: `look` any number of times, `arrive`, `land`.
+    """Exchanges one bucket. Call order: `issue`, `poll` any number of times, `wait`, `finish`.
 
     Args:
-        flat: the bucket, packed.
+        bucket: what lies in `values`.
+        values: [D] what this worker brings, multiplied by its share; consumed, and the mean in the end.
         codec: what turns it into payloads.
         state: the codec's, of the bucket's parameters.
-        channel: to the other workers.
-        now_s: the clock.
-        weight, stamp, calls: what this worker says along with it.
+        communicator: to the other workers.
+
+    Attributes:
+        payload: of the first round.
+        trailer_dtype: in which the trailer is added up.
+        issued_s, done_s: when the first round was issued and seen to be done, in clock seconds.
     """
 
-    __slots__ = (
-        "_channel",
-        "_generator",
-        "_now_s",
-        "_pending",
-        "_reply",
-        "_tail_pending",
-        "done_s",
-        "flat",
-        "issued_s",
-    )
+    __slots__ = ("_carrier", "_communicator", "_generator", "_pending", "_reply", "_trailer_pending", "bucket",
+                 "done_s", "issued_s", "payload", "trailer_dtype", "values")  # fmt: skip
 
     def __init__(
-        self,
-        flat: BucketBuffer,
-        codec: Codec,
-        state: State,
-        channel: Communicator,
-        now_s: Callable[[], float],
-        *,
-        weight: float,
-        stamp: int,
-        calls: bool = False,
+        self, bucket: Bucket, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator
     ) -> None:
-        self.flat = flat
-        self._channel, self._now_s = channel, now_s
-        self._generator = codec.exchange(flat.grad, state)
-        payload = next(self._generator)
-        self.issued_s = now_s()
+        self.bucket, self.values = bucket, values
+        self._communicator = communicator
+        self._generator = codec.exchange(values, state)
+        self.payload = payload = next(self._generator)
+        tensor = payload.tensor if isinstance(payload, Sum) else None
+        self._carrier = tensor if tensor is not None and tensor.dtype in EXACT_UP_TO else None
+        self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.dtype
+        self.issued_s = 0.0
         self.done_s: float | None = None
-        self._reply: Reply | None = None
-        self._tail_pending = None
-        if isinstance(payload, Sum):
-            flat.write_tail(weight=weight, stamp=stamp, calls=calls, dtype=payload.tensor.dtype)
-            self._pending = channel.start(Sum(payload.tensor, flat.tail))
-        else:
-            flat.write_tail(weight=weight, stamp=stamp, calls=calls, dtype=flat.tail.dtype)
-            self._pending = channel.start(payload)
-            self._tail_pending = channel.start(Sum(flat.tail))
+        self._pending: Pending
+        self._trailer_pending: Pending | None = None
+        self._reply: Reply
 
-    def look(self) -> None:
+    def issue(self, trailer: torch.Tensor) -> None:
+        """Begin the first round.
+
+        Args:
+            trailer: [T] what this worker says along with it.
+        """
+        self.issued_s = self._communicator.now_s()
+        if self._carrier is not None:
+            self._pending = self._communicator.start(Sum(self._carrier, trailer))
+        else:
+            self._pending = self._communicator.start(self.payload)
+            self._trailer_pending = self._communicator.start(Sum(trailer))
+
+    def poll(self) -> None:
         """Note the time if the first round is done."""
         if self.done_s is None and self._pending.done():
-            self.done_s = self._now_s()
+            self.done_s = self._communicator.now_s()
 
-    def arrive(self) -> BucketTrailer:
-        """Wait for the first round, and return what the workers said along with it."""
-        bucket = self.flat.bucket
-        total = self._reply = self._channel.wait_for_bucket(self._pending, bucket)
-        self.look()
-        if self._tail_pending is not None:
-            total = self._channel.wait_for_bucket(self._tail_pending, bucket)
+    def wait(self) -> tuple[torch.Tensor, float]:
+        """Wait for the first round; return the trailers' sum [T], and the part of the workers that is in it."""
+        total = self._reply = self._communicator.wait_for_bucket(self._pending, self.bucket)
+        self.poll()
+        if self._trailer_pending is not None:
+            total = self._communicator.wait_for_bucket(self._trailer_pending, self.bucket)
         assert isinstance(total, Total)
-        return self.flat.read_tail(total.tensor if total.tail is None else total.tail, total.weight)
+        return total.tensor if total.tail is None else total.tail, total.weight
 
-    def land(self, weight: float) -> None:
-        """Complete the remaining rounds and leave the mean in the bucket.
+    def finish(self, weight: float) -> None:
+        """Complete the remaining rounds and leave the mean in `values`.
 
         Args:
             weight: sum of the workers' weights; in units in which "everyone once" is 1.
         """
-        reply, grad = self._reply, self.flat.grad
+        reply = self._reply
         while True:
-            assert reply is not None
             try:
                 payload = self._generator.send(Total(reply.tensor, weight) if isinstance(reply, Total) else reply)
             except StopIteration as stop:
                 exchanged: Exchanged = stop.value
                 break
-            reply = self._channel.wait_for_bucket(self._channel.start(payload), self.flat.bucket)
-        if exchanged.update.data_ptr() != grad.data_ptr():
-            grad.copy_(exchanged.update)
+            reply = self._communicator.wait_for_bucket(self._communicator.start(payload), self.bucket)
+        if exchanged.update.data_ptr() != self.values.data_ptr():
+            self.values.copy_(exchanged.update)

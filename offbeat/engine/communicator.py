@@ -1,4 +1,4 @@
-"""One model's way to the other workers: the fabric, counted by the meter, waited for by the one waiting primitive."""
+"""One model's way to the other workers: the fabric, counted by the metrics, waited for by the one waiting primitive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from offbeat.diagnosis.wait import WaitContext
 if TYPE_CHECKING:
     import torch
 
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine.step_metrics import StepMetrics
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.fabric import Fabric
     from offbeat.layout import Bucket
     from offbeat.payload import Payload, Reply
@@ -22,18 +21,20 @@ class Communicator:
 
     Args:
         fabric: this worker's end of the fabric; nobody else issues on it.
-        waiter: the one waiting primitive.
-        meter: where bytes are counted.
+        context: of this worker.
         model: which of several, from 0, for reports.
     """
 
-    def __init__(self, fabric: Fabric, waiter: BlockingWait, meter: StepMetrics, model: int = 0) -> None:
-        self._fabric, self._waiter, self._meter = fabric, waiter, meter
+    def __init__(self, fabric: Fabric, context: WorkerContext, model: int = 0) -> None:
+        self._fabric, self._waiter, self._metrics = fabric, context.waiter, context.metrics
         self.model = model
         self.rank, self.world = fabric.rank, fabric.world
         self.step = 0  # exchanges so far
         self.buckets = 0  # how many there are, for reports
-        self.weights: tuple[float, ...] = ()  # in the last exchange: this worker's, and all sums that came with buckets
+
+    def now_s(self) -> float:
+        """Read the clock."""
+        return self._metrics.now_s()
 
     def start(self, payload: Payload) -> Pending:
         """Begin an exchange; in the same order on every rank."""
@@ -61,5 +62,5 @@ class Communicator:
         return self.wait(pending, "all-reduce", bucket.label, bucket.index)
 
     def _count(self, pending: Pending) -> Pending:
-        self._meter.sent_bytes += pending.sent_bytes
+        self._metrics.sent_bytes += pending.sent_bytes
         return pending

@@ -8,41 +8,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.diagnosis.wait import WaitContext
-from offbeat.engine import (
-    AllReduceAverager,
-    AllReduceSwitch,
-    Buffers,
-    Reducer,
-    ServerSwitch,
-    ServerSync,
-    distinct,
-    ignored_names,
-)
+from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.communicator import Communicator
+from offbeat.engine.ignored_parameters import ignored_names
+from offbeat.engine.local_sgd_allreduce import AllReduceAverager
+from offbeat.engine.local_sgd_server import ServerAverager
+from offbeat.engine.reducer import Reducer
+from offbeat.engine.server_sync import ServerSync
+from offbeat.engine.state_average import average_states
+from offbeat.engine.switchable_sync import SwitchableSync, Transport
 from offbeat.errors import OffbeatError
 from offbeat.server.optimizers import lines_of
-from offbeat.sync import BSP, LocalSGD
+from offbeat.sync import BSP
 
 if TYPE_CHECKING:
-    from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.engine import ControlGroup, HistoryRecorder, StepMetrics
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.plan import Plan
 
 
 class SynchronizerFactory:
-    """Makes what exchanges a model's gradients or changes.
+    """Makes the synchronizers of models.
 
     Args:
-        control: this worker's end of the control group.
-        waiter: the one waiting primitive.
-        meter: where measurements go.
-        diary: where digests of the parameters go.
+        context: of this worker.
     """
 
-    def __init__(self, control: ControlGroup, waiter: BlockingWait, meter: StepMetrics, diary: HistoryRecorder) -> None:
-        self._control, self._waiter, self._meter, self._diary = control, waiter, meter, diary
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     def agree_on_optimizer(self, one: PreparedModel, *, is_served: bool) -> None:
         """See that all workers' optimizers are alike. Collective.
@@ -54,81 +49,49 @@ class SynchronizerFactory:
             ModelError: if a server cannot hold it.
             DisagreementError: if they are not.
         """
-        self._control.agree(
+        self._context.control.agree(
             "optimizer",
             "\n".join(lines_of(one.describe()) if is_served else one.outline()),
             "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
         )
 
-    def serve(self, one: PreparedModel, plan: Plan, server: ServerSession) -> ServerSwitch:
+    def serve(self, one: PreparedModel, plan: Plan, server: ServerSession) -> SwitchableSync:
         """Have a server keep the model; the optimizers were agreed on. Collective.
 
         Raises:
             ModelError: if the server cannot hold the optimizer.
             DisagreementError: if another worker has another plan or layout.
         """
-        served = self._served(one, plan, server, in_place=not isinstance(plan.sync, LocalSGD))
-        return ServerSwitch(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+        return SwitchableSync(one, self._by_server(one, ServerSync(one, plan, server, self._context)), self._context)
 
-    def replicate(self, one: PreparedModel, plan: Plan, share: BatchAccount | None = None) -> AllReduceSwitch:
+    def replicate(self, one: PreparedModel, plan: Plan) -> SwitchableSync:
         """Have the workers keep the model equal among themselves."""
-        buffers = Buffers(one.model, one.fabric) if self._control.world > 1 else None
-        reducer = Reducer(
-            parameters=one.parameters,
-            layout=one.layout(plan, is_served=False),
-            plan=plan,
-            fabric=one.fabric,
-            control=self._control,
-            buffers=buffers,
-            waiter=self._waiter,
-            meter=self._meter,
-            model=one.number,
-            share=share,
-        )
-
-        def average(policy: LocalSGD) -> AllReduceAverager:
-            return AllReduceAverager(
-                reducer=reducer,
-                parameters=one.parameters,
-                fabric=one.fabric,
-                buffers=buffers,
-                waiter=self._waiter,
-                policy=policy,
-                model=one.number,
-            )
-
-        return AllReduceSwitch(
-            reducer=reducer,
-            average=average,
-            parameters=one.parameters,
-            optimizer=one.optimizer,
-            control=self._control,
-            waiter=self._waiter,
-            model=one.number,
-        )
+        return SwitchableSync(one, self._by_all_reduce(one, plan), self._context)
 
     # -- from one to the other -----------------------------------------------------------------------------------
 
-    def to_server(self, one: PreparedModel, plan: Plan, server: ServerSession, before: AllReduceSwitch) -> ServerSwitch:
-        """Have a server go on from where the workers are, with every gradient; they are `refreshed` next. Collective.
+    def to_server(
+        self, one: PreparedModel, plan: Plan, server: ServerSession, synchronizer: SwitchableSync
+    ) -> Transport:
+        """Have a server go on from where the workers are, with every gradient. Collective.
+
+        Returns:
+            What `synchronizer`, which is as it was, can go by next; it is to be `refreshed` then.
 
         Raises:
             ModelError: if the server's copy of the optimizer cannot go on from what theirs have gathered.
         """
-        before.plan = dataclasses.replace(before.plan, sync=BSP(), controller=None)
-        state = before.state_dict()
-        served = self._served(one, plan, server, share=before.share)
-        served.plan = before.plan
-        after = ServerSwitch(served=served, parameters=one.parameters, waiter=self._waiter, model=one.number)
+        synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
+        gradients = ServerSync(one, plan, server, self._context, synchronizer.accounting)
+        gradients.plan = synchronizer.plan
         try:
-            served.begin_with(state["step"], state["codec"], one.gathered())
+            gradients.begin_with(synchronizer.step, one.gathered())
         except OffbeatError:
-            served.close()
+            gradients.close()
             raise
-        after.sync = before.sync
-        return after
+        return self._by_server(one, gradients)
 
-    def to_group(self, one: PreparedModel, plan: Plan, before: ServerSwitch, step: int) -> AllReduceSwitch:
+    def to_group(self, one: PreparedModel, plan: Plan, synchronizer: SwitchableSync, step: int) -> None:
         """Have the workers go on by themselves from where all of them, and the server, are. Collective.
 
         Args:
@@ -137,17 +100,20 @@ class SynchronizerFactory:
         Raises:
             NetworkError: if the server is gone.
         """
-        told = self._control.texts("whose optimizer has stepped by itself", "itself" if before.leave() else "")
-        were_apart = any(told.values())
-        after = self.replicate(one, dataclasses.replace(plan, sync=BSP(), controller=None), before.share)
-        after.go_on_from(step, were_apart=were_apart)
-        after.sync = before.sync
+        control = self._context.control
+        said = "itself" if synchronizer.has_own_optimizer else ""
+        told = control.texts("whose optimizer has stepped by itself", said)
+        plan = dataclasses.replace(plan, sync=BSP(), controller=None)
+        transport = self._by_all_reduce(one, plan, synchronizer.accounting)
+        synchronizer.go_by(transport)
+        transport.gradients.step = step
+        if any(told.values()):
+            average_states(one.optimizer, one.parameters, Communicator(one.fabric, self._context, one.number), control)
         self.broadcast(one)
-        return after
 
     def broadcast(self, one: PreparedModel) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers. Collective."""
-        if self._control.world == 1:
+        if self._context.control.world == 1:
             return
         ignored = ignored_names(one.model)
         named = [*one.model.named_parameters(), *one.model.named_buffers()]
@@ -157,29 +123,15 @@ class SynchronizerFactory:
                     continue
                 own = distinct(tensor.detach())
                 whole = own.contiguous()
-                self._waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
+                self._context.waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
                 if whole.data_ptr() != own.data_ptr():
                     own.copy_(whole)
 
-    def _served(
-        self,
-        one: PreparedModel,
-        plan: Plan,
-        server: ServerSession,
-        *,
-        in_place: bool = True,
-        share: BatchAccount | None = None,
-    ) -> ServerSync:
-        return ServerSync(
-            parameters=one.parameters,
-            layout=one.layout(plan, is_served=True),
-            plan=plan,
-            optimizer=one.optimizer,
-            server=server,
-            waiter=self._waiter,
-            meter=self._meter,
-            diary=self._diary,
-            in_place=in_place,
-            model=one.number,
-            share=share,
-        )
+    def _by_server(self, one: PreparedModel, gradients: ServerSync) -> Transport:
+        return Transport(gradients, lambda policy: ServerAverager(gradients, one.parameters, policy))
+
+    def _by_all_reduce(self, one: PreparedModel, plan: Plan, accounting: BatchAccount | None = None) -> Transport:
+        context = self._context
+        buffers = Buffers(one.model, one.fabric) if context.control.world > 1 else None
+        reducer = Reducer(one, plan, context, buffers=buffers, accounting=accounting)
+        return Transport(reducer, lambda policy: AllReduceAverager(one, reducer, buffers, policy, context))

@@ -36,9 +36,9 @@ class GradientOrder:
         rest = [name for name in reversed(self._registered) if name not in self._last]
         return sorted(self._last, key=self._last.__getitem__) + rest
 
-    def agreed(self, channel: Communicator) -> list[str]:
+    def agreed(self, communicator: Communicator) -> list[str]:
         """Rank 0's order. Collective."""
         index = {name: i for i, name in enumerate(self._registered)}
         order = torch.tensor([index[name] for name in self.mine], dtype=torch.int64, device=self._device)
-        channel.wait(channel.broadcast(order, 0), "broadcast of the bucket order")
+        communicator.wait(communicator.broadcast(order, 0), "broadcast of the bucket order")
         return [self._registered[i] for i in order.tolist()]

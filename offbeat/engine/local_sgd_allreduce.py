@@ -1,4 +1,4 @@
-"""Averages of local steps without a server: the mean change is summed over the fabric, and applied by every worker.
+"""Averages of local steps without a server: the mean delta is summed over the fabric, and applied by every worker.
 
 Buffers travel with each average.
 """
@@ -11,24 +11,25 @@ import torch
 
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
+from offbeat.engine.bucket_exchange import BucketExchange
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
+from offbeat.engine.state_average import average_states
 from offbeat.layout import arrange
-from offbeat.payload import Sum, Total
+from offbeat.payload import Gather
 from offbeat.sync.local_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.codec import Exchange, State
-    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.codec import Codec, State
     from offbeat.engine.buffers import Buffers
+    from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.reducer import Reducer
     from offbeat.engine.step_times import StepTimes
-    from offbeat.fabric import Fabric
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
-    from offbeat.pending import Pending
-    from offbeat.plan import Plan
     from offbeat.sync import LocalSGD, OuterSGD
 
 
@@ -36,182 +37,172 @@ class AllReduceAverager:
     """One model's averages. An `Averager`.
 
     Args:
-        reducer: of the same model; share and meter are its.
-        parameters: trainable parameters by name, in order of registration.
-        fabric: this worker's end of the fabric; the reducer's.
+        model: whose deltas are averaged.
+        reducer: of its gradients.
         buffers: the model's, or None if they are not to be synchronised.
-        waiter: the one waiting primitive.
-        policy: how many steps are between two averages, and how the mean change is applied.
-        model: which of several prepared, from 0, for reports.
+        policy: how many steps are between two averages, and how the mean delta is applied.
+        context: of this worker.
     """
 
     def __init__(
         self,
-        *,
+        model: PreparedModel,
         reducer: Reducer,
-        parameters: Mapping[str, torch.nn.Parameter],
-        fabric: Fabric,
         buffers: Buffers | None,
-        waiter: BlockingWait,
         policy: LocalSGD,
-        model: int = 0,
+        context: WorkerContext,
     ) -> None:
-        self._reducer = reducer
-        self._plan, self._share, self._meter = reducer.plan, reducer.share, reducer.meter
-        self._outer, self._every, self._buffers = policy.outer, policy.every, buffers
-        self._channel = Communicator(fabric, waiter, reducer.meter, model)
-        buckets = arrange(parameters, bucket_bytes=self._plan.bucket_bytes).buckets
-        self._channel.buckets = len(buckets)
-        self._changes = [BucketDelta(bucket, parameters, self._plan.codec.init(bucket)) for bucket in buckets]
-        self.make_room()
-
-    def make_room(self) -> None:
-        """For what is told along with a change now: how long all compute. Between averages, alike on all."""
-        self._changes[-1].make_room(self._reducer.times, self._every)
+        self._model, self._reducer, self._buffers, self._context = model, reducer, buffers, context
+        self._outer, self._every = policy.outer, policy.every
+        self._communicator = Communicator(model.fabric, context, model.number)
+        buckets = arrange(model.parameters, bucket_bytes=reducer.plan.bucket_bytes).buckets
+        self._communicator.buckets = len(buckets)
+        self._deltas = [BucketDelta(bucket, model.parameters) for bucket in buckets]
 
     def begin(self) -> None:
         """Anchor here."""
-        for change in self._changes:
-            change.anchor.here()
+        for delta in self._deltas:
+            delta.anchor.set_to_parameters_()
 
     def stepped(self) -> None:
-        """Nothing to do: nobody else could compute what this worker drew."""
+        """Do nothing: nobody else could compute what this worker drew."""
 
-    def average(self, step: int, steps: int, part: float) -> list[tuple[float, float]]:
-        """Exchange the changes, and apply their mean; when each bucket was issued and done. Collective."""
-        channel, share = self._channel, self._share
-        weight = share.weight * part
-        bad = [name for change in self._changes for name in change.make(self._plan, weight, channel.world)]
-        if leave_out(bad, self._plan.nonfinite, what="change", step=step, meter=self._meter):
+    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+        """Exchange the deltas, and apply their mean. Collective."""
+        communicator, accounting, plan = self._communicator, self._reducer.accounting, self._reducer.plan
+        self._deltas[-1].make_room(self._reducer.times, self._every)
+        weight = accounting.weight * part
+        self._encode(weight)
+        bad = [] if plan.nonfinite == "pass" else [name for delta in self._deltas for name in delta.nonfinite()]
+        if leave_out(bad, plan.nonfinite, what="change", step=step, metrics=self._context.metrics):
             weight = 0.0
-            for change in self._changes:
-                change.make(self._plan, weight, channel.world)
-        issued_s = []
-        for change in self._changes:
-            issued_s.append(self._meter.now_s())
-            change.send(channel, weight, calls=self._reducer.calls)
-        source = share.source
+            self._encode(weight)
+        for delta in self._deltas:
+            delta.issue(weight, requests_vote=accounting.requests_vote)
+        source = accounting.source
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
-        done_s = []
-        sums = set()
-        for change in self._changes:
-            total, called = change.finish(channel, self._outer)
-            self._reducer.called = called or self._reducer.called
-            sums.add(total)
-            done_s.append(self._meter.now_s())
-        self._reducer.channel.weights = (weight, *sums)
+        results = [delta.finish(communicator.world, self._outer) for delta in self._deltas]
         if self._buffers is not None:
             for pending in broadcasts:
-                channel.wait(pending, "broadcast of the buffers")
+                communicator.wait(pending, "broadcast of the buffers")
             self._buffers.finish(source)
-        channel.step += 1
-        return list(zip(issued_s, done_s, strict=True))
+        communicator.step += 1
+        return ExchangeResult(
+            weights=(weight, *dict.fromkeys(one.weights[0] for one in results)),
+            vote_requested=any(one.vote_requested for one in results),
+            step_times=results[-1].step_times,
+            spans=tuple(span for one in results for span in one.spans),
+        )
+
+    def end(self, *, evens_optimizers: bool) -> None:
+        """Average what the optimizers have gathered, which would take replicas apart. Collective."""
+        if evens_optimizers:
+            one, control = self._model, self._context.control
+            average_states(one.optimizer, one.parameters, self._communicator, control)
 
     def refreshed(self, steps: int) -> None:
-        """Nothing to do: there is no server."""
+        """Do nothing: there is no server."""
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Anchors, outer momentum and codec state, by parameter name."""
+        """Anchors and outer momentum, by parameter name."""
         own: dict[str, dict[str, torch.Tensor]] = {}
-        for change in self._changes:
-            own.update(change.state_dict())
+        for delta in self._deltas:
+            own.update(delta.state_dict())
         return own
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, and have the reducer take over its own."""
-        self._reducer.load_state_dict(exchanger)
-        for change in self._changes:
-            change.load_state_dict(state)
+        self._reducer.load_state_dict(gradients)
+        for delta in self._deltas:
+            delta.load_state_dict(state)
+
+    def _encode(self, weight: float) -> None:
+        codec, kept = self._reducer.plan.codec, self._model.codec_state
+        for delta in self._deltas:
+            state = kept.of(codec, delta.bucket, deltas=True)
+            delta.encode(weight / self._communicator.world, codec, state, self._communicator)
 
 
 class BucketDelta:
-    """One bucket: anchor, change, outer momentum.
+    """One bucket's anchor, delta and outer momentum.
 
     Args:
         bucket: what lies in it.
         parameters: by name.
-        state: the codec's.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter], state: State) -> None:
-        self._bucket, self._state = bucket, state
+    def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.bucket = bucket
         self.anchor = Anchor(bucket, parameters)
         self._times: StepTimes | None = None
         self._place(0)
-        self._momentum = torch.zeros_like(self._change)
-        self._exchange: Exchange
-        self._payload: Sum
-        self._pending: Pending
+        self._momentum = torch.zeros_like(self._delta)
+        self._exchange: BucketExchange
 
     def make_room(self, times: StepTimes, every: int) -> None:
-        """For these, in averages of so many steps."""
+        """Tell these, in averages of so many steps, if anybody wants to know."""
         room = times.room(every)
         self._times = times if room else None
-        self._place(room)
+        if room != len(self._trailer) - 2:
+            self._place(room)
 
     def _place(self, room: int) -> None:
-        bucket, end = self._bucket, self._bucket.numel
+        bucket, end = self.bucket, self.bucket.numel
         memory = torch.zeros(end + 2 + room, dtype=bucket.dtype, device=bucket.device)
-        # The worker's weight, and whether it wants to confer; times, if any are told.
-        self._change, self._tail = memory[:end], memory[end:]
+        # The worker's weight, and whether it requests a vote; times, if any are told.
+        self._delta, self._trailer = memory[:end], memory[end:]
 
-    def make(self, plan: Plan, weight: float, world: int) -> list[str]:
-        """What is to be sent: how far this worker came, weighed; parameters in it with NaN or Inf, if that matters."""
-        if weight:
-            self.anchor.change(self._change)
-            self._change.mul_(weight / world)
-        else:
-            self._change.zero_()
-        self._exchange = plan.codec.exchange(self._change, self._state)
-        payload = next(self._exchange)
-        assert isinstance(payload, Sum)
-        self._payload = payload
-        if plan.nonfinite == "pass" or bool(torch.isfinite(payload.tensor).all()):
-            return []
-        views = self.anchor.views_in(payload.tensor)
-        return [name for name, view in views.items() if not bool(torch.isfinite(view).all())]
+    def encode(self, scale: float, codec: Codec, state: State, communicator: Communicator) -> None:
+        """Make what is to be sent of how far this worker came; a second time instead of the first.
 
-    def send(self, channel: Communicator, weight: float, *, calls: bool) -> None:
-        """Send it."""
-        self._tail.zero_()
-        self._tail[0], self._tail[1] = weight, float(calls)
-        if self._times is not None:
-            self._times.write(self._tail[2:])
-        self._pending = channel.start(Sum(self._payload.tensor, self._tail.to(self._payload.tensor.dtype)))
-
-    def finish(self, channel: Communicator, outer: OuterSGD | None) -> tuple[float, bool]:
-        """Receive the mean change and apply it; the parameters are the new anchor.
-
-        Returns:
-            The sum of the weights, and whether a worker wants to confer.
+        Args:
+            scale: by which that is multiplied; 0 for nothing.
         """
-        reply = channel.wait_for_bucket(self._pending, self._bucket)
-        assert isinstance(reply, Total)
-        assert reply.tail is not None
-        weight, called = float(reply.tail[0]) / channel.world, bool(reply.tail[1])
+        if scale:
+            self.anchor.delta(self._delta)
+            self._delta.mul_(scale)
+        else:
+            self._delta.zero_()
+        self._exchange = BucketExchange(self.bucket, self._delta, codec, state, communicator)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters in which there is NaN or Inf, as it is sent."""
+        payload = self._exchange.payload
+        tensors = payload.tensors if isinstance(payload, Gather) else (payload.tensor,)
+        if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+            return []
+        whole = tensors[0] if tensors[0].shape == self._delta.shape else self._delta
+        views = self.anchor.views_in(whole)
+        return [name for name, view in views.items() if not bool(torch.isfinite(view).all())] or list(views)
+
+    def issue(self, weight: float, *, requests_vote: bool) -> None:
+        """Send it."""
+        self._trailer.zero_()
+        self._trailer[0], self._trailer[1] = weight, float(requests_vote)
         if self._times is not None:
-            self._times.read(reply.tail[2:])
-        while True:
-            try:
-                payload = self._exchange.send(Total(reply.tensor, weight or 1.0))
-            except StopIteration as stop:
-                mean = stop.value.update
-                break
-            answer = channel.wait_for_bucket(channel.start(payload), self._bucket)
-            assert isinstance(answer, Total)
-            reply = answer
+            self._times.write(self._trailer[2:])
+        self._exchange.issue(self._trailer)
+
+    def finish(self, world: int, outer: OuterSGD | None) -> ExchangeResult:
+        """Receive the mean delta and apply it; the parameters are the new anchor. `weights` is the sum alone."""
+        trailer, _ = self._exchange.wait()
+        weight = float(trailer[0]) / world
+        self._exchange.finish(weight or 1.0)
         if weight:  # else nobody has moved, and the outer momentum must not move them
-            apply_change_(self.anchor.values, mean, outer=outer, momentum=self._momentum)
-        self.anchor.return_()
-        return weight * channel.world, called
+            apply_change_(self.anchor.values, self._delta, outer=outer, momentum=self._momentum)
+        self.anchor.restore_parameters_()
+        done_s = self._exchange.done_s
+        return ExchangeResult(
+            weights=(weight * world,),
+            vote_requested=bool(trailer[1]),
+            step_times={} if self._times is None else self._times.read(trailer[2:]),
+            spans=() if done_s is None else ((self._exchange.issued_s, done_s),),
+        )
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By parameter name."""
-        momentum = self.anchor.views_in(self._momentum)
-        return {
-            name: {"anchor": anchor.clone(), "momentum": momentum[name].clone(), **self._state.get(name, {})}
-            for name, _, anchor in self.anchor.slots
-        }
+        """The state by parameter name."""
+        momentum, slots = self.anchor.views_in(self._momentum), self.anchor.slots
+        return {name: {"anchor": anchor.clone(), "momentum": momentum[name].clone()} for name, _, anchor in slots}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take over what `state_dict` returned."""
@@ -219,5 +210,3 @@ class BucketDelta:
         for name, _, anchor in self.anchor.slots:
             state_checks.copy_(anchor, state[name], name, "anchor")
             state_checks.copy_(momentum[name], state[name], name, "momentum")
-            for key, tensor in self._state.get(name, {}).items():
-                state_checks.copy_(tensor, state[name], name, key)

@@ -1,4 +1,4 @@
-"""Averages of local steps at a parameter server: it applies the mean change to its parameters, the new anchor.
+"""Averages of local steps at a parameter server: it applies the mean delta to its parameters, the new anchor.
 
 The optimizer steps at the worker. After ordinary steps, in which it stepped at the server, the worker's own takes over
 what the server's has gathered, such as momentum: replicas go on as if there had been no server. The outer momentum
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.server_sync import ServerSync
     from offbeat.sync import LocalSGD
 
@@ -27,15 +28,15 @@ class ServerAverager:
     """One model's averages. An `Averager`.
 
     Args:
-        served: of the same model; nothing the server sends lands in the parameters themselves.
+        gradients: exchanges the model's gradients; nothing the server sends lands in the parameters themselves.
         parameters: trainable parameters by name.
-        policy: when changes are brought, and how they are applied.
+        policy: when deltas are pushed, and how they are applied.
     """
 
-    def __init__(self, served: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
-        self._served, self._policy = served, policy
-        self.ends = False  # whether the next change is the last, since the policy is swapped
-        self._anchors = [Anchor(bucket, parameters) for bucket in served.layout.buckets]
+    def __init__(self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
+        self._gradients, self._policy = gradients, policy
+        self._anchors = [Anchor(bucket, parameters) for bucket in gradients.layout.buckets]
+        gradients.land(in_place=False)
 
     def begin(self) -> None:
         """Anchor here; the optimizer goes on from where the server's copy of it is.
@@ -44,45 +45,49 @@ class ServerAverager:
             WorkerLostError, NetworkError: if the server is gone.
         """
         for anchor in self._anchors:
-            anchor.here()
-        if self._served.step:
-            self._served.take_over_optimizer()
+            anchor.set_to_parameters_()
+        if self._gradients.step:
+            self._gradients.take_over_optimizer()
 
     def stepped(self) -> None:
-        """What this worker drew is in its parameters; nobody else is to compute it."""
-        self._served.keep_drawn()
+        """Note that what this worker drew is in its parameters; nobody else is to compute it."""
+        self._gradients.keep_drawn()
 
-    def average(self, step: int, steps: int, part: float) -> list[tuple[float, float]]:
-        """Bring this worker's change, and wait for the others'; when it was issued and done. Collective.
+    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+        """Push this worker's delta, and wait for the others'. Collective.
 
         Raises:
             WorkerLostError, NetworkError: if the server is gone.
         """
-        served = self._served
-        for anchor, grad in zip(self._anchors, served.grads, strict=True):
-            anchor.change(grad)
-        weight = served.weight(float(steps))
-        about = ContributionInfo(weight * part, outer_hyper(self._policy.outer), change=True, ends=self.ends)
-        span = served.exchange(about, step=step)
+        gradients = self._gradients
+        for anchor, grad in zip(self._anchors, gradients.grads, strict=True):
+            anchor.delta(grad)
+        weight = gradients.weight(float(steps)) * part
+        info = ContributionInfo(weight, outer_hyper(self._policy.outer), change=True, ends=is_last)
+        result = gradients.exchange(info, step=step)
         for anchor in self._anchors:
-            anchor.here()
-        return [span]
+            anchor.set_to_parameters_()
+        return result
+
+    def end(self, *, evens_optimizers: bool) -> None:
+        """Let what the server sends land in the parameters again; its copy of the optimizer goes on."""
+        self._gradients.land(in_place=True)
 
     def refreshed(self, steps: int) -> None:
-        """The server's parameters are the new anchor; what this worker's own `steps` added up to is kept."""
+        """Anchor at the server's parameters; what this worker's own `steps` added up to is kept."""
         if not steps:
-            self._served.refreshed()
-        for anchor, values in zip(self._anchors, self._served.values, strict=True):
+            self._gradients.refreshed()
+        for anchor, values in zip(self._anchors, self._gradients.values, strict=True):
             if steps:
-                anchor.move_(values)
+                anchor.rebase_(values)
             else:
-                anchor.here()
+                anchor.set_to_parameters_()
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Anchors, by parameter name."""
         return {name: {"anchor": value.clone()} for anchor in self._anchors for name, _, value in anchor.slots}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], exchanger: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the server gets rank 0's anchors as its parameters.
 
         What this worker's own steps since then have added up to is in its parameters, and stays there.
@@ -94,8 +99,8 @@ class ServerAverager:
         for anchor in self._anchors:
             for name, _, value in anchor.slots:
                 state_checks.copy_(value, state[name], name, "anchor")
-            anchor.return_()
-        self._served.load_state_dict(exchanger)
+            anchor.restore_parameters_()
+        self._gradients.load_state_dict(gradients)
         for anchor, mine in zip(self._anchors, own, strict=True):
             for (_, parameter, _), values in zip(anchor.slots, mine, strict=True):
                 parameter.data.copy_(values)

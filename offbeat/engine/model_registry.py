@@ -9,9 +9,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.engine.allreduce_switch import AllReduceSwitch
-    from offbeat.engine.either import SynchronizerProxy
     from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.switchable_sync import SwitchableSync
 
 
 class ModelRegistry:
@@ -24,9 +23,9 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self.prepared: list[PreparedModel] = []
-        self.synchronizers: list[SynchronizerProxy] = []
+        self.synchronizers: list[SwitchableSync] = []
 
-    def add(self, one: PreparedModel, synchronizer: SynchronizerProxy) -> None:
+    def add(self, one: PreparedModel, synchronizer: SwitchableSync) -> None:
         """One more is prepared."""
         self.prepared.append(one)
         self.synchronizers.append(synchronizer)
@@ -34,7 +33,7 @@ class ModelRegistry:
     def __len__(self) -> int:
         return len(self.synchronizers)
 
-    def pairs(self) -> Iterator[tuple[PreparedModel, SynchronizerProxy]]:
+    def pairs(self) -> Iterator[tuple[PreparedModel, SwitchableSync]]:
         """Each model with its synchronizer."""
         return zip(self.prepared, self.synchronizers, strict=True)
 
@@ -54,11 +53,9 @@ class ModelRegistry:
         return [parameter for one in self.prepared for parameter in one.parameters.values()]
 
     @property
-    def together(self) -> list[AllReduceSwitch]:
-        """What exchanges gradients without a server, of all models that have none."""
-        from offbeat.engine.allreduce_switch import AllReduceSwitch
-
-        return [one.now for one in self.synchronizers if isinstance(one.now, AllReduceSwitch)]
+    def together(self) -> list[SwitchableSync]:
+        """The synchronizers behind whose exchanges all workers can vote."""
+        return [one for one in self.synchronizers if one.is_collective]
 
     def digests(self) -> list[str]:
         """Digests of all parameters, and of what the optimizers have gathered."""

@@ -17,8 +17,8 @@ _log = logging.getLogger("offbeat")
 _MOST_NAMED = 3
 
 
-def leave_out(names: Sequence[str], choice: Nonfinite, *, what: str, step: int, meter: StepMetrics) -> bool:
-    """Whether this is to count for nothing; said whenever it is.
+def leave_out(names: Sequence[str], choice: Nonfinite, *, what: str, step: int, metrics: StepMetrics) -> bool:
+    """Decide whether this is to count for nothing, and say so if it is.
 
     Args:
         names: parameters whose part holds NaN or Inf.
@@ -37,6 +37,6 @@ def leave_out(names: Sequence[str], choice: Nonfinite, *, what: str, step: int, 
             f"{text}. Lower the learning rate or clip; nonfinite='skip' leaves such steps out, 'pass' lets them "
             "through - at `plan.nonfinite`."
         )
-    meter.event("skipped", f"{text}; it is left out.", step)
+    metrics.event("skipped", f"{text}; it is left out.", step)
     _log.warning("%s; it is left out.", text)
     return True

@@ -1,4 +1,4 @@
-"""How workers without a server come to another plan: one calls all together behind an exchange (`allreduce_switch`).
+"""How workers without a server come to another plan: one requests a vote, all vote behind an exchange.
 
 any worker      wants a plan: its own script's, one that somebody left in the run's folder
                 (`offbeat.wire.swap_request`), or what the present plan's controller has decided

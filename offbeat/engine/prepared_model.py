@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_hexdigest
 
+from offbeat.engine.codec_state import CodecState
 from offbeat.engine.optimizer_state import gathered
 from offbeat.engine.sparse import sparse_names
 from offbeat.layout import arrange
@@ -33,6 +34,7 @@ class PreparedModel:
         number: which of several, from 0.
         parameters: trainable ones by name, in order of registration.
         fabric: this worker's end of the workers' own; beside a server it carries what is the same at the beginning.
+        codec_state: what the codec keeps of it on this worker, whichever way gradients take.
     """
 
     number: int
@@ -40,6 +42,7 @@ class PreparedModel:
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     fabric: Fabric
+    codec_state: CodecState = dataclasses.field(default_factory=CodecState)
 
     def describe(self) -> OptimizerSpec:
         """The optimizer in words.

@@ -6,10 +6,10 @@ got no gradient contribute zeros), waits in order, and leaves the mean in `.grad
 
 Rules:
 
-* **Order.** Bucket k is issued before bucket k+1 on every rank, whatever arrives first; later rounds of an exchange,
-  the sparse gradients and the buffers follow in the fence, in a fixed order. Nothing depends on arrival.
-* **Unused parameters** need no graph walk and no flag. Each bucket's tail says who used what; a parameter that nobody
-  used keeps its `.grad` as it was (usually None), so the optimizer skips it everywhere.
+* **Order.** Buckets are issued in the same order on every rank (`issue_queue`), whatever arrives first; later rounds of
+  an exchange, the sparse gradients and the buffers follow in the fence, in a fixed order. Nothing depends on arrival.
+* **Unused parameters** need no graph walk and no flag. Each bucket's trailer says who used what; a parameter that
+  nobody used keeps its `.grad` as it was (usually None), so the optimizer skips it everywhere.
 * **The first backward does not overlap.** It learns how often each parameter's hook runs (checkpointing can make it
   several times) and in which order gradients arrive; buckets are then arranged anew in rank 0's order.
 * **A rank whose backward touched no parameter** takes part at `optimizer.step()`.
@@ -28,82 +28,69 @@ from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import BucketBuffer, GradEntry
 from offbeat.engine.bucket_exchange import BucketExchange
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.gradient_order import GradientOrder
+from offbeat.engine.issue_queue import FirstInFirstOut, IssueQueue
+from offbeat.engine.optimizer_state import load
 from offbeat.engine.step_times import StepTimes
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, NumericsError
 from offbeat.layout import Layout, arrange
+from offbeat.server.optimizer_checkpoint import from_bytes
+from offbeat.server.optimizers import OUTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.codec import Codec, State
-    from offbeat.diagnosis.wait import BlockingWait
+    from offbeat.engine.bucket_buffer import BucketTrailer
     from offbeat.engine.buffers import Buffers
-    from offbeat.engine.control_group import ControlGroup
-    from offbeat.engine.step_metrics import StepMetrics
-    from offbeat.fabric import Fabric
+    from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.worker_context import WorkerContext
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
 
 
 class Reducer:
-    """Keeps the gradients of one model equal on all workers.
+    """Keeps the gradients of one model equal on all workers by all-reduce. A `GradientSync`.
 
     Args:
-        parameters: trainable parameters by name, in order of registration.
-        layout: where their gradients lie.
+        model: its parameters, and this worker's end of the fabric.
         plan: codec and policies.
-        fabric: this worker's end of the fabric.
-        control: this worker's end of the control group.
+        context: of this worker.
         buffers: the model's buffers, or None if they are not to be synchronised.
-        waiter: the one waiting primitive.
-        meter: where measurements go.
-        model: which of several prepared, from 0, for reports.
-        share: this worker's part in the next exchange, if it goes on from another exchanger's.
+        accounting: this worker's part in the next exchange, if it goes on from another synchronizer's.
     """
+
+    is_collective = True
 
     def __init__(
         self,
-        *,
-        parameters: Mapping[str, torch.nn.Parameter],
-        layout: Layout,
+        model: PreparedModel,
         plan: Plan,
-        fabric: Fabric,
-        control: ControlGroup,
-        buffers: Buffers | None,
-        waiter: BlockingWait,
-        meter: StepMetrics,
-        model: int = 0,
-        share: BatchAccount | None = None,
+        context: WorkerContext,
+        *,
+        buffers: Buffers | None = None,
+        accounting: BatchAccount | None = None,
     ) -> None:
-        self.plan = plan
-        self.layout = layout
-        self.share = share or BatchAccount()
-        self.meter = meter
+        self._model, self._plan, self._context, self._buffers = model, plan, context, buffers
+        self.accounting = accounting or BatchAccount()
         self.sync = True  # False inside no_sync()
-        self._codec: Codec = plan.codec
-        self._check_finite = plan.nonfinite != "pass"
-        self.calls = self.called = False  # whether this worker wants all to confer, or one of them did
-        self._sums: set[float] = set()  # of all workers' weights, in the exchange at hand
-        self._channel = Communicator(fabric, waiter, meter, model)
+        self.pending_result: ExchangeResult | None = None
+        self.communicator = Communicator(model.fabric, context, model.number)
         # A controller is told of the model that was prepared first.
-        are_told = plan.controller is not None and not model
-        self.times = StepTimes(self._channel.rank, self._channel.world, meter.take_own, are_told=are_told)
-        self._control = control
-        self._buffers = buffers
-        self._waiter = waiter
-        self._parameters = dict(parameters)
-        self._entries = {name: GradEntry(name, p) for name, p in parameters.items()}
-        self._states: State = {}
-        self._flats: list[BucketBuffer] = []
-        self._build(layout)
-        self._flights: list[BucketExchange] = []
+        are_told = plan.controller is not None and not model.number
+        self.times = StepTimes(
+            self.communicator.rank, self.communicator.world, context.metrics.take_own, are_told=are_told
+        )
+        self._check_finite = plan.nonfinite != "pass"
+        self._entries = {name: GradEntry(name, p) for name, p in model.parameters.items()}
+        self._under_way: list[tuple[BucketBuffer, BucketExchange]] = []
+        self._build(model.layout(plan, is_served=False))
         self._open = False  # inside a backward that communicates
         self._closed = False
         self._any_fired = False
-        self._arrivals: GradientOrder | None = GradientOrder(self._parameters)  # until they are known
+        self._arrivals: GradientOrder | None = GradientOrder(model.parameters)  # until they are known
         self._forward_due = False  # a forward pass that should lead to an exchange has run
         self._exchanged = False  # an exchange happened since the last optimizer step
         self._landmark: GradEntry | None = None  # one that had a gradient after the last exchange
@@ -117,21 +104,45 @@ class Reducer:
     # -- called by the front end ---------------------------------------------------------------------------------
 
     @property
+    def plan(self) -> Plan:
+        """The one that it goes by."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._tell_times(self.times.ranks)
+
+    @property
     def step(self) -> int:
         """Exchanges so far; steps, where not every one had an exchange."""
-        return self._channel.step
+        return self.communicator.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._channel.step = step
+        self.communicator.step = step
 
     @property
-    def channel(self) -> Communicator:
-        """To the other workers; in the same order on every rank."""
-        return self._channel
+    def number(self) -> int:
+        """The number of the next contribution, which is the step's."""
+        return self.communicator.step
+
+    @property
+    def gradient_scale(self) -> float:
+        """Each gradient is multiplied by 1/N, so that their sum is the mean."""
+        return 1 / self.communicator.world
+
+    @property
+    def ranks(self) -> int:
+        """How many workers have a place where they tell how long they compute."""
+        return self.times.ranks
+
+    @ranks.setter
+    def ranks(self, ranks: int) -> None:
+        self._tell_times(ranks)
 
     def on_forward(self, inputs: Any) -> None:
-        """A forward pass that trains begins.
+        """Count a forward pass that trains, which begins.
 
         Args:
             inputs: what it gets.
@@ -140,9 +151,9 @@ class Reducer:
             ModelError: if the last backward was cut short by an exception after it had begun to communicate, or it
                 cannot be known whether this batch counts.
         """
-        self.meter.forward(inputs)
-        self.share.forward()
-        if self.share.padding and not self._drops_padding:
+        self._context.metrics.forward(inputs)
+        self.accounting.forward()
+        if self.accounting.padding and not self._drops_padding:
             self._drop_padding()
         if not self.sync:
             return
@@ -155,47 +166,45 @@ class Reducer:
             self._exchanged = False  # gradients were cleared: the optimizer's step was left out (as GradScaler does)
         self._forward_due = True
 
-    def on_output_grad(self) -> None:
-        """The gradient of the model's output is known: the outermost backward has begun.
+    def on_backward(self) -> None:
+        """Begin to exchange: the gradient of the model's output is known.
 
         Raises:
             ModelError: if the run is closed and there were other workers: the replicas would silently drift apart.
         """
-        if self._closed and self._channel.world > 1:
+        if self._closed and self.communicator.world > 1:
             raise ModelError(RUN_IS_CLOSED)
         if self.sync and not self._open:
             self._begin()
 
-    def on_step(self) -> None:
-        """The optimizer is about to step: take part now if this rank's backward reached no parameter."""
-        if self.sync and self._forward_due and not self._exchanged:
+    def before_step(self) -> None:
+        """Take part now if this rank's backward has reached no parameter, or its inputs have ended."""
+        is_due = self._forward_due and not self._exchanged
+        if self.sync and (is_due or self.accounting.absent is not None):
             self._open = True
             self._reset_counts()
             self._fire()
             self._fence()
         self._exchanged = False
 
+    def after_step(self) -> ExchangeResult | None:
+        """Return what was found out when the gradient was exchanged."""
+        result, self.pending_result = self.pending_result, None
+        return result
+
     @property
     def holds_gradient(self) -> bool:
         """Whether there is a gradient that was not exchanged, because it is being accumulated."""
         return any(entry.used for entry in self._entries.values())
 
-    def take_part(self) -> None:
-        """Exchange nothing, as a worker whose inputs have ended, while others have a gradient."""
-        self._forward_due, self._exchanged = True, False
-        self.on_step()
-
-    def after_step(self) -> None:
-        """Nothing to do: the gradient was exchanged before."""
-
     def settle(self) -> None:
-        """Nothing to do: replicas are equal after every step."""
+        """Do nothing: replicas are equal after every step."""
 
     def refreshed(self) -> None:
-        """Nothing to do: there is no server."""
+        """Do nothing: there is no server."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, what the first backward has taught of the gradients, and codec state, by parameter name."""
+        """Step count, and what the first backward has taught of the gradients."""
         return {
             "step": self.step,
             "layout": {
@@ -204,21 +213,21 @@ class Reducer:
                 "version": self.layout.version,
                 "expected": {name: entry.expected for name, entry in self._entries.items()},
             },
-            "codec": {name: dict(tensors) for name, tensors in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; between steps, alike on all workers.
+        """Take over what `state_dict` returned, here or at a server; between steps, alike on all workers.
 
         Raises:
             ModelError: if it is damaged, or of another model.
         """
-        self._channel.step = state_checks.whole(state["step"], "step")
+        self.step = state_checks.whole(state["step"], "step")
         if "layout" in state:  # else it was written before this was kept: the next backward learns the order
             self._load_layout(state["layout"])
-        for name, tensors in state["codec"].items():
-            for key in tensors:
-                state_checks.copy_(self._states[name][key], tensors, name, key)
+        if at_server := state.get("server"):  # what the optimizer had gathered there
+            states = {name: one for name, one in from_bytes(at_server).items() if name in self._entries}
+            own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
+            load(self._model.optimizer, self._model.parameters, own)
 
     def _load_layout(self, state: Mapping[str, Any]) -> None:
         """Have each gradient lie where it lay: where it lies decides in which order the workers' are added."""
@@ -229,24 +238,26 @@ class Reducer:
         counts = {name: state_checks.whole(expected[name], f"gradients of {name}", least=1) for name in order}
         for name, count in counts.items():
             self._entries[name].expected = count
-        self._arrivals = None if state["learnt"] is True else GradientOrder(self._parameters)
-        self._build(
-            arrange(
-                self._parameters,
-                bucket_bytes=self.plan.bucket_bytes,
-                sparse=self.layout.sparse,
-                order=order if self._arrivals is None else None,
-                version=version,
-            )
+        self._arrivals = None if state["learnt"] is True else GradientOrder(self._model.parameters)
+        self._build(self._arranged(order if self._arrivals is None else None, version))
+
+    def _arranged(self, order: list[str] | None, version: int) -> Layout:
+        parameters, sparse_ones = self._model.parameters, self.layout.sparse
+        return arrange(
+            parameters, bucket_bytes=self.plan.bucket_bytes, sparse=sparse_ones, order=order, version=version
         )
 
-    def tell_times(self, *, are_told: bool, ranks: int) -> None:
-        """Whether workers tell each other how long they compute, and how many may; between steps, alike on all."""
-        times = self.times
-        if (are_told and not self._channel.model, ranks) != (times.are_told, times.ranks):
-            times.are_told, times.ranks = are_told and not self._channel.model, ranks
+    def _tell_times(self, ranks: int) -> None:
+        """Have so many workers tell each other how long they compute, if a controller wants to know."""
+        times, are_told = self.times, self.plan.controller is not None and not self._model.number
+        if (are_told, ranks) != (times.are_told, times.ranks):
+            times.are_told, times.ranks = are_told, ranks
             times.forget()
             self._build(self.layout)
+
+    def detach(self, *, has_own_optimizer: bool) -> None:
+        """Take the hooks off: parameters and optimizer are here."""
+        self.close()
 
     def close(self) -> None:
         """Take the hooks off; `.grad` stays."""
@@ -260,7 +271,7 @@ class Reducer:
         self._drops_padding = True
 
         def drop(grad: torch.Tensor) -> torch.Tensor | None:
-            return torch.zeros_like(grad) if self.share.padding else None
+            return torch.zeros_like(grad) if self.accounting.padding else None
 
         self._hooks += [e.parameter.register_hook(drop) for e in self._entries.values() if e.parameter.requires_grad]
 
@@ -268,7 +279,7 @@ class Reducer:
 
     def _on_grad(self, entry: GradEntry, parameter: torch.Tensor) -> None:
         entry.used = True
-        self.share.computed()
+        self.accounting.computed()
         if not self.sync:
             return
         if not self._open:
@@ -282,21 +293,21 @@ class Reducer:
                 "backward(create_graph=True): the averaged gradients carry no graph, as with DistributedDataParallel. "
                 "For second derivatives call torch.autograd.grad(..., create_graph=True) inside the loss."
             )
-        flat = entry.flat
+        buffer = entry.buffer
         if self._arrivals is not None:
             self._arrivals.note(entry.name)
-        elif flat is None:
+        elif buffer is None:
             return
         elif entry.fired == entry.expected:
-            flat.missing -= 1
-            if flat.missing == 0:
-                self._issue_complete()
+            buffer.missing -= 1
+            if buffer.missing == 0:
+                self._queue.add(buffer.bucket.index)
         elif entry.fired > entry.expected:
-            self._on_late(entry, flat)
+            self._on_late(entry, buffer)
 
-    def _on_late(self, entry: GradEntry, flat: BucketBuffer) -> None:
+    def _on_late(self, entry: GradEntry, buffer: BucketBuffer) -> None:
         expected, entry.expected = entry.expected, entry.fired
-        if flat.bucket.index < len(self._flights):
+        if self._queue.has_issued(buffer.bucket.index):
             raise ModelError(
                 f"Cannot add another gradient to {entry.name}: its bucket was sent after {expected}, as in earlier "
                 f"steps, and now a further one came in the same backward. Use the model in the same way in each step, "
@@ -313,41 +324,29 @@ class Reducer:
     def _fire(self) -> None:
         """It is certain that something will be exchanged."""
         self._any_fired = True
-        if self.share.asks is not None:
-            self.share.asks()
+        if self.accounting.asks is not None:
+            self.accounting.asks()
 
     def _reset_counts(self) -> None:
-        for flat in self._flats:
-            flat.missing = len(flat.entries)
+        for buffer in self._buckets:
+            buffer.missing = len(buffer.entries)
         for entry in self._entries.values():
             entry.fired = 0
-        self._flights = []
+        self._under_way = []
+        self._queue.restart()
 
-    def _issue_complete(self) -> None:
-        """Issue, in order, every bucket whose gradients are all there."""
-        while len(self._flights) < len(self._flats) and self._flats[len(self._flights)].missing == 0:
-            self._issue(self._flats[len(self._flights)])
-
-    def _issue(self, flat: BucketBuffer) -> None:
-        for flight in self._flights:
-            flight.look()
-        weight, stamp = self.share.weight, self.share.stamp
-        flat.pack(
-            scale=self.share.scale if weight and self.share.absent is None else 0.0, check_finite=self._check_finite
-        )
-        state = {slot.name: self._states[slot.name] for slot in flat.bucket.slots}
-        self._flights.append(
-            BucketExchange(
-                flat,
-                self._codec,
-                state,
-                self._channel,
-                self.meter.now_s,
-                weight=weight,
-                stamp=stamp,
-                calls=self.calls,
-            )
-        )
+    def _issue(self, index: int) -> None:
+        for _, earlier in self._under_way:
+            earlier.poll()
+        buffer, accounting = self._buckets[index], self.accounting
+        scale = accounting.scale if accounting.weight and accounting.absent is None else 0.0
+        buffer.pack(scale=scale, check_finite=self._check_finite)
+        codec = self._plan.codec
+        state = self._model.codec_state.of(codec, buffer.bucket)
+        exchange = BucketExchange(buffer.bucket, buffer.grad, codec, state, self.communicator)
+        buffer.write_trailer(accounting, exchange.trailer_dtype)
+        exchange.issue(buffer.trailer)
+        self._under_way.append((buffer, exchange))
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -355,100 +354,101 @@ class Reducer:
         if not self._any_fired:
             self._open = False  # such as autograd.grad() with respect to an input
             return
-        self.meter.fence_begins()
-        for flat in self._flats[len(self._flights) :]:
-            self._issue(flat)
-        channel, source = self._channel, self.share.source
-        dangling = [channel.start(sparse.payload_of(e, share=self.share, world=channel.world)) for e in self._sparse]
+        self._context.metrics.compute_done()
+        self._queue.flush()
+        communicator, source = self.communicator, self.accounting.source
+        dangling = [
+            communicator.start(sparse.payload_of(e, accounting=self.accounting, world=communicator.world))
+            for e in self._sparse
+        ]
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
-        bad = [flight.flat.bucket.label for flight in self._flights if self._finish(flight)]
-        mine = [name for flight in self._flights for name in flight.flat.nonfinite]
+        trailers = [self._finish(buffer, exchange) for buffer, exchange in self._under_way]
+        bad = [b.bucket.label for (b, _), trailer in zip(self._under_way, trailers, strict=True) if trailer.nonfinite]
+        mine = [name for buffer, _ in self._under_way for name in buffer.nonfinite]
         for entry, pending in zip(self._sparse, dangling, strict=True):
-            reply = channel.wait(pending, "exchange of the sparse gradient", entry.name)
+            reply = communicator.wait(pending, "exchange of the sparse gradient", entry.name)
             assert isinstance(reply, list)
             if not self._is_finite(sparse.combine(entry, reply)):
                 bad.append(entry.name)
-                own = next(one for one in reply if one.worker == channel.rank)
+                own = next(one for one in reply if one.worker == communicator.rank)
                 mine += [] if self._is_finite(own.tensors[1]) else [entry.name]
         if self._buffers is not None:
             for pending in broadcasts:
-                channel.wait(pending, "broadcast of the buffers")
+                communicator.wait(pending, "broadcast of the buffers")
             self._buffers.finish(source)
-        self._settle()
+        self._complete(trailers)
         if bad:
             self._on_nonfinite(bad, mine)
 
-    def _finish(self, flight: BucketExchange) -> bool:
-        """Complete one bucket's exchange; whether NaN or Inf was found in it, in a contribution or in the mean."""
-        tail = flight.arrive()
-        if not tail.in_step:
-            raise worker_questions.different_batches(self._control, step=self.step, stamp=self.share.stamp)
-        self.called = self.called or tail.called
-        self._sums.add(tail.weight * self._channel.world)
-        flight.land(tail.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
-        flight.flat.settle(tail.used_elsewhere)
+    def _finish(self, buffer: BucketBuffer, exchange: BucketExchange) -> BucketTrailer:
+        """Complete one bucket's exchange; `nonfinite` is whether NaN or Inf is in a contribution or in the mean."""
+        trailer = buffer.read_trailer(*exchange.wait())
+        if not trailer.in_step:
+            raise worker_questions.different_batches(self._context.control, step=self.step, stamp=self.accounting.stamp)
+        exchange.finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
+        buffer.hand_out(trailer.used_elsewhere)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
-        return tail.nonfinite or not self._is_finite(flight.flat.grad)
+        return trailer._replace(nonfinite=trailer.nonfinite or not self._is_finite(buffer.grad))
 
     def _is_finite(self, tensor: torch.Tensor | None) -> bool:
         return tensor is None or not self._check_finite or bool(torch.isfinite(tensor).all())
 
-    def _settle(self) -> None:
+    def _complete(self, trailers: list[BucketTrailer]) -> None:
+        """Leave everything as the next exchange is to find it."""
         if self._arrivals is not None:
             self._learn(self._arrivals)
-        spans = [(f.issued_s, f.done_s) for f in self._flights if f.done_s is not None]
-        step, weight = self.step, self.share.weight
-        self._channel.step += 1
-        self._channel.weights, self._sums = (weight, *self._sums), set()
-        self.meter.fence_ends(step, spans, weight, model=self._channel.model)
-        self._waiter.witness.exchanged(self.share.stamp)
-        self.share.exchanged()
+        result = self._result_of(trailers)
+        self.pending_result = result.after(self.pending_result)
+        step, weight = self.step, self.accounting.weight
+        self.communicator.step += 1
+        self._context.metrics.exchange_done(step, result.spans, weight, model=self._model.number)
+        self._context.waiter.witness.exchanged(self.accounting.stamp)
+        self.accounting.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():
             entry.used = False
         self._open = self._any_fired = self._forward_due = False
         self._exchanged = True
         self._landmark = next((entry for entry in self._entries.values() if entry.parameter.grad is not None), None)
-        if unused and not self._told_unused and weight and self.share.absent is None:
+        if unused and not self._told_unused and weight and self.accounting.absent is None:
             self._told_unused = True
             self._tell(
                 step, "unused", f"step {step}: no gradient for {worker_questions.some(unused)}; they contribute zeros."
             )
+
+    def _result_of(self, trailers: list[BucketTrailer]) -> ExchangeResult:
+        sums = dict.fromkeys(trailer.weight * self.communicator.world for trailer in trailers)
+        return ExchangeResult(
+            weights=(self.accounting.weight, *sums),
+            vote_requested=any(trailer.vote_requested for trailer in trailers),
+            step_times=next((trailer.step_times for trailer in trailers if trailer.step_times), {}),
+            spans=tuple((one.issued_s, one.done_s) for _, one in self._under_way if one.done_s is not None),
+        )
 
     def _learn(self, arrivals: GradientOrder) -> None:
         """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
         self._arrivals = None
         for entry in self._entries.values():
             entry.expected = max(1, entry.fired)
-        order = arrivals.agreed(self._channel)
+        order = arrivals.agreed(self.communicator)
         if order != [*self.layout.names, *self.layout.sparse]:
-            self._build(
-                arrange(
-                    self._parameters,
-                    bucket_bytes=self.plan.bucket_bytes,
-                    sparse=self.layout.sparse,
-                    order=order,
-                    version=self.layout.version + 1,
-                )
-            )
+            self._build(self._arranged(order, self.layout.version + 1))
 
     def _build(self, layout: Layout) -> None:
         """Give every gradient its place. Gradients in older buckets stay where they are until the next backward."""
         self.layout = layout
-        self._flats = []
+        self._buckets: list[BucketBuffer] = []
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
             times = self.times if bucket is layout.buckets[-1] else None
-            self._flats.append(BucketBuffer(bucket, entries, self._channel.world, times))
-            fresh = self._codec.init(bucket)
-            for slot in bucket.slots:
-                self._states.setdefault(slot.name, fresh.get(slot.name, {}))
+            self._buckets.append(BucketBuffer(bucket, entries, self.communicator.world, times))
         self._sparse = [self._entries[name] for name in layout.sparse]
-        self._channel.buckets = len(self._flats)
+        self._queue = IssueQueue(FirstInFirstOut().order(layout), self._issue)
+        self.communicator.buckets = len(self._buckets)
 
     def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:
         step = self.step - 1
-        text = f"step {step}: {worker_questions.nonfinite(self._control, places, mine)}"
+        text = f"step {step}: {worker_questions.nonfinite(self._context.control, places, mine)}"
         if self.plan.nonfinite == "raise":
             raise NumericsError(
                 f"{text}. Lower the learning rate or clip; nonfinite='skip' skips such steps, 'pass' lets them through."
@@ -458,5 +458,5 @@ class Reducer:
             entry.parameter.grad = None
 
     def _tell(self, step: int, what: str, text: str) -> None:
-        self.meter.event(what, text, step)
+        self._context.metrics.event(what, text, step)
         _log.warning("%s", text)

@@ -37,21 +37,19 @@ class RoundController:
         self._asked: Policy | None = None
         self._refused: set[Policy] = set()
 
-    def stepped(
-        self, controller: Controller, step: int, samples: int, times: Callable[[], Mapping[int, Sequence[float]]]
-    ) -> bool:
+    def stepped(self, controller: Controller, step: int, samples: int, times: Mapping[int, Sequence[float]]) -> bool:
         """Whether a step is over that it had not been told of.
 
         Args:
             step: that this worker has made.
             samples: of it.
-            times: returns how long each step took each worker, if there was an exchange.
+            times: how long each step took each worker; empty if there was no exchange.
         """
         if step == self._step:  # another model's
             return False
         self._step, self._samples = step, self._samples + samples
-        if heard := times():
-            self._book.hear(self._now_s(), heard, samples=self._samples, looks_back_s=controller.looks_back_s)
+        if times:
+            self._book.hear(self._now_s(), times, samples=self._samples, looks_back_s=controller.looks_back_s)
             self._samples = 0
         return True
 

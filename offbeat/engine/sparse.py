@@ -27,11 +27,11 @@ def sparse_names(module: torch.nn.Module) -> set[str]:
     return names
 
 
-def payload_of(entry: GradEntry, *, share: BatchAccount, world: int) -> Gather:
-    """This rank's contribution: indices [1, n] int64, values [n, ...], and one flag [1] of its weight."""
+def payload_of(entry: GradEntry, *, accounting: BatchAccount, world: int) -> Gather:
+    """Make this rank's contribution: indices [1, n] int64, values [n, ...], and one flag [1] of its weight."""
     parameter = entry.parameter
     grad = parameter.grad
-    weight = share.weight
+    weight = accounting.weight
     flags = torch.tensor([weight, float(entry.used)], dtype=torch.float64, device=parameter.device)
     if grad is None or weight == 0:
         indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
@@ -39,7 +39,7 @@ def payload_of(entry: GradEntry, *, share: BatchAccount, world: int) -> Gather:
     if not grad.is_sparse:
         grad = grad.detach().to_sparse(1)
     grad = grad.detach().coalesce()
-    return Gather((grad.indices(), grad.values() * share.scale / world, flags))
+    return Gather((grad.indices(), grad.values() * accounting.scale / world, flags))
 
 
 def combine(entry: GradEntry, reply: list[GatheredPart]) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def average_states(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
-    channel: Communicator,
+    communicator: Communicator,
     control: ControlGroup,
 ) -> None:
     """Average every floating-point tensor of the optimizer's state over the workers. Collective.
@@ -29,7 +29,7 @@ def average_states(
 
     Args:
         parameters: by name.
-        channel: to the other workers.
+        communicator: to the other workers.
         control: this worker's end of the control group.
     """
     mine = {
@@ -50,9 +50,11 @@ def average_states(
         like = parameter.detach() if tensor is None else tensor
         total = like.new_zeros(tuple(shapes[place])) if tensor is None else tensor.detach().clone()
         total = total.to(parameter.device)  # a step count may be kept elsewhere, where the fabric does not come
-        reply = channel.wait(channel.start(Sum(total.reshape(-1))), "averaging of the optimizers' states", name)
+        reply = communicator.wait(
+            communicator.start(Sum(total.reshape(-1))), "averaging of the optimizers' states", name
+        )
         assert isinstance(reply, Total)
-        mean = (reply.tensor / (channel.world * reply.weight)).reshape(total.shape)
+        mean = (reply.tensor / (communicator.world * reply.weight)).reshape(total.shape)
         if tensor is None:
             optimizer.state[parameter][key] = mean
         else:

@@ -180,15 +180,15 @@ class StepMetrics:
         if not self.loader_counts:
             self.samples += samples_in(inputs)
 
-    def fence_begins(self) -> None:
+    def compute_done(self) -> None:
         """The worker's own part of the step is done."""
         self._fence_began_s = self._clock.now_s()
         self._waited_before_s = self._waiter.waited_s
 
-    def fence_ends(
+    def exchange_done(
         self,
         step: int,
-        spans: list[tuple[float, float]],
+        spans: Sequence[tuple[float, float]],
         weight: float,
         staleness: int = 0,
         *,

@@ -1,4 +1,4 @@
-"""How long each worker computes, as all hear of it where a controller wants to know: in the tail of an exchange.
+"""How long each worker computes, as all hear of it where a controller wants to know: in the trailer of an exchange.
 
     times = [ rank 0: a step, a step, ... | rank 1: ... | ... ]     seconds
 
@@ -21,7 +21,7 @@ _MOST = 64  # steps that are told one by one
 
 
 class StepTimes:
-    """Of one model. Call order, in each exchange: `write`, `read`; then `take`.
+    """What the workers tell each other of one model's steps. Call order, in each exchange: `write`, `read`.
 
     Args:
         rank: of this worker.
@@ -33,19 +33,17 @@ class StepTimes:
     def __init__(self, rank: int, ranks: int, own: Callable[[], Sequence[float]], *, are_told: bool) -> None:
         self.ranks, self.are_told = ranks, are_told
         self._rank, self._own = rank, own
-        self._heard: dict[int, list[float]] = {}
 
     def room(self, every: int = 1) -> int:
         """Elements that they take, in exchanges of so many steps."""
         return self.ranks * min(every, _MOST) if self.are_told else 0
 
     def forget(self) -> None:
-        """What was before is not told."""
+        """Tell nothing of what was before."""
         self._own()
-        self._heard = {}
 
     def write(self, place: torch.Tensor) -> None:
-        """Say what is this worker's.
+        """Write this worker's own.
 
         Args:
             place: [ranks * steps] zeros.
@@ -56,20 +54,15 @@ class StepTimes:
             begin = self._rank * steps
             place[begin : begin + len(own)] = torch.tensor(own, dtype=place.dtype)
 
-    def read(self, place: torch.Tensor) -> None:
-        """Hear what all have said.
+    def read(self, place: torch.Tensor) -> dict[int, list[float]]:
+        """Read what the workers have written, by rank; who has written nothing is not in it.
 
         Args:
-            place: [ranks * steps] the sum over all that took part.
+            place: [ranks * steps] the sum over all that took part; empty if nobody wants to know.
         """
-        said, steps = place.tolist(), len(place) // self.ranks
+        said, steps = place.tolist(), len(place) // max(1, self.ranks)
         each = {rank: said[rank * steps : (rank + 1) * steps] for rank in range(self.ranks)}
-        self._heard = {rank: own for rank, own in each.items() if any(own)}  # nobody computes nothing
-
-    def take(self) -> dict[int, list[float]]:
-        """What was heard in the last exchange, by rank; once."""
-        heard, self._heard = self._heard, {}
-        return heard
+        return {rank: own for rank, own in each.items() if any(own)}  # nobody computes nothing
 
 
 def folded(own: Sequence[float], steps: int) -> list[float]:

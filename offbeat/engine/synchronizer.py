@@ -1,7 +1,7 @@
-"""One model's exchange with the other workers, as the front end sees it.
+"""What keeps one model equal on all workers, as those see it that call it.
 
-Call order, each step: `on_forward` for each forward pass that trains; `on_output_grad` when its backward begins;
-`on_step` before and `after_step` behind the optimizer's step.
+Call order, each step: `on_forward` for each forward pass that trains; `on_backward` when its backward begins;
+`before_step` and `after_step` around the optimizer's step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.engine.batch_accounting import BatchAccount
-    from offbeat.engine.step_metrics import StepMetrics
+    from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.layout import Layout
     from offbeat.plan import Plan
 
@@ -26,6 +26,7 @@ class Synchronizer(Protocol):
     """Keeps one model together with the other workers' replicas.
 
     Attributes:
+        plan: that it goes by.
         sync: False while gradients are only accumulated.
     """
 
@@ -33,44 +34,77 @@ class Synchronizer(Protocol):
     sync: bool
 
     @property
-    def share(self) -> BatchAccount:
-        """This worker's part in the next exchange."""
+    def step(self) -> int:
+        """Exchanges so far, or steps where not every step has one."""
 
     @property
-    def meter(self) -> StepMetrics:
-        """Where measurements go."""
+    def accounting(self) -> BatchAccount:
+        """This worker's part in the next exchange."""
 
     @property
     def layout(self) -> Layout:
         """Where the parameters' gradients lie."""
 
-    @property
-    def step(self) -> int:
-        """Exchanges, or steps where not every step has one."""
-
     def on_forward(self, inputs: Any) -> None:
-        """A forward pass that trains begins."""
+        """Count a forward pass that trains, which begins."""
 
-    def on_output_grad(self) -> None:
-        """The gradient of the model's output is known."""
+    def on_backward(self) -> None:
+        """Begin to exchange: the gradient of the model's output is known."""
 
-    def on_step(self) -> None:
-        """The optimizer is about to step."""
+    def before_step(self) -> None:
+        """Have in `.grad` what the optimizer is to step with."""
 
-    def after_step(self) -> None:
-        """The optimizer has stepped."""
+    def after_step(self) -> ExchangeResult | None:
+        """Finish the step that the optimizer has made; return what its exchange found out, if it had one."""
 
-    def settle(self) -> None:
-        """Make all replicas equal; with a server, bring what has not been brought. Collective."""
+    def settle(self) -> ExchangeResult | None:
+        """Make all replicas equal; with a server, push what has not been pushed. Collective."""
 
     def refreshed(self) -> None:
-        """The newest parameters of a server are here."""
+        """Take over the newest parameters of a server, which are here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Take the hooks off: the run is over."""
+
+
+class GradientSync(Synchronizer, Protocol):
+    """Exchanges the gradients of every step; one for each way they can take.
+
+    Attributes:
+        step: as of a `Synchronizer`; another one is set where it goes on from elsewhere.
+        ranks: how many workers have a place where they tell each other how long they compute.
+        pending_result: the findings of an exchange whose step has not been made.
+    """
+
+    step: int
+    ranks: int
+    pending_result: ExchangeResult | None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all workers meet in each exchange, so that they can vote behind it, and change over together."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """By what a worker's gradient is multiplied before it is encoded, if all workers weigh the same."""
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether there is a gradient that was not exchanged, because it is being accumulated."""
+
+    @property
+    def number(self) -> int:
+        """The number of the next contribution, as policies count."""
+
+    def detach(self, *, has_own_optimizer: bool) -> None:
+        """Let another one go on with the model, whose parameters and optimizer are whole here then.
+
+        Args:
+            has_own_optimizer: whether the optimizer here has stepped by itself, and keeps what it has gathered.
+        """

@@ -147,7 +147,7 @@ class LoaderManager:
 
     def lose(self, ranks: Iterable[int]) -> str:
         """These workers are gone; what becomes of the batches, in words."""
-        unused = max((synchronizer.share.drawn for synchronizer in self._models.synchronizers), default=0)
+        unused = max((synchronizer.accounting.drawn for synchronizer in self._models.synchronizers), default=0)
         for loader in self.leased:
             loader.lost(ranks, unused=unused)
         return what_changes(self._keeps)
@@ -155,7 +155,7 @@ class LoaderManager:
     @property
     def is_settled(self) -> bool:
         """Whether there is a gradient of all that was drawn: what there is none of may yet be given back."""
-        return not min((synchronizer.share.uncomputed for synchronizer in self._models.synchronizers), default=0)
+        return not min((synchronizer.accounting.uncomputed for synchronizer in self._models.synchronizers), default=0)
 
     @property
     def is_through(self) -> bool:
@@ -192,7 +192,7 @@ class LoaderManager:
         for loader in self.leased:
             loader.crowded()
         for synchronizer in self._models.synchronizers:
-            synchronizer.share.give_up()
+            synchronizer.accounting.give_up()
         self._metrics.give_up()
 
     def explain(self) -> list[str]:
@@ -467,15 +467,15 @@ class LoaderManager:
         if self._draws == 1:
             self._check.drawn()
         for synchronizer in self._models.synchronizers:
-            synchronizer.share.draw(real=real, source=source, weight=weight, samples=samples)
+            synchronizer.accounting.draw(real=real, source=source, weight=weight, samples=samples)
         return DrawnBatch(self._draws, BatchCounts(1, 1, weight, samples) if real else BatchCounts(1))
 
     def _put_back(self, draws: Sequence[DrawnBatch]) -> int:
         """Have those of these batches that no model has computed count no more; how many, the last ones."""
-        uncomputed = min((synchronizer.share.uncomputed for synchronizer in self._models.synchronizers), default=0)
+        uncomputed = min((synchronizer.accounting.uncomputed for synchronizer in self._models.synchronizers), default=0)
         back = [draw for draw in draws if draw.number > self._draws - uncomputed]
         for draw in back:
             self._metrics.samples = max(0, self._metrics.samples - draw.drawn.samples)
             for synchronizer in self._models.synchronizers:
-                synchronizer.share.put_back(draw.drawn)
+                synchronizer.accounting.put_back(draw.drawn)
         return len(back)

@@ -2,8 +2,9 @@
 
     run-000120.pt          what the parts' `state_dict()` returned, by name, as `torch.save` writes it
     run-000120.rank3.rng   the state of rank 3's random generators, in the same way; each rank writes its own
+    run-000120.rank3-codec.pt  what the codec keeps at rank 3, if it keeps anything, such as residuals; likewise
     run-000120.json        size and hash of the first; written last, so a checkpoint without it was never finished
-    run-000120.rank3.json  likewise
+    run-000120.rank3.json, run-000120.rank3-codec.json    likewise
 
 All are written under another name and moved into place, as a job may be killed at any moment.
 """
@@ -23,6 +24,7 @@ from xxhash import xxh3_128
 
 from offbeat.engine import state_checks
 from offbeat.errors import ModelError
+from offbeat.run import run_state
 from offbeat.run.replica import Replica
 from offbeat.safe_read import UnreadableError, open_file, read_file
 
@@ -110,6 +112,8 @@ class Checkpoints:
         path, run = self._folder / f"run-{self._run.step:06d}.pt", self._run
         if self._generators:
             self._write(_of_rank(path, run.rank), run.rng_state())
+        if codec := run_state.codec_state(run._session):
+            self._write(_codec_of(path, run.rank), codec)
         is_written = False
         if run.is_first:
             states = {name: part.state_dict() for name, part in self._parts.items()} | {"run": run.state_dict()}
@@ -145,6 +149,7 @@ class Checkpoints:
             if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
                 _log.warning("Cannot go on from %s. Going on from %s.", _told(damaged), path.name)
                 _put_aside(damaged)
+            self._load_codec(path)
             if self._generators:
                 self._load_generators(path)
             return True
@@ -223,6 +228,31 @@ class Checkpoints:
             why,
         )
 
+    # -- each rank's codec ---------------------------------------------------------------------------------------
+
+    def _load_codec(self, path: Path) -> None:
+        run, own = self._run, _codec_of(path, self._run.rank)
+        saved = {_rank_of(seal) for seal in self._folder.glob(f"{path.stem}.rank*-codec.json")}
+        if not saved:
+            return
+        if run.is_first and (lost := sorted(saved - set(range(run.world)))):
+            _log.warning(
+                "Cannot go on with the codec's state of rank %s: no worker has that rank now. What was not sent there "
+                "yet is in no update.",
+                ", ".join(map(str, lost)),
+            )
+        if run.is_first and (lacking := sorted(set(range(run.world)) - saved)):
+            _log.warning(
+                "Rank %s begins with no codec state: none was saved with %s.", ", ".join(map(str, lacking)), path.name
+            )
+        if run.rank not in saved:
+            return
+        state = _contents(own)
+        if isinstance(state, str):
+            _log.warning("Rank %d begins with no codec state: %s %s.", run.rank, own.name, state)
+        else:
+            run_state.load_codec_state(run._session, state)
+
     # -- the folder ----------------------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
@@ -237,6 +267,7 @@ class Checkpoints:
             return
         mine = "*" if self._run.is_first else f"{self._run.rank}"
         own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{mine}.json")]
+        own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{mine}-codec.json")]
         for path in [*(old if self._run.is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
             for gone in (path.with_suffix(".json"), path):
                 gone.unlink(missing_ok=True)
@@ -257,6 +288,17 @@ def _put_aside(damaged: Iterable[Path]) -> None:
 def _of_rank(path: Path, rank: int) -> Path:
     """Where the random generators of a rank are that belong to a checkpoint."""
     return path.with_suffix(f".rank{rank}.rng")
+
+
+def _codec_of(path: Path, rank: int) -> Path:
+    """Where the codec's state of a rank is that belongs to a checkpoint."""
+    return path.with_suffix(f".rank{rank}-codec.pt")
+
+
+def _rank_of(seal: Path) -> int:
+    """The rank whose codec state a seal is of; -1 for another file."""
+    number = seal.suffixes[0].removeprefix(".rank").removesuffix("-codec")
+    return int(number) if number.isdecimal() else -1
 
 
 def _step_of(path: Path) -> int:

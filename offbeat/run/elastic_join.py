@@ -123,7 +123,6 @@ class ElasticJoin:
             return None
         for one in self._models.together:
             one.even_out()
-            one.take_call()  # newcomers have not heard it; whoever still wants something calls again
         ranks = self._server.admit_pending()
         if not ranks:
             return None

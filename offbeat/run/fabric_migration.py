@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.engine import AllReduceSwitch, ServerSwitch
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.server.optimizers import check_states
 from offbeat.short_name import short_name
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_launch import ServerLaunch
     from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.switchable_sync import Transport
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.loading.manager import LoaderManager
     from offbeat.loading.server_source import ServerSource
@@ -123,11 +123,11 @@ class FabricMigration:
         self._end_own_steps()
         # Until all are there, each has all that it needs to go on without: who brings it to the server may be lost.
         kept = [tensor.detach().clone() for tensor in self._models.tensors]
-        crossed, sources, refusal = self._bring_to(plan, server)
+        transports, sources, refusal = self._bring_to(plan, server)
         refusals = self._control.texts("whether all are at the server", refusal)
         if refusal := next((text for text in refusals.values() if text), ""):
-            for after in crossed:
-                after.close()
+            for transport in transports:
+                transport.gradients.close()
             self._let_go(server, starting)
             with torch.no_grad():
                 for tensor, own in zip(self._models.tensors, kept, strict=True):
@@ -137,11 +137,10 @@ class FabricMigration:
             return None, refusal
         place = self._leave_stretch(plan, step, server.job)
         self._data.to_server(server, sources)
-        for synchronizer, after in zip(self._models.synchronizers, crossed, strict=True):
-            synchronizer.now.close()
-            synchronizer.now = after
-            after.refreshed()
-            after.plan = plan
+        for synchronizer, transport in zip(self._models.synchronizers, transports, strict=True):
+            synchronizer.go_by(transport)
+            synchronizer.refreshed()
+            synchronizer.plan = plan
         self._enter_stretch(place, step)
         return server, ""
 
@@ -150,20 +149,19 @@ class FabricMigration:
         for synchronizer in self._models.synchronizers:
             synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
 
-    def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[ServerSwitch], dict[int, ServerSource], str]:
+    def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[Transport], dict[int, ServerSource], str]:
         """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
-        crossed: list[ServerSwitch] = []
+        transports: list[Transport] = []
         try:
             for one, synchronizer in self._models.pairs():
-                assert isinstance(synchronizer.now, AllReduceSwitch)
-                crossed.append(self._factory.to_server(one, plan, server, synchronizer.now))
+                transports.append(self._factory.to_server(one, plan, server, synchronizer))
             sources = self._data.bring_to(server)
             server.take_over(self._waiter)
         except OffbeatError as error:
             self._waiter.failure = None  # the workers are as they were
             server.abort()  # the others are not to wait for this one there
-            return crossed, {}, str(error)
-        return crossed, sources, ""
+            return transports, {}, str(error)
+        return transports, sources, ""
 
     def _let_go(self, server: ServerSession | None, starting: ServerLaunch | None) -> None:
         """The workers stay as they are, and the server ends."""
@@ -187,18 +185,14 @@ class FabricMigration:
         done = self._control.texts("the exchanges that were made", str(witness.exchanges))
         witness.exchanges = max(map(int, done.values()))
         stamps = self._control.texts(
-            "the batches that were drawn", str(max(r.share.stamp for r in self._models.synchronizers))
+            "the batches that were drawn", str(max(r.accounting.stamp for r in self._models.synchronizers))
         )
         step = max(map(int, steps.values()))
         place = self._leave_stretch(plan, step)
         for one, synchronizer in self._models.pairs():
-            before = synchronizer.now
-            assert isinstance(before, ServerSwitch)
-            before.share.stamp = max(map(int, stamps.values()))
-            after = self._factory.to_group(one, plan, before, step)
-            before.close()
-            synchronizer.now = after
-            after.plan = plan
+            synchronizer.accounting.stamp = max(map(int, stamps.values()))
+            self._factory.to_group(one, plan, synchronizer, step)
+            synchronizer.plan = plan
         self._enter_stretch(place, step)
         self._data.to_group(server)
         self._waiter.ask_server = str

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from offbeat.engine import AllReduceSwitch, PlanVote, RoundController, addresses_of, connect, start_beside
+from offbeat.engine import PlanVote, RoundController, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.run.fabric_migration import FabricMigration
@@ -18,7 +18,7 @@ from offbeat.short_name import short_name
 from offbeat.sync import ASP
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.engine.factory import SynchronizerFactory
     from offbeat.engine.model_registry import ModelRegistry
@@ -126,7 +126,7 @@ class PlanManager:
         elif self._control.world > 1:
             self._vote.propose(wanted)
             for one in self._models.together:
-                one.calls = True
+                one.accounting.requests_vote = True
         else:
             self.adopt(wanted)
 
@@ -150,23 +150,23 @@ class PlanManager:
         for synchronizer in self._models.synchronizers:
             synchronizer.plan = plan
 
-    def wants_vote(self, *, looks: bool) -> bool:
+    def wants_vote(self, *, looks: bool, step_times: Mapping[int, Sequence[float]] | None = None) -> bool:
         """Whether this worker, which has no server, wants all to confer behind their next exchange.
 
         Args:
             looks: whether it is the one that looks for wishes that somebody has left.
+            step_times: how long each step has taken each worker, if there was an exchange.
         """
-        self._ask_controller(looks=looks)
+        self._ask_controller(looks=looks, step_times=step_times or {})
         return self._vote.is_wanted(self.plan, looks=looks) or self._migration.wants_vote
 
-    def _ask_controller(self, *, looks: bool) -> None:
+    def _ask_controller(self, *, looks: bool, step_times: Mapping[int, Sequence[float]]) -> None:
         """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
         # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
         if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
-        first, samples = self._models.synchronizers[0].now, self._context.metrics.last_samples
-        assert isinstance(first, AllReduceSwitch)
-        if not self._controller.stepped(controller, first.step, samples, first.take_times):
+        step, samples = self._models.synchronizers[0].step, self._context.metrics.last_samples
+        if not self._controller.stepped(controller, step, samples, step_times):
             return
         if looks and self._migration.due is None and not self._vote.is_due:
             decision = self._controller.ask(controller, self.plan.sync)
@@ -183,7 +183,7 @@ class PlanManager:
     def joined(self, ranks: Sequence[int]) -> None:
         """These take part from now on. On all workers at the same place."""
         for one in self._models.together:
-            one.make_room(ranks)
+            one.admit(ranks)
 
     def hold_vote(self) -> None:
         """Have another plan hold if one of all wants it and none refuses. Collective, behind a step of all."""

@@ -76,7 +76,7 @@ class Replica(torch.nn.Module):
             self._tell_alone()
             return False
         if not torch.is_grad_enabled():
-            synchronizer.share.seen()
+            synchronizer.accounting.seen()
             return False
         if self.training == self._trains_in:  # else an evaluation that has gradients in vain
             self._begins(self)
@@ -104,7 +104,7 @@ class Replica(torch.nn.Module):
 
         def on_grad(grad: torch.Tensor) -> None:
             self._trains_in = mode
-            synchronizer.on_output_grad()
+            synchronizer.on_backward()
 
         for tensor in _tensors(output):
             if tensor.requires_grad:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 
 from offbeat.clock import to_timedelta
-from offbeat.engine import SynchronizerProxy
 from offbeat.engine.prepared_model import PreparedModel
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError, PlanError
@@ -43,6 +42,8 @@ from offbeat.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from offbeat.engine import SwitchableSync
 
 _log = logging.getLogger("offbeat")
 _TIMEOUT = timedelta(seconds=5)
@@ -171,7 +172,7 @@ class Run:
         model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
-    ) -> tuple[PreparedModel, SynchronizerProxy]:
+    ) -> tuple[PreparedModel, SwitchableSync]:
         """Have the model kept together with those of the others. Collective."""
         session, models, factory = self._session, self._session.models, self._session.factory
         backend = "nccl" if next(iter(parameters.values())).device.type == "cuda" else "gloo"
@@ -180,14 +181,14 @@ class Run:
             factory.broadcast(one)
         factory.agree_on_optimizer(one, is_served=session.server is not None)
         if session.server is not None:
-            synchronizer = SynchronizerProxy(factory.serve(one, self.plan, session.server))
+            synchronizer = factory.serve(one, self.plan, session.server)
         else:
-            synchronizer = SynchronizerProxy(factory.replicate(one, self.plan))
+            synchronizer = factory.replicate(one, self.plan)
         models.add(one, synchronizer)
         session.resources.callback(synchronizer.close)
         return one, synchronizer
 
-    def _attach(self, one: PreparedModel, synchronizer: SynchronizerProxy) -> Replica:
+    def _attach(self, one: PreparedModel, synchronizer: SwitchableSync) -> Replica:
         """Hang the hooks on the model and its optimizer."""
         session, hooks, optimizer = self._session, self._hooks, one.optimizer
         kinds, wrappers = Kinds(one.parameters), WrapperCheck(one.model)
@@ -207,7 +208,7 @@ class Run:
             session.resources.callback(release)
         return Replica(one.model, synchronizer, before_forward, self._join)
 
-    def _begin(self, one: PreparedModel, synchronizer: SynchronizerProxy) -> None:
+    def _begin(self, one: PreparedModel, synchronizer: SwitchableSync) -> None:
         """Join those that train, if this worker is to; from here on it trains."""
         session, context = self._session, self._session.context
         if session.membership is not None and session.membership.is_due:
@@ -226,7 +227,7 @@ class Run:
         self._write_start(one.model, synchronizer)
         context.history.record_model(one.number, self.plan, self.world, one.parameters.values())
 
-    def _write_start(self, model: torch.nn.Module, synchronizer: SynchronizerProxy) -> None:
+    def _write_start(self, model: torch.nn.Module, synchronizer: SwitchableSync) -> None:
         buckets = [
             {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
             for b in synchronizer.layout.buckets

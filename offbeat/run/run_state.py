@@ -64,8 +64,29 @@ def load_state_dict(session: WorkerSession, state: Mapping[str, Any]) -> None:
         for one in session.models.synchronizers:
             one.refreshed()
     wanted = server is None and session.plans.wants_vote(looks=context.is_first)
-    for together in session.models.together:
-        together.calls = wanted
+    for one in session.models.together:
+        one.accounting.requests_vote = wanted
+
+
+def codec_state(session: WorkerSession) -> dict[str, Any]:
+    """What the codec keeps on this worker, such as what was not sent yet; empty if it keeps nothing."""
+    states = [one.codec_state_dict() for one in session.models.synchronizers]
+    return {"models": states} if any(states) else {}
+
+
+def load_codec_state(session: WorkerSession, state: Mapping[str, Any]) -> None:
+    """Take over what `codec_state` returned on a worker of this rank; behind `load_state_dict`.
+
+    Raises:
+        ModelError: if it is damaged, or of other models.
+    """
+    try:
+        for synchronizer, one in zip(session.models.synchronizers, state["models"], strict=True):
+            synchronizer.load_codec_state_dict(one)
+    except OffbeatError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+        raise state_checks.damaged(error) from error
 
 
 def _take_over(session: WorkerSession, state: Mapping[str, Any]) -> None:

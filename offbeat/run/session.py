@@ -243,7 +243,7 @@ class WorkerSession:
         context = self.context
         self.data = LoaderManager(plan, context, self.models)
         self.uneven = UnevenInputs(context, self.models)
-        self.factory = SynchronizerFactory(context.control, context.waiter, context.metrics, context.history)
+        self.factory = SynchronizerFactory(context)
         self.plans = PlanManager(plan, context, self.models, self.data, self.factory)
         self.status = RunStatus(
             context, self.models, self.data, self.plans, lambda: self.has_left and self.told_at is not None
@@ -470,8 +470,8 @@ class WorkerSession:
         """Write down what is in a mean with which the others step, and this worker does not."""
         samples = self.context.metrics.last_samples
         for model, one in enumerate(self.models.together):
-            if weights := one.take_weights():
-                self.context.history.record_contribution(model, one.step - 1, samples=samples, weights=weights)
+            if (result := one.pending_result) is not None:
+                self.context.history.record_contribution(model, one.step - 1, samples=samples, weights=result.weights)
 
     def _watch_late_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say so if it steps behind the end."""

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from offbeat.engine import AllReduceSwitch, ignored_names
+from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
 from offbeat.exit_codes import LEFT
 from offbeat.short_name import short_name
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.engine import SynchronizerProxy
+    from offbeat.engine import SwitchableSync
+    from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.run.elastic_join import JoinResult
     from offbeat.run.session import WorkerSession
 
@@ -65,7 +66,7 @@ class StepHooks:
         if not self._session.uneven.is_open:
             self.admit(drawing=False)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, synchronizer: SynchronizerProxy) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, synchronizer: SwitchableSync) -> None:
         """The optimizer is about to step.
 
         Raises:
@@ -77,7 +78,7 @@ class StepHooks:
             _log.warning("Batches are not tuned: %s needs a prepared DataLoader.", short_name(session.plan.tuning))
         session.data.stepped()
         session.plans.take_plan()
-        synchronizer.on_step()
+        synchronizer.before_step()
         for group in optimizer.param_groups if world > 1 else ():
             for p in group["params"]:
                 if p.grad is not None and id(p) not in self._names and id(p) not in self._ignored:
@@ -87,17 +88,17 @@ class StepHooks:
                         "before prepare."
                     )
 
-    def after_step(self, model: int, synchronizer: SynchronizerProxy) -> None:
+    def after_step(self, model: int, synchronizer: SwitchableSync) -> None:
         """The optimizer has stepped."""
         session = self._session
-        synchronizer.after_step()
+        result = synchronizer.after_step()
         session.came_with = []
         if session.server is None and synchronizer.step:
-            self._record(model, synchronizer)
+            self._record(model, synchronizer.step - 1, () if result is None else result.weights)
         if session.uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
-        elif isinstance(synchronizer.now, AllReduceSwitch):
-            self._vote_if_asked(model, synchronizer.now)
+        elif synchronizer.is_collective:
+            self._vote_if_asked(model, synchronizer, result)
         else:
             if session.membership is not None and session.server is not None:
                 session.membership.reject_pending(looks=session.context.is_first)
@@ -108,13 +109,12 @@ class StepHooks:
             for prepared in session.models.modules:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
-    def _record(self, model: int, synchronizer: SynchronizerProxy) -> None:
+    def _record(self, model: int, step: int, weights: tuple[float, ...]) -> None:
         """Write the parameters after a step into the history."""
         context = self._session.context
-        weights = synchronizer.now.take_weights() if isinstance(synchronizer.now, AllReduceSwitch) else ()
         parameters = self._session.models.prepared[model].parameters.values()
         samples = context.metrics.last_samples
-        context.history.record_parameters(model, synchronizer.step - 1, parameters, samples=samples, weights=weights)
+        context.history.record_parameters(model, step, parameters, samples=samples, weights=weights)
 
     # -- what all do together ------------------------------------------------------------------------------------
 
@@ -126,16 +126,15 @@ class StepHooks:
         """The next batch of leased data is about to be drawn."""
         self.admit(drawing=True)
 
-    def _vote_if_asked(self, model: int, synchronizer: AllReduceSwitch) -> None:
+    def _vote_if_asked(self, model: int, synchronizer: SwitchableSync, result: ExchangeResult | None) -> None:
         session = self._session
-        called = synchronizer.take_call()
         looks = session.context.is_first
-        wanted = session.plans.wants_vote(looks=looks)
+        wanted = session.plans.wants_vote(looks=looks, step_times={} if result is None else result.step_times)
         if session.membership is not None:
             session.membership.stepped(model)
             wanted |= session.membership.wants_vote(session.plan, looks=looks)
-        synchronizer.calls = wanted
-        if called:
+        synchronizer.accounting.requests_vote = wanted
+        if result is not None and result.vote_requested:
             self._hold_vote()
 
     def _hold_vote(self) -> None:
@@ -144,8 +143,8 @@ class StepHooks:
         session.plans.hold_vote()
         if session.membership is not None:
             session.membership.agree_on_newcomers()
-        for one in session.models.together:
-            one.calls = False
+        for one in session.models.synchronizers:
+            one.accounting.requests_vote = False
 
     def admit(self, *, drawing: bool) -> None:
         """Admit those that are expected, if all are where a newcomer begins. Collective there.

@@ -28,7 +28,7 @@ from offbeat.sync import LocalSGD
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from offbeat.engine import AllReduceSwitch
+    from offbeat.engine import SwitchableSync
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.worker_context import WorkerContext
@@ -85,22 +85,22 @@ class UnevenInputs:
         self.is_open = True
         try:
             for number, one in enumerate(together):
-                one.calls = False
-                one.share.asks = lambda model=number: self._ask(model)
+                one.accounting.requests_vote = False
+                one.accounting.asks = lambda model=number: self._ask(model)
             yield
             for one in together:
-                one.share.asks = None
-                one.share.absent = float(divides_by_all)
+                one.accounting.asks = None
+                one.accounting.absent = float(divides_by_all)
             self._follow(together)
             if self._is_uneven:
                 self._catch_up()
         finally:
             self.is_open = False
             for one in together:
-                one.share.asks = one.share.absent = None
-                one.share.source = 0
+                one.accounting.asks = one.accounting.absent = None
+                one.accounting.source = 0
 
-    def _follow(self, together: Sequence[AllReduceSwitch]) -> None:
+    def _follow(self, together: Sequence[SwitchableSync]) -> None:
         """Take part with nothing until nobody has anything."""
         holds = any(one.holds_gradient for one in together)
         while (model := self._ask(None)) is not None:
@@ -114,8 +114,9 @@ class UnevenInputs:
                 )
             for parameter in parameters:
                 parameter.grad = None
-            one.take_part()
-            self._history.record_contribution(model, one.step - 1, samples=0, weights=one.take_weights())
+            one.before_step()
+            if (result := one.after_step()) is not None:
+                self._history.record_contribution(model, one.step - 1, samples=0, weights=result.weights)
             for parameter in parameters:
                 parameter.grad = None
 
@@ -134,7 +135,7 @@ class UnevenInputs:
                 f"Cannot exchange gradients of different models at once, of {model} on rank {self._control.rank} and "
                 "of another elsewhere. Have all workers step their models in the same order."
             )
-        self._models.synchronizers[present].share.source = self._present[0]
+        self._models.synchronizers[present].accounting.source = self._present[0]
         if done := [rank for rank in self._control.members if rank not in said]:
             self._is_uneven = True
             self._tell_of(done)

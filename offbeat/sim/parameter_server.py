@@ -178,7 +178,7 @@ class SimulatedServer:
         self._later(worker, _STEP_S / 2, lambda: self._bring(worker))
 
     def _goes_over(self, worker: SimWorker, policy: Policy, brings: int = 0) -> None:
-        """As `offbeat.engine.server_switch` does."""
+        """Go over as `offbeat.engine.switchable_sync` does at a server."""
         member = self._members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy

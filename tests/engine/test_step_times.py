@@ -38,11 +38,8 @@ def test_all_hear_what_each_has_said(dtype: torch.dtype) -> None:
     for worker, place in zip(workers, places, strict=True):
         worker.write(place)
     for worker in workers:
-        worker.read(sum(places[1:], places[0]))
-        assert worker.take() == dict(enumerate(said))
-        assert worker.take() == {}, "once"
-        worker.read(places[0] + places[2])  # one is lost
-        assert worker.take() == {0: said[0], 2: said[2]}
+        assert worker.read(sum(places[1:], places[0])) == dict(enumerate(said))
+        assert worker.read(places[0] + places[2]) == {0: said[0], 2: said[2]}, "one is lost"
 
 
 def test_who_has_no_place_says_nothing_and_where_nobody_wants_to_know_there_is_none() -> None:
@@ -80,14 +77,14 @@ def test_the_present_step_is_told_as_far_as_it_is_and_its_rest_the_next_time() -
     assert its.take_own() == [1.0]
     clock.at_s += 0.5  # of the same step, such as a second exchange
     assert its.take_own() == [0.5]
-    its.fence_begins()
+    its.compute_done()
     clock.at_s += 7.0  # an exchange
     its._waiter.waited_s += 7.0
-    its.fence_ends(0, [], 1.0)
+    its.exchange_done(0, [], 1.0)
     for step in (1, 2):
         clock.at_s += 2.0
-        its.fence_begins()
-        its.fence_ends(step, [], 1.0)
+        its.compute_done()
+        its.exchange_done(step, [], 1.0)
     clock.at_s += 3.0
     assert its.take_own() == [0.0, 2.0, 2.0, 3.0]
     assert folded([0.0, 2.0, 2.0, 3.0], 3) == [2.0, 2.0, 3.0]
@@ -99,8 +96,8 @@ def test_two_models_have_one_step() -> None:
     for step in range(2):
         for model in (0, 1):
             clock.at_s += 1.0
-            its.fence_begins()
-            its.fence_ends(step, [], 1.0, model=model)
+            its.compute_done()
+            its.exchange_done(step, [], 1.0, model=model)
     assert its.take_own() == [2.0, 2.0, 0.0]
 
 
@@ -109,8 +106,8 @@ def test_thousands_of_steps_are_kept_in_few_numbers() -> None:
     its = meter(clock)
     for step in range(3000):
         clock.at_s += 1.0
-        its.fence_begins()
-        its.fence_ends(step, [], 1.0)
+        its.compute_done()
+        its.exchange_done(step, [], 1.0)
     told = its.take_own()
     assert len(told) < 300
     assert sum(told) == 3000

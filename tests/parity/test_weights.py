@@ -97,7 +97,7 @@ def weights() -> list[float]:
         )
         for (x,) in loader:
             replica(x).sum().backward()
-            noted.append(run._session.models.synchronizers[0].share.scale)
+            noted.append(run._session.models.synchronizers[0].accounting.scale)
             optimizer.step()
             optimizer.zero_grad()
     return noted
@@ -118,7 +118,7 @@ def last_weights() -> tuple[float, float]:
         weight = 0.0
         for (x,) in loader:
             replica(x).sum().backward()
-            weight = run._session.models.synchronizers[0].share._scale
+            weight = run._session.models.synchronizers[0].accounting._scale
             optimizer.step()
             optimizer.zero_grad()
         assert replica.weight.grad is None

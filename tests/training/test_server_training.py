@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat
+from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.errors import DisagreementError, ModelError, NetworkError, NumericsError, PeerError, PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
@@ -56,6 +57,20 @@ def emitted(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3000, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
+def results_of(run: offbeat.Run) -> list[ExchangeResult]:
+    """What the exchanges of the first model find out from here on."""
+    synchronizer, found = run._session.models.synchronizers[0], list[ExchangeResult]()
+    after_step = synchronizer.after_step
+
+    def keep() -> ExchangeResult | None:
+        if (result := after_step()) is not None:
+            found.append(result)
+        return result
+
+    synchronizer.after_step = keep  # type: ignore[method-assign]
+    return found
+
+
 def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]:
     """Plain SGD adds up, so the final parameters tell whether each gradient was applied exactly once."""
     rank = int(os.environ["RANK"])
@@ -65,11 +80,12 @@ def push_known_gradients(policy: Policy, steps: int) -> tuple[torch.Tensor, int]
     with offbeat.init(offbeat.Plan(sync=policy, fabric=SERVER)) as run:
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         _, optimizer = run.prepare(model, optimizer)
+        found = results_of(run)
         for step in range(steps):
             (model.weight * emitted(rank, step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            worst = max(worst, run._session.models.synchronizers[0].now.staleness)  # type: ignore[union-attr]
+            worst = max(worst, found[-1].staleness)
             time.sleep(0.002 * rank)
         run.settle()
         return model.weight.detach().clone().flatten(), worst

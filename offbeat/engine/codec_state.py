@@ -1,0 +1,74 @@
+"""What the codec keeps of one model on this worker, such as residuals: in steps, across swaps, in checkpoints.
+
+It belongs to the model, not to the way that gradients take: a plan swap or a fabric migration leaves it where it is, so
+that updates and residuals add up to the gradients. It belongs to one worker: nobody else's can stand for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat.codec import Rescales
+from offbeat.engine import state_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.codec import Codec, State
+    from offbeat.layout import Bucket, Layout
+
+_KINDS = ("gradients", "deltas")
+
+
+class CodecState:
+    """The codec's state of one model, by parameter name: of gradients, and of the deltas of local steps.
+
+    These two are kept apart: a delta has a learning rate in it, a gradient has not.
+
+    Attributes:
+        scale: by what gradients and deltas are multiplied before they are encoded; 1/N without a server.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self._states: dict[str, State] = {kind: {} for kind in _KINDS}
+
+    def of(self, codec: Codec, bucket: Bucket, *, deltas: bool = False) -> State:
+        """The state of a bucket's parameters: what was kept, and that of a first exchange for the others."""
+        kept = self._states["deltas" if deltas else "gradients"]
+        try:
+            return {slot.name: kept[slot.name] for slot in bucket.slots}
+        except KeyError:
+            fresh = codec.init(bucket)
+            return {slot.name: kept.setdefault(slot.name, fresh.get(slot.name, {})) for slot in bucket.slots}
+
+    def rescale_(self, codec: Codec, scale: float) -> None:
+        """Go on with gradients that are multiplied by `scale` before they are encoded."""
+        if isinstance(codec, Rescales) and scale != self.scale:
+            for state in self._states.values():
+                codec.rescale_(state, scale / self.scale)
+        self.scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for this worker's own part of a checkpoint; empty if the codec keeps nothing."""
+        kept = {kind: {n: dict(tensors) for n, tensors in s.items() if tensors} for kind, s in self._states.items()}
+        return {"scale": self.scale, **kept} if any(kept.values()) else {}
+
+    def load_state_dict(self, codec: Codec, layout: Layout, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; what is not in it begins anew.
+
+        Args:
+            layout: of the parameters.
+
+        Raises:
+            ModelError: if it is damaged, or of another model.
+        """
+        scale, self.scale = self.scale, state_checks.number(state.get("scale", self.scale), "scale of a codec's state")
+        for kind in _KINDS:
+            self._states[kind] = {}
+            saved = state.get(kind, {})
+            for bucket in layout.buckets if saved else ():
+                for name, tensors in self.of(codec, bucket, deltas=kind == "deltas").items():
+                    for key, tensor in tensors.items() if name in saved else ():
+                        state_checks.copy_(tensor, saved[name], name, key)
+        self.rescale_(codec, scale)

@@ -1,0 +1,295 @@
+"""One model's synchronizer, as a run holds it: what is at work in it changes with the plan.
+
+    gradients of every step    by all-reduce (`reducer`), or with a server (`server_sync`)
+    deltas of local steps      around either of them (`local_sgd`), averaged the same way
+
+Where exchanges are collective all workers change over together, behind an exchange in which one had requested a vote:
+
+    to LocalSGD      the parameters are the same on all workers, so they are the anchor, and so is what the optimizer
+                     has gathered; the next step is the first of their own
+    from LocalSGD    behind an average: the parameters are the same again. What each optimizer has gathered is not, and
+                     would take them apart, so that is averaged, too. The outer momentum ends.
+
+At a server each worker does so by itself, whenever it hears of the swap:
+
+    to LocalSGD      before a step: the parameters are the server's, so they are the anchor; the step at hand is the
+                     first of its own. The optimizer here takes over what the server's copy has gathered.
+    from LocalSGD    behind a step: it pushes the delta it has, of however many steps, and has the server's parameters.
+                     The server's copy of the optimizer goes on from where it was.
+
+So each gradient is in one contribution, whatever the others have heard by then; the server applies what is of the
+earlier kind by itself (`offbeat.sync.transition`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from offbeat.engine import state_checks
+from offbeat.engine.local_sgd import LocalSGDSync
+from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
+from offbeat.sync import LocalSGD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.exchange_result import ExchangeResult
+    from offbeat.engine.local_sgd import Averager
+    from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.synchronizer import GradientSync, Synchronizer
+    from offbeat.engine.worker_context import WorkerContext
+    from offbeat.layout import Layout
+    from offbeat.plan import Plan
+
+
+class Transport(NamedTuple):
+    """A way from worker to worker: what takes gradients there, and what makes an averager of deltas for a policy."""
+
+    gradients: GradientSync
+    averager: Callable[[LocalSGD], Averager]
+
+
+class SwitchableSync:
+    """Keeps one model together with the other workers' replicas, by whichever plan holds. A `Synchronizer`.
+
+    Args:
+        model: that is kept together.
+        transport: of the beginning.
+        context: of this worker.
+    """
+
+    def __init__(self, model: PreparedModel, transport: Transport, context: WorkerContext) -> None:
+        self._model, self._context = model, context
+        self._gradients, self._averager = transport
+        self._plan = self._gradients.plan
+        self._local: LocalSGDSync | None = None
+        self._unreported: ExchangeResult | None = None  # of an average between two steps
+        self._begin()
+
+    # -- called around a step ------------------------------------------------------------------------------------
+
+    @property
+    def accounting(self) -> BatchAccount:
+        """This worker's part in the next exchange."""
+        return self._gradients.accounting
+
+    @property
+    def layout(self) -> Layout:
+        """Where the gradients lie."""
+        return self._gradients.layout
+
+    @property
+    def step(self) -> int:
+        """Steps, of this worker or of all."""
+        return self._active.step
+
+    @property
+    def sync(self) -> bool:
+        """False while gradients are only accumulated."""
+        return self._active.sync
+
+    @sync.setter
+    def sync(self, sync: bool) -> None:
+        self._active.sync = sync
+
+    def on_forward(self, inputs: Any) -> None:
+        """Count a forward pass that trains, which begins."""
+        self._active.on_forward(inputs)
+
+    def on_backward(self) -> None:
+        """Begin to exchange: the outermost backward has begun."""
+        self._active.on_backward()
+
+    def before_step(self) -> None:
+        """Have in `.grad` what the optimizer is to step with; at a server local steps may begin with this one."""
+        policy = self._plan.sync
+        if self._local is None and isinstance(policy, LocalSGD):
+            self._begin_local_steps(policy)
+        self._note_last_delta()
+        self._active.before_step()
+
+    def after_step(self) -> ExchangeResult | None:
+        """Finish the step that the optimizer has made; return what exchanges have found out since the one before."""
+        earlier, self._unreported = self._unreported, None
+        result = self._active.after_step()
+        self._end_local_steps_if_due()
+        return earlier if result is None else result.after(earlier)
+
+    def settle(self) -> None:
+        """Push what has not been pushed, or make all replicas equal. Collective where exchanges are."""
+        self._note_last_delta()
+        if (result := self._active.settle()) is not None:  # not of a step: no one's weights
+            self._unreported = dataclasses.replace(result.after(self._unreported), weights=())
+        self._end_local_steps_if_due()
+
+    def refreshed(self) -> None:
+        """Take over the newest parameters of a server, which are here."""
+        self._active.refreshed()
+
+    def close(self) -> None:
+        """Take the hooks off: the run is over."""
+        self._gradients.close()
+
+    # -- what it can do ------------------------------------------------------------------------------------------
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all workers meet in each exchange, so that they can vote behind it, and change over together."""
+        return self._gradients.is_collective
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether there is a gradient that was not exchanged, because it is being accumulated."""
+        return self._gradients.holds_gradient
+
+    @property
+    def pending_result(self) -> ExchangeResult | None:
+        """The findings of an exchange whose step has not been made."""
+        return self._gradients.pending_result
+
+    # -- from one way to another ---------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The one that it goes by; another one is set where all are where it may be (see above)."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = self._gradients.plan = plan
+        if self._local is not None and not self._is_to_end:
+            self._local.plan = plan
+        if not self.is_collective:
+            return
+        if self._local is not None and self._is_to_end:
+            if not self._local.is_even:  # another model's step is the border
+                self.settle()
+            self._end_local_steps_if_due()
+        if self._local is None and isinstance(plan.sync, LocalSGD):
+            self._begin_local_steps(plan.sync)
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the optimizer here has stepped by itself, so that it is not as those of the other workers."""
+        return self._local is not None and self._local.is_anchored
+
+    def go_by(self, transport: Transport) -> None:
+        """Have the gradients of every step go another way from here on; between two steps of all workers.
+
+        Raises:
+            WorkerLostError, NetworkError: if a server is left that is gone.
+        """
+        sync = self.sync
+        self._gradients.detach(has_own_optimizer=self.has_own_optimizer)
+        self._local = None
+        self._gradients, self._averager = transport
+        self._plan = self._gradients.plan
+        self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
+        self._gradients.sync = sync
+
+    def _begin(self) -> None:
+        self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
+        self._local = None
+        if isinstance(policy := self._plan.sync, LocalSGD):
+            begun = policy.step_of(self._gradients.number)
+            self._local = self._local_sync(policy, begun, 0)
+
+    def _begin_local_steps(self, policy: LocalSGD) -> None:
+        begun = self._gradients.step
+        self._local = self._local_sync(policy, begun, policy.step_of(self._gradients.number) - begun)
+
+    def _local_sync(self, policy: LocalSGD, step: int, ahead: int) -> LocalSGDSync:
+        averager = self._averager(policy)
+        return LocalSGDSync(self._model, self._gradients, averager, self._context, step=step, ahead=ahead)
+
+    def _note_last_delta(self) -> None:
+        """Have this worker push the delta it has next, if another policy decides."""
+        if self._local is not None:
+            self._local.ends = self._is_to_end
+
+    def _end_local_steps_if_due(self) -> None:
+        """Exchange gradients from here on, if it is time, and the delta has been pushed."""
+        if self._local is None or not self._is_to_end:
+            return
+        if self._local.is_even:  # else the swap has come since the optimizer began to step
+            self._local.end(evens_optimizers=not isinstance(self._plan.sync, LocalSGD))
+            self._local = None
+
+    @property
+    def _is_to_end(self) -> bool:
+        return self._local is not None and self._local.plan.sync != self._plan.sync
+
+    @property
+    def _active(self) -> Synchronizer:
+        return self._gradients if self._local is None else self._local
+
+    # -- for checkpoints, and for newcomers without a server -----------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of what is at work, and this worker's own codec state."""
+        return {**self._shared_state(), "codec": self.codec_state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; codec state of another worker is left where it is.
+
+        Raises:
+            ModelError: if that is damaged, or of another model.
+        """
+        self._load_shared(state)
+        self.load_codec_state_dict(state["codec"])
+
+    def codec_state_dict(self) -> dict[str, Any]:
+        """The codec's state, with the rank of this worker, whose it is; empty if the codec keeps nothing."""
+        state = self._model.codec_state.state_dict()
+        return {"rank": self._context.rank, **state} if state else {}
+
+    def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `codec_state_dict` returned on a worker of this rank; begin anew with another's."""
+        own = state if state.get("rank") == self._context.rank else {}
+        self._model.codec_state.load_state_dict(self._plan.codec, self.layout, own)
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Have these tell how long they compute, too; on all workers at the same place."""
+        self._gradients.ranks = max(self._gradients.ranks, *(rank + 1 for rank in ranks))
+
+    def even_out(self) -> None:
+        """Have the same parameters on all workers, which newcomers begin with, and no findings they lack. Collective.
+
+        Whoever still wants a vote requests it again.
+        """
+        if self._local is not None and not self._local.is_even:
+            self.settle()
+        self._unreported = self._gradients.pending_result = None
+
+    def hand_over(self) -> dict[str, Any]:
+        """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""
+        return {
+            "stamp": self.accounting.stamp,
+            "ranks": self._gradients.ranks,
+            "synchronizer": self._shared_state(),
+            "optimizer": optimizer_state(self._model.optimizer, self._model.parameters),
+        }
+
+    def take_over(self, state: Mapping[str, Any], plan: Plan) -> None:
+        """Take over what `hand_over` returned on another worker.
+
+        Args:
+            plan: that holds there.
+        """
+        self._plan = self._gradients.plan = plan
+        self._gradients.ranks = int(state["ranks"])
+        self.accounting.stamp = int(state["stamp"])
+        self._begin()
+        self._load_shared(state["synchronizer"])
+        load_optimizer_state(self._model.optimizer, self._model.parameters, state["optimizer"])
+
+    def _shared_state(self) -> dict[str, Any]:
+        ahead = {} if self._local is None else {"ahead": self._local.ahead}
+        return {**self._active.state_dict(), **ahead}
+
+    def _load_shared(self, state: Mapping[str, Any]) -> None:
+        if self._local is not None:
+            self._local.ahead = state_checks.whole(state.get("ahead", 0), "steps ahead")
+        self._active.load_state_dict(state)
