@@ -9,6 +9,7 @@ TOML: `part_syntax` reads them.
 * `serve` - one shard of a parameter server by itself; `shard_main` - the process of a shard, whoever starts it
 * `top` - look at a job: `status_client` asks it, `top_view` draws the answer; `job_address` - where a job is
 * `swap` - have another policy decide; `plan` - write, read and compare plans
+* `operator_client` - one request to a job's coordinator
 * `simulate`, `lab` - predict and measure a scenario
 * `report`, `verify_run` - what a run's records and history say
 * `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`

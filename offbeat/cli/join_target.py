@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.cli.job_address import find
+from offbeat.cli.operator_client import ask_coordinator
 from offbeat.cli.plan import read_plan
 from offbeat.cli.status_client import JobEnded, StatusClient
 from offbeat.errors import NetworkError, PlanError
 from offbeat.report.records import has_ended
 
 if TYPE_CHECKING:
+    from offbeat.cli.job_address import JobAddress
     from offbeat.plan import Plan
 
 _PATIENCE_S = 10.0
@@ -112,12 +115,14 @@ def look_for(where: str, workers: int) -> JoinTarget:
             "shows them."
         )
     began_with = scenes[0].world
-    first_rank = max([began_with, *(seen.worker + 1 for scene in scenes for seen in scene.workers)])
-    if target.folder:  # others may join at the same moment, and the server does not know of them yet
-        try:
-            first_rank = _take_ranks(Path(target.folder) / "newcomers", first_rank, workers)
-        except OSError as error:
-            raise NetworkError(f"Cannot join the job in {where}: {error}. Join as the user who runs it.") from error
+    newcomers = Path(target.folder) / "newcomers" if target.folder else None
+    try:
+        # A server that was restarted has forgotten ranks that nobody has come with yet; the folder has not.
+        first_rank = _reserve_ranks(where, target, workers, least=_first_free(newcomers))
+        if newcomers is not None:
+            first_rank = _take_ranks(newcomers, first_rank, workers)
+    except OSError as error:
+        raise NetworkError(f"Cannot join the job in {where}: {error}. Join as the user who runs it.") from error
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -136,6 +141,37 @@ def look_for(where: str, workers: int) -> JoinTarget:
     found = f"{scenes[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
     run_folder = Path(target.folder) if target.folder else None
     return JoinTarget(environment, first_rank, plan, _history(folder), run_folder, found)
+
+
+def _reserve_ranks(where: str, target: JobAddress, workers: int, *, least: int) -> int:
+    """Have the server give these workers ranks; the first of them.
+
+    Args:
+        least: none is below this one.
+
+    Raises:
+        NetworkError: if it cannot, or does not answer.
+    """
+    from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
+
+    request = ask_coordinator(
+        target,
+        ReserveRanks(workers, least),
+        RanksReserved,
+        patience_s=_PATIENCE_S,
+        ended=f"Cannot join the job at {where}: it has ended.",
+        silent=f"Cannot join the job at {where}: its server has not answered for {_PATIENCE_S:g} s. Try again.",
+    )
+    reserved = asyncio.run(request)
+    if reserved.refusal:
+        raise NetworkError(f"Cannot join the job at {where}: {reserved.refusal}")
+    return reserved.first
+
+
+def _first_free(folder: Path | None) -> int:
+    """The rank behind all that newcomers in this folder have taken."""
+    taken = [] if folder is None else [path.name.removeprefix("rank-") for path in folder.glob("rank-*")]
+    return max([-1, *(int(rank) for rank in taken if rank.isdecimal() and int(rank) < _MOST_RANKS)]) + 1
 
 
 def _over(folder: Path | str) -> NetworkError:

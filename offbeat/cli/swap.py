@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,20 +17,15 @@ from offbeat.cli.job_address import (
     JobPlace,
     Key,
     TokenFile,
-    dial,
     find,
     given,
     is_without_server,
 )
-from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.cli.operator_client import ask_coordinator
+from offbeat.errors import NetworkError, PlanError
 from offbeat.wire import swap_request
 
-if TYPE_CHECKING:
-    from offbeat.cli.job_address import JobAddress
-    from offbeat.protocol.plan_swap import SwapResult
-
 _PATIENCE_S = 30.0  # for all workers to say what they make of it
-_GOOD_BYE_S = 0.5
 _LOOK_S = 0.1
 _QUIET_S = 2.0  # then people are told what is waited for
 
@@ -62,6 +57,7 @@ def swap(
 
     from offbeat.cli.part_syntax import read_part
     from offbeat.plan import table_of
+    from offbeat.protocol.plan_swap import SwapPlan, SwapResult
 
     parts = {"sync": table_of(read_part("sync", policy))}
     if fabric:
@@ -76,7 +72,16 @@ def swap(
             "has not reached run.prepare yet: ask again when it trains; or this is not the folder of a run."
         )
     target = find(job, given(job_name, token_file, certificate, key, authority))
-    said = asyncio.run(_swap_by_server(target, part))
+    request = ask_coordinator(
+        target,
+        SwapPlan(0, part),
+        SwapResult,
+        patience_s=_PATIENCE_S,
+        ended="The job has ended; nothing was swapped.",
+        silent=f"Cannot tell whether the policy was swapped: the server has not answered for {_PATIENCE_S:g} s, as "
+        "some worker has not. `offbeat top` shows which one, and the policy.",
+    )
+    said = asyncio.run(request)
     if said.refusal:
         raise PlanError(said.refusal)
     typer.echo(said.text)
@@ -117,56 +122,3 @@ def _swap_by_folder(folder: Path, part: str) -> str:
     if reply.refusal:
         raise PlanError(reply.refusal)
     return reply.text
-
-
-async def _swap_by_server(target: JobAddress, part: str) -> SwapResult:
-    """Ask the server, and return its reply once all workers have voted.
-
-    Raises:
-        NetworkError: if nobody can be reached there, or there is no answer.
-        PeerError: if it is another job, or there are other credentials.
-    """
-    from offbeat.protocol.messages import pack
-    from offbeat.protocol.plan_swap import SwapPlan
-
-    line = _SwapReceiver()
-    link = await dial(target, lambda link: line, "operator")
-    try:
-        link.send(pack(SwapPlan(0, part)))
-        async with asyncio.timeout(_PATIENCE_S):
-            return await line.answer
-    except TimeoutError as error:
-        raise NetworkError(
-            f"Cannot tell whether the policy was swapped: the server has not answered for {_PATIENCE_S:g} s, as some "
-            "worker has not. `offbeat top` shows which one, and the policy."
-        ) from error
-    finally:
-        try:
-            await asyncio.wait_for(link.close(), _GOOD_BYE_S)
-        except (TimeoutError, OffbeatError):
-            link.abort()
-
-
-class _SwapReceiver:
-    """The receiver of the server's reply."""
-
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[SwapResult] = asyncio.get_running_loop().create_future()
-
-    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Refuse: an answer has no body."""
-        raise NetworkError("The server sends a body where none is expected.")
-
-    def received(self, metadata: bytes, body: memoryview) -> None:
-        """The answer is here."""
-        from offbeat.protocol.messages import to_worker
-        from offbeat.protocol.plan_swap import SwapResult
-
-        message: Any = to_worker(metadata)
-        if isinstance(message, SwapResult) and not self.answer.done():
-            self.answer.set_result(message)
-
-    def lost(self, error: OffbeatError | None) -> None:
-        """The link is gone for good."""
-        if not self.answer.done():
-            self.answer.set_exception(error or NetworkError("The job has ended; nothing was swapped."))

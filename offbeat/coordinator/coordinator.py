@@ -24,6 +24,7 @@ from offbeat.coordinator.events import (
     ModelRestored,
     PatienceOver,
     PushLost,
+    RanksAsked,
     ShardSaid,
     SwapAsked,
     TimePassed,
@@ -202,6 +203,8 @@ class Coordinator:
                 self._members.miss(worker)
             case PatienceOver():
                 self._members.begin_with_who_is_here()
+            case RanksAsked():
+                self._members.reserve(event)
             case SwapAsked():
                 self._ask_for_swap(event)
             case LifeOver():

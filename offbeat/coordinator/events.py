@@ -121,6 +121,21 @@ class SwapAsked(CoordinatorEvent):
 
 
 @dataclass(frozen=True)
+class RanksAsked(CoordinatorEvent):
+    """Somebody is about to start newcomers, and needs ranks for them.
+
+    Args:
+        asker: what the answer is to be sent to.
+        count: how many.
+        least: none is below this one.
+    """
+
+    asker: Hashable
+    count: int
+    least: int = 0
+
+
+@dataclass(frozen=True)
 class ShardSaid(CoordinatorEvent):
     """A shard says how far it is."""
 

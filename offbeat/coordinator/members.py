@@ -9,6 +9,7 @@ from offbeat.coordinator.policy_runner import PolicyRunner
 from offbeat.coordinator.reconnect import ReconnectAction, judge
 from offbeat.errors import PeerError, PlanError
 from offbeat.history import LifeBegan
+from offbeat.protocol.rank_reservation import MOST_RANKS, RanksReserved
 from offbeat.protocol.shards import AdmitWorker
 from offbeat.protocol.training import ModelOpened
 from offbeat.sync import State
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from offbeat.coordinator.data_leases import LeaseManager
     from offbeat.coordinator.data_requests import DataRequests
     from offbeat.coordinator.decisions import Decisions
-    from offbeat.coordinator.events import ModelBegun, ModelRestored, WorkerGone, WorkerOpened
+    from offbeat.coordinator.events import ModelBegun, ModelRestored, RanksAsked, WorkerGone, WorkerOpened
     from offbeat.coordinator.job_record import JobRecord
     from offbeat.coordinator.plan_swap import PlanSwaps
     from offbeat.coordinator.question_rounds import QuestionRounds
@@ -52,6 +53,7 @@ class Membership:
         self._questions, self._rounds, self._arrivals, self._decisions = questions, rounds, arrivals, decisions
         self._filled_early: dict[int, int] = {}  # shards that were filled before anybody opened the model here
         self._missed: set[int] = set()  # that were connected, and are gone before they opened any model
+        self._reserved = 0  # ranks below this one were given to newcomers, or are not for any
         self._leaving: dict[int, int] = {}  # those that were told to leave: behind which of their steps
 
     # -- models --------------------------------------------------------------------------------------------------
@@ -121,6 +123,20 @@ class Membership:
             self._data.lose(worker)
 
     # -- workers -------------------------------------------------------------------------------------------------
+
+    def reserve(self, event: RanksAsked) -> None:
+        """Give ranks that nobody has had to newcomers that are about to be started."""
+        job = self._job
+        had = {*job.ranks, *job.workers, *(worker for one in job.models.values() for worker in one.runner.records)}
+        first = max(self._reserved, event.least, max(had, default=-1) + 1)
+        if first + event.count > MOST_RANKS:
+            refusal = (
+                f"Cannot give {event.count} more workers ranks: this job has had {first}, and {MOST_RANKS} is the most."
+            )
+            job.out.reply(event.asker, RanksReserved(refusal=refusal))
+            return
+        self._reserved = first + event.count
+        job.out.reply(event.asker, RanksReserved(first))
 
     def open(self, event: WorkerOpened) -> None:
         """A worker takes part in a model, or takes part again.

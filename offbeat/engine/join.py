@@ -233,10 +233,17 @@ class JoinServer:
                 f"Cannot join with another plan: this worker has {theirs!r}, those that train {ours!r}. Give it their "
                 "plan, which is plan.toml in the run folder."
             )
+        elif self._is_taken(number, hello.rank):
+            refusal = f"Cannot join as rank {hello.rank}: another worker has that rank. Start this one again."
         else:
             refusal = ""
         answer = JoinReply(refusal=refusal) if refusal else JoinReply(job)
         self._store.set(f"{number}/answer", msgspec.json.encode(answer).decode())
+
+    def _is_taken(self, number: int, rank: int) -> bool:
+        """Whether another worker, or a newcomer before this one, has its rank."""
+        before = (_read(self._store, f"{other}/hello", JoinHello) for other in self._open if other < number)
+        return rank in self._group.members or any(one is not None and one.rank == rank for one in before)
 
     def _check(self, number: int) -> None:
         job, hello = self._job(), _read(self._store, f"{number}/hello", JoinHello)

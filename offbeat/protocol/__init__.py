@@ -5,6 +5,7 @@
 * `shards` - between the shards and their coordinator
 * `data_leases` - who computes which samples next
 * `plan_swap` - how another plan comes to hold
+* `rank_reservation` - which ranks newcomers get
 * `checkpoints` - the optimizer's state, out of the server and back into it
 * `status` - what can be seen of a job; `worker_status` - what a worker tells of its training
 * `optimizer_spec` - an optimizer as data

@@ -47,6 +47,7 @@ from offbeat.protocol.checkpoints import (
 )
 from offbeat.protocol.data_leases import FromData, ToData
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapPlan, SwapResult
+from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
 from offbeat.protocol.shards import (
     AdmitWorker,
     AllowReplacement,
@@ -141,17 +142,18 @@ ToWorker = (
     | PlanProposed
     | AdoptPlan
     | SwapResult
+    | RanksReserved
 )
 # What each role may say to a shard; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
     "worker": get_args(FromWorker),
     "shard": get_args(FromShard),
     "onlooker": (GetStatus,),
-    "operator": (GetStatus, SwapPlan),
+    "operator": (GetStatus, SwapPlan, ReserveRanks),
 }
 
 _encode = msgspec.msgpack.Encoder().encode
-_from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard).decode
+_from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard | ReserveRanks).decode
 _from_chief = msgspec.msgpack.Decoder(FromChief).decode
 _to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 _details = msgspec.msgpack.Decoder(ModelInfo).decode
@@ -159,7 +161,9 @@ _status_reply = msgspec.msgpack.Decoder(StatusReply).decode
 _statuses = msgspec.msgpack.Decoder(Annotated[tuple[ModelStatus, ...], msgspec.Meta(max_length=256)]).decode
 
 
-def pack(message: FromWorker | ToWorker | FromShard | FromChief | ModelInfo | tuple[ModelStatus, ...]) -> bytes:
+def pack(
+    message: FromWorker | ReserveRanks | ToWorker | FromShard | FromChief | ModelInfo | tuple[ModelStatus, ...],
+) -> bytes:
     """The message as a frame's metadata, or body."""
     return _encode(message)
 
@@ -196,13 +200,13 @@ def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStat
     return reply.number, statuses_of(memoryview(body))
 
 
-def from_guest(metadata: bytes) -> FromWorker | FromShard:
-    """Read a message from a worker or an onlooker, or from another shard to the coordinator.
+def from_guest(metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
+    """Read a message from a worker, an onlooker or an operator, or from another shard to the coordinator.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromWorker | FromShard = _read(_from_guest, metadata, "this peer")
+    message: FromWorker | FromShard | ReserveRanks = _read(_from_guest, metadata, "this peer")
     return message
 
 

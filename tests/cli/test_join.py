@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.cli.job_address import JobAddress
 from offbeat.cli.join_target import look_for
+from offbeat.cli.operator_client import ask_coordinator
 from offbeat.errors import NetworkError
+from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
 from tests.cli.commands import offbeat, script, start
+from tests.cli.test_top import JOB, SECRET, Served, step_all
 
 if TYPE_CHECKING:
     import subprocess
@@ -92,10 +98,18 @@ def present(folder: Path) -> dict[int, int]:
 
 
 @pytest.mark.timeout(180)
-def test_workers_join_and_train_with_the_others(tmp_path: Path, job: subprocess.Popen[str]) -> None:
+def test_workers_join_and_train_with_the_others(
+    tmp_path: Path, job: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert soon(lambda: len(present(tmp_path)) == 2)
-    # Two others look for it at the same moment, and have not come to the server yet.
-    assert [look_for(str(tmp_path / "job"), 1).first_rank for _ in range(2)] == [2, 3]
+    # Two others look for it at the same moment, and have not come to the server yet: one has its folder, one does not.
+    about = json.loads((tmp_path / "job/server.json").read_text())
+    monkeypatch.setenv("OFFBEAT_TOKEN", about["token"])
+    monkeypatch.setenv("OFFBEAT_JOB", about["job"])
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(look_for, [str(tmp_path / "job"), about["address"]], [1, 1]))
+    assert {one.first_rank for one in found} == {2, 3}
+    monkeypatch.undo()
     joiner = ("run", "--join", "job", "--workers", 2, "--run-dir", "joined", tmp_path / "train.py")
     with start(*joiner, folder=tmp_path) as newcomers:
         assert soon(lambda: set(present(tmp_path)) == {0, 1, 4, 5} and min(present(tmp_path).values()) > 10)
@@ -212,6 +226,43 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
     code, output = offbeat("run", "--join", "job", path, folder=tmp_path)
     assert code != 0
     assert "Cannot join: the job has ended" in " ".join(output.split())
+
+
+def test_however_many_ask_a_server_at_once_each_gets_ranks_of_its_own() -> None:
+    server = Served()
+    try:
+        step_all(server.workers(2), 1)
+        target = JobAddress(address=server.address, job=JOB, token=SECRET)
+
+        def reserve(count: int) -> range:
+            words = {"ended": "it has ended", "silent": "it is silent"}
+            asked = ask_coordinator(target, ReserveRanks(count), RanksReserved, patience_s=10, **words)
+            first = asyncio.run(asked).first
+            return range(first, first + count)
+
+        with ThreadPoolExecutor(8) as pool:
+            given = list(pool.map(reserve, [1, 2, 3, 1, 2, 3, 1, 2]))
+        assert sorted(rank for ranks in given for rank in ranks) == list(range(2, 17))
+        refused = asyncio.run(
+            ask_coordinator(target, ReserveRanks(4096), RanksReserved, patience_s=10, ended="", silent="")
+        )
+        assert refused.refusal == "Cannot give 4096 more workers ranks: this job has had 17, and 4096 is the most."
+    finally:
+        server.end()
+        server.loop.close()
+
+
+def test_however_many_come_to_a_folder_at_once_each_gets_ranks_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "store").touch()
+    about = {"place": str(tmp_path / "store"), "prefix": "offbeat-0", "world": 3}
+    (tmp_path / "store.json").write_text(json.dumps(about))
+    (tmp_path / "plan.toml").write_text('[fabric]\nkind = "Elastic"\n')
+    counts = [1, 2, 3, 1, 2, 3, 1, 2]
+    with ThreadPoolExecutor(8) as pool:
+        firsts = list(pool.map(lambda count: look_for(str(tmp_path), count).first_rank, counts))
+    given = [rank for first, count in zip(firsts, counts, strict=True) for rank in range(first, first + count)]
+    assert min(given) >= 3
+    assert len(given) == len(set(given))
 
 
 def test_a_job_that_ended_without_a_server_is_said_to_have_ended(tmp_path: Path) -> None:

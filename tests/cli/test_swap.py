@@ -88,7 +88,7 @@ def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> N
         output, _ = process.communicate(timeout=40)
     assert process.returncode == 0, output
     assert output.count("went by BSP()") == 2
-    assert "Cannot understand what was left in" in " ".join(output.split())
+    assert "Cannot understand the request in" in " ".join(output.split())
     code, output = offbeat("swap", "BSP()", "--job", folder, folder=tmp_path)
     assert (code, "it has ended." in output, (folder / "wish.json").exists()) == (2, True, False), output
 

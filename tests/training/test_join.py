@@ -333,6 +333,21 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
     assert not server.expects
 
 
+def test_of_two_newcomers_with_one_rank_the_second_is_refused() -> None:
+    store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)
+    control = ControlGroup(InMemory().bind(BindContext()), waiter)
+    job = JobInfo("a plan", "", b"", "", (JoinCheck("plan", "a plan", ""),))
+    server = JoinServer(store, control, ElasticGroup(store, 0, 1), waiter, job=lambda: job, version="1")
+    newcomers = PrefixStore("newcomers", store)
+    for number, rank in enumerate([1, 1, 0, 2]):
+        newcomers.set(f"{number}/hello", f'{{"rank": {rank}, "version": "1", "plan": "a plan"}}')
+    server._looked_s -= 2.0  # it looks once a second
+    server.wants_vote(looks=True)
+    refusals = [json.loads(newcomers.get(f"{number}/answer"))["refusal"] for number in range(4)]
+    assert [bool(one) for one in refusals] == [False, True, True, False]
+    assert refusals[1] == "Cannot join as rank 1: another worker has that rank. Start this one again."
+
+
 def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
     """One that has said hello, one that is ready, one that is expected already, and one that comes later."""
     store, waiter = HashStore(), BlockingWait(clock=WallClock(), timeout=TIMEOUT)

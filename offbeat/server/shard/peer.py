@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.checkpoints import StatePart
     from offbeat.protocol.data_leases import DataState
     from offbeat.protocol.messages import Decision, FromChief, FromShard, FromWorker, ToWorker
+    from offbeat.protocol.rank_reservation import ReserveRanks
     from offbeat.protocol.status import StatusReply
     from offbeat.protocol.training import ModelInfo
     from offbeat.server.shard.model_shard import ModelShard
@@ -186,13 +187,13 @@ class Peer:
         body, self._details = self._details, bytearray()
         return body
 
-    def _hear(self, metadata: bytes) -> FromWorker | FromShard:
+    def _hear(self, metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
         message = from_guest(metadata)
         if type(message) not in SAYS[self.role]:
             raise PeerError(f"{type(message).__name__} is not for {_A[self.role]} to say.")
         return message
 
-    def _take(self, message: FromWorker | FromShard) -> None:
+    def _take(self, message: FromWorker | FromShard | ReserveRanks) -> None:
         shard = self._shard
         match message:
             case OpenModel(model=model, entry=entry):

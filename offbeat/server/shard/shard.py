@@ -25,6 +25,7 @@ from offbeat.coordinator.events import (
     ModelRestored,
     PatienceOver,
     PushLost,
+    RanksAsked,
     ShardSaid,
     SwapAsked,
     TimePassed,
@@ -49,6 +50,7 @@ from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement,
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.messages import pack
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan
+from offbeat.protocol.rank_reservation import ReserveRanks
 from offbeat.protocol.shards import (
     AdmitWorker,
     AllowReplacement,
@@ -417,6 +419,7 @@ class Shard:
         | GetStatus
         | AskAllWorkers
         | SwapPlan
+        | ReserveRanks
         | PlanAgreement
         | LeaveAfter
         | TellStatus
@@ -442,6 +445,8 @@ class Shard:
             case SwapPlan():
                 by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
                 self._tell_lead(SwapAsked(now_s, guest, message, by))
+            case ReserveRanks(count=count, least=least):
+                self._tell_lead(RanksAsked(now_s, guest, count, least))
             case RegisterShard():
                 self._enlist(guest, message)
             case SaveLastSnapshot():
