@@ -6,7 +6,7 @@
                                            calls all together, as for another plan (`plan_vote`): all know of it where
                                            the script begins again, behind a step: <---   entry: behind which one,
                                            at how many exchanges; it is in the next generation
-                                           (`ElasticGroup.arrive`, `ElasticGroup.admit`), and is handed what the others
+                                           (`ElasticGroup.join`, `ElasticGroup.admit`), and is handed what the others
                                            have (`state_transfer`)
 
 Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second. It is
@@ -341,7 +341,7 @@ class JoinClient:
         entry = self._await_key("entry", JoinGrant, "those that train to take this worker in", check)
         if entry.refusal:
             raise PlanError(entry.refusal)
-        group.arrive(entry.generation, entry.begun)
+        group.join(entry.generation, entry.begun)
         self._waiter.wait(_Arrival(group), WaitContext("the connection to those that train"))
 
     def _say_hello(self, hello: bytes) -> None:
@@ -397,17 +397,17 @@ class _Arrival(PolledPending):
         self._group = group
 
     def done(self) -> bool:
-        return self._group.mend(timedelta())
+        return self._group.reconfigure(timedelta())
 
 
 class LeaveBarrier(PolledPending):
-    """Nobody needs this worker any more, which is done; `told_at` as in `ElasticGroup.part`."""
+    """Nobody needs this worker any more, which is done; `told_at` as in `ElasticGroup.finish`."""
 
     def __init__(self, group: ElasticGroup, told_at: int | None = None) -> None:
         self._group, self._told_at = group, told_at
 
     def done(self) -> bool:
-        return self._group.part(timedelta(), self._told_at)
+        return self._group.finish(timedelta(), self._told_at)
 
 
 class _Admission(PolledPending):

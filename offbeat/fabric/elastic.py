@@ -1,7 +1,7 @@
 """All-reduce that goes on without the workers it loses.
 
-A Gloo group is of no use any more once one of its workers is gone. Those that are left then form a new *circle* (see
-`elastic_group`), make new groups, and redo what was under way:
+A Gloo group is of no use any more once one of its workers is gone. Those that are left then form a new generation (see
+`elastic_group`), connect new Gloo groups, and redo what was under way:
 
     completed by all            nothing to do
     completed by some           one of these supplies the others with the result, so that all have the same
@@ -81,24 +81,24 @@ class Elastic:
 
 
 class BoundElastic:
-    """One worker's end. A `Fabric`.
+    """One worker's end of the fabric. A `Fabric`.
 
     Args:
-        circle: who takes part; one for all fabrics of a worker.
+        group: who takes part; one for all fabrics of a worker.
     """
 
-    def __init__(self, circle: ElasticGroup) -> None:
-        self._circle, self._members = circle, circle.members
-        self.rank, self.world = circle.rank, circle.world
+    def __init__(self, group: ElasticGroup) -> None:
+        self._elastic_group, self._members = group, group.members
+        self.rank, self.world = group.rank, group.world
         self.offers = _OFFERS
         self._group: dist.ProcessGroup | None = None
-        self._group = circle.enter(self)
+        self._group = group.add_client(self)
         self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack
         self._begun = self._most_kept = 0
         self._spare = SpareMemory()
         self._early: dict[int, bytes] = {}  # results of exchanges that are not begun here
         self._lacking: list[int] = []
-        self._stands: Mapping[int, GroupProgress] = {}
+        self._progress: Mapping[int, GroupProgress] = {}
         self._supply: ReplayBroadcast | None = None
         self._left_behind: list[Any] = []  # what Gloo's threads may still write to
 
@@ -114,7 +114,7 @@ class BoundElastic:
 
     def close(self) -> None:
         if self._group is not None:
-            self._circle.leave(self)
+            self._elastic_group.remove_client(self)
             self._group = None
 
     def abandon(self) -> None:
@@ -122,7 +122,7 @@ class BoundElastic:
             never_destroy(self._group)
             self._group = None
 
-    # -- a party of its circle -----------------------------------------------------------------------------------
+    # -- a client of its group -----------------------------------------------------------------------------------
 
     @property
     def begun(self) -> int:
@@ -142,20 +142,20 @@ class BoundElastic:
         complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
         return GroupProgress(below, (*complete, *sorted(self._early)))
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
-        self._group, self._stands, self._members = group, stands, tuple(stands)
-        first, end = min(stand.below for stand in stands.values()), max(stand.end for stand in stands.values())
+    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
+        self._group, self._progress, self._members = group, progress, tuple(progress)
+        first, end = min(stand.below for stand in progress.values()), max(stand.end for stand in progress.values())
         self._lacking = [
             number
             for number in range(first, end)
-            if 0 < sum(stand.has(number) for stand in stands.values()) < len(stands)
+            if 0 < sum(stand.has(number) for stand in progress.values()) < len(progress)
         ]
 
-    def supplied(self, timeout: timedelta) -> bool:
+    def replay(self, timeout: timedelta) -> bool:
         while self._lacking:
             number = self._lacking[0]
             if self._supply is None:
-                giver = min(rank for rank, stand in self._stands.items() if stand.has(number))
+                giver = min(rank for rank, stand in self._progress.items() if stand.has(number))
                 mine = self._find(number)
                 data = mine.to_bytes() if mine is not None and giver == self.rank else b""
                 self._supply = ReplayBroadcast(self._handle, self._members.index(giver), data)
@@ -175,17 +175,17 @@ class BoundElastic:
     # -- at work -------------------------------------------------------------------------------------------------
 
     def proceed(self, exchange: ElasticExchange, timeout: timedelta) -> bool:
-        """Wait for an exchange; whether it is complete."""
-        if not self._circle.mend(timeout):
+        """Wait for an exchange; returns whether it is complete."""
+        if not self._elastic_group.reconfigure(timeout):
             return False
         try:
             if exchange.poll(timeout):
                 self._forget(exchange)
                 return True
         except NetworkError:
-            self._circle.break_()
+            self._elastic_group.invalidate()
             return False
-        self._circle.look(exchange.waited_s)
+        self._elastic_group.poll(exchange.waited_s)
         return False
 
     @property
@@ -201,7 +201,7 @@ class BoundElastic:
         self._most_kept = max(self._most_kept, len(self._exchanges))
         if exchange.number in self._early:
             exchange.take(self._early.pop(exchange.number))
-        elif self._circle.is_whole:
+        elif self._elastic_group.is_ready:
             self._issue(exchange)
         return exchange
 
@@ -211,10 +211,10 @@ class BoundElastic:
         try:
             exchange.issue(self._handle, self.rank, self._members)
         except RuntimeError:  # a connection of the group is known to be broken
-            self._circle.break_()
+            self._elastic_group.invalidate()
 
     def _forget(self, exchange: ElasticExchange) -> None:
-        """All others have what came before this one was begun."""
+        """Let go of what all others have, too: all that came before this exchange was begun."""
         while exchange.implies_begun and self._exchanges[0].number < exchange.floor:
             over = self._exchanges.popleft()
             if (memory := over.free()) is not None:
@@ -258,11 +258,11 @@ class ElasticExchange:
 
     @property
     def waited_s(self) -> float:
-        """Since when it is under way."""
+        """For how long it has been under way."""
         return time.monotonic() - self._since_s
 
     def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> None:
-        """Try it among these.
+        """Begin a try among these members.
 
         Raises:
             RuntimeError: if the group is broken.
@@ -280,19 +280,19 @@ class ElasticExchange:
         return self.is_complete
 
     def stop(self) -> Pending | None:
-        """Its try comes to nothing, unless it has come to its end just now; what Gloo may still write to."""
+        """Give up its try, unless that has come to its end just now; returns what Gloo may still write to."""
         with suppress(NetworkError):
             self.poll(_AT_ONCE)
         left, self._pending = self._pending, None
         return left
 
     def take(self, data: bytes) -> None:
-        """It is complete elsewhere."""
+        """Complete it with what it came to elsewhere."""
         self._tried.take(data)
         self.is_complete, self._pending = True, None
 
     def to_bytes(self) -> bytes:
-        """What it came to."""
+        """The result, as bytes."""
         return self._tried.to_bytes()
 
     def free(self) -> torch.Tensor | None:

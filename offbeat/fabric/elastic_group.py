@@ -1,27 +1,27 @@
 """Who takes part in an elastic group, and how those that are left find together again. See `elastic` for the data.
 
-All that is said here is said through the store in which the workers first met. The *circle* is numbered: the first one
-is 0, and each has its own keys.
+All that is said here is said through the store in which the workers first met. The members of the group are those of
+its *generation*, which is numbered from 0; each generation has keys of its own.
 
-    broken              set by whoever finds out that circle N is no more
+    broken              set by whoever finds out that generation N is no more
     done, done/RANK     set by a worker that needs the others no more
-    border/RANK         this worker has come to where it takes in newcomers
-    stands/RANK         where this worker stands: which exchanges of circle N it has completed, and whom it takes in
+    boundary/RANK       this worker has come to where it takes in newcomers
+    progress/RANK       which exchanges of generation N this worker has completed, and whom it takes in
     members             those that go on, written once, by the lowest of them, when every other is known to be gone
-    groups/NUMBER       where circle N + 1 connects, one group for each bound fabric
+    groups/NUMBER       where generation N + 1 connects, one group of torch for each bound fabric
 
-Whoever waits looks at `broken` between two waits, so it need not be told by a broken connection: in a ring only the
-neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is gone
-by mistake (its machine was cut off) finds that the others have gone on without it.
+A worker that waits looks at `broken` between two waits, so it need not be told by a broken connection: in a ring only
+the neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is
+gone by mistake (its machine was cut off) finds that the others have gone on without it.
 
 A worker that is done says so, and waits until all are, or the others have gone on without it: whoever waits for it in
-an exchange that it does not begin any more breaks the circle. It stays for one more circle if it has completed what
-another that goes on has not.
+an exchange that it does not begin any more ends the generation. It stays for one more if it has completed what another
+that goes on has not.
 
-Newcomers come in with the next circle. All members have to stand at the same place in the program for that, with no
-exchange under way: each says that it has come there (`admit`), and once all have, the circle is broken. Who decides
-who goes on takes the newcomers in if all that go on say that they stand there; else they meet there again, one circle
-later. A newcomer (`arrive`) stands where they do, with nothing of its own, until it is among those that go on.
+Newcomers come in with the next generation. All members have to stand at the same place in the program for that, with no
+exchange under way: each says that it has come there (`admit`), and once all have, the generation is ended. Who decides
+who goes on takes the newcomers in if all that go on say that they stand there; else they meet there again, one
+generation later. A newcomer (`join`) stands where they do, with nothing of its own, until it is among those that go on.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _NEVER = timedelta(days=365)
-_LOOK_S = 0.02  # at the store, while there is nothing else to do
-_ASK_S = 0.25  # who is gone
+_POLL_S = 0.02  # at the store, while there is nothing else to do
+_DETECT_S = 0.25  # who is gone
 _DONE_S = 0.05  # a wait that takes so long may be for somebody who is done
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a circle is formed behind one that did not hold
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a generation is formed behind one that did not hold
 _HOLDS_S = 10.0
 _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 
@@ -68,7 +68,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
 
 
 class MemberProgress(msgspec.Struct, frozen=True):
-    """One worker's stands, of each of its fabrics.
+    """One worker's progress, of each of its fabrics.
 
     Args:
         admits: the ranks that it takes in, if it stands where that is done.
@@ -76,7 +76,7 @@ class MemberProgress(msgspec.Struct, frozen=True):
         told_at: behind which of its steps, if that is so because it was told to leave.
     """
 
-    stands: tuple[GroupProgress, ...]
+    progress: tuple[GroupProgress, ...]
     admits: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     is_done: bool = False
     told_at: _Count | None = None
@@ -85,15 +85,15 @@ class MemberProgress(msgspec.Struct, frozen=True):
         """Whether it has completed what the other has not."""
         return any(
             any(mine.has(number) and not theirs.has(number) for number in range(theirs.below, mine.end))
-            for mine, theirs in zip(self.stands, other.stands, strict=False)
+            for mine, theirs in zip(self.progress, other.progress, strict=False)
         )
 
 
-_standing = msgspec.json.Decoder(MemberProgress)
+_progress_decoder = msgspec.json.Decoder(MemberProgress)
 
 
 class Quorum(msgspec.Struct, frozen=True):
-    """Who goes on; and who of the circle that is no more, or of those that wanted to come in, does not, and why."""
+    """The members of the next generation; who of the last one, or of the newcomers, is not among them, and why."""
 
     members: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
     lost: dict[int, str] = {}
@@ -103,27 +103,27 @@ _decided = msgspec.json.Decoder(Quorum)
 
 
 class GroupClient(Protocol):
-    """One fabric of this worker, as its circle sees it."""
+    """One fabric of this worker, as its group sees it."""
 
     @property
     def begun(self) -> int:
-        """How many exchanges were begun."""
+        """The number of exchanges that were begun."""
 
     def begin_at(self, number: int) -> None:
-        """The first exchange has this number: others are as far."""
+        """Give the first exchange this number: others are as far."""
 
     def stop(self) -> GroupProgress:
-        """Nothing is expected of the group any more; what has been completed until now."""
+        """Expect nothing of torch's group any more; returns what has been completed until now."""
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
-        """Use this group from now on, once those that lack what others have completed were `supplied` with it.
+    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
+        """Use this group from now on, once `replay` has given what others have completed to those that lack it.
 
         Args:
-            stands: by rank, of all members, in their order.
+            progress: by rank, of all members, in their order.
         """
 
-    def supplied(self, timeout: timedelta) -> bool:
-        """Give and take what some have completed and others have not; whether that is done.
+    def replay(self, timeout: timedelta) -> bool:
+        """Give and take what some have completed and others have not; returns whether that is done.
 
         Raises:
             NetworkError: if one more is lost meanwhile.
@@ -131,7 +131,7 @@ class GroupClient(Protocol):
 
 
 class ElasticGroup:
-    """One worker's view of it; the same for all its fabrics.
+    """One worker's view of the group; the same for all its fabrics.
 
     Args:
         store: where the workers met; it must outlive any of them.
@@ -145,69 +145,71 @@ class ElasticGroup:
     """
 
     def __init__(self, store: Store, rank: int, world: int, patience: timedelta = timedelta(seconds=5)) -> None:
-        self._store = PrefixStore("circle", store)
+        self._store = PrefixStore("elastic_group", store)
         self.rank, self.world, self.patience_s = rank, world, patience.total_seconds()
         self.members = tuple(range(world)) if rank < world else ()
         self.gone: Callable[[], Mapping[int, str]] | None = None
         self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
         self._number = 0
-        self._parties: list[GroupClient] = []
-        self._mending: _Mending | None = None
+        self._clients: list[GroupClient] = []
+        self._reconfiguration: _Reconfiguration | None = None
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
         self._told_at: int | None = None  # behind which of its steps, if it was told to leave
-        self._turned_away: dict[int, str] = {}  # those of them that did not, and why
-        self._absent: dict[int, str] = {}  # who is gone, as was learnt elsewhere
+        self._rejected: dict[int, str] = {}  # those of them that did not, and why
+        self._excluded: dict[int, str] = {}  # who is gone, as was learnt elsewhere
         self._said: set[tuple[int, str]] = set()
-        self._asked_s = self._looked_s = 0.0
+        self._detected_s = self._polled_s = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, holds_s=_HOLDS_S, seed=str(rank))
 
-    def enter(self, party: GroupClient) -> dist.ProcessGroup | None:
-        """A group for one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
+    def add_client(self, client: GroupClient) -> dist.ProcessGroup | None:
+        """Connect one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
 
         Raises:
             WorkerLostError: if one is gone.
             NetworkError: if they cannot be connected.
         """
         if not self.members:
-            self._parties.append(party)
+            self._clients.append(client)
             return None
-        connecting = _Connecting(self, self._number, self.members, range(len(self._parties), len(self._parties) + 1))
-        while not connecting.is_done:
-            if lost := self.ask(self.members):
+        connector = _GroupConnector(self, self._number, self.members, range(len(self._clients), len(self._clients) + 1))
+        while not connector.is_done:
+            if lost := self.lost_members(self.members):
                 told = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
                 raise WorkerLostError(f"Cannot connect all workers: {told}. Start the job again.")
-            time.sleep(_LOOK_S)
-        self._parties.append(party)
-        (group,) = connecting.take()
+            time.sleep(_POLL_S)
+        self._clients.append(client)
+        (group,) = connector.take()
         return group
 
-    def leave(self, party: GroupClient) -> None:
-        """This fabric is closed. Its number is not used again."""
-        self._parties[self._parties.index(party)] = _Closed()
+    def remove_client(self, client: GroupClient) -> None:
+        """Forget a fabric that is closed. Its number is not used again."""
+        self._clients[self._clients.index(client)] = _ClosedClient()
 
     @property
-    def is_whole(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether exchanges can go on."""
-        return self._mending is None and bool(self.members)
+        return self._reconfiguration is None and bool(self.members)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the circle that the job began with: nobody has come or gone."""
+        """Whether this is the generation that the job began with: nobody has come or gone."""
         return self._number == 0
 
     @property
     def number(self) -> int:
-        """Of this circle."""
+        """The number of this generation."""
         return self._number
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """How many exchanges were begun, by fabric."""
-        return tuple(party.begun for party in self._parties)
+        """The number of exchanges that were begun, by fabric."""
+        return tuple(client.begun for client in self._clients)
 
     def admit(self, newcomers: Sequence[int], timeout: timedelta) -> bool:
-        """Take these in; whether it is known who is in. Call it again until it is. Collective, between exchanges.
+        """Take newcomers in; returns whether it is known who is in: call it again until it is.
+
+        Collective, between exchanges.
 
         Who is gone, or done, does not come here any more: the others go on without it.
 
@@ -217,134 +219,138 @@ class ElasticGroup:
         deadline_s = time.monotonic() + timeout.total_seconds()
         self._admits = tuple(newcomers)
         while True:
-            if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
+            if not self.reconfigure(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
                 return False
-            if all(rank in self.members or rank in self._turned_away for rank in newcomers):
+            if all(rank in self.members or rank in self._rejected for rank in newcomers):
                 self._admits = ()
                 return True
-            self._say(f"border/{self.rank}")
-            here = self._store.check([f"{self._number}/border/{rank}" for rank in self.members])
-            if here or self._store.check([f"{self._number}/done"]) or self.ask(self.members):
-                self.break_()
+            self._announce(f"boundary/{self.rank}")
+            here = self._store.check([f"{self._number}/boundary/{rank}" for rank in self.members])
+            if here or self._store.check([f"{self._number}/done"]) or self.lost_members(self.members):
+                self.invalidate()
                 continue
-            self.look(0.0)
+            self.poll(0.0)
             if time.monotonic() > deadline_s:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def part(self, timeout: timedelta, told_at: int | None = None) -> bool:
-        """Be done; whether nobody needs this worker any more. Call it again until that is so.
+    def finish(self, timeout: timedelta, told_at: int | None = None) -> bool:
+        """Be done; returns whether nobody needs this worker any more. Call it again until that is so.
 
         Args:
             told_at: behind which of its steps, if it is done because it was told to leave.
         """
         self._is_done, self._told_at = True, told_at
         try:
-            return self._part(time.monotonic() + timeout.total_seconds())
+            return self._finish(time.monotonic() + timeout.total_seconds())
         except dist.DistError:  # a TCPStore ends with the process it is in, whose worker was done as well
             return True
 
-    def _part(self, deadline_s: float) -> bool:
+    def _finish(self, deadline_s: float) -> bool:
         while True:
             try:
-                if not self.mend(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
+                if not self.reconfigure(timedelta(seconds=max(0.0, deadline_s - time.monotonic()))):
                     return False
             except _Left:
                 return True
-            self._say(f"done/{self.rank}")
-            self._say("done")
+            self._announce(f"done/{self.rank}")
+            self._announce("done")
             if self._store.check([f"{self._number}/done/{rank}" for rank in self.members]):
                 return True
-            if self._store.check([f"{self._number}/broken"]) or self.ask(self.members):
-                self.break_()
+            if self._store.check([f"{self._number}/broken"]) or self.lost_members(self.members):
+                self.invalidate()
             elif time.monotonic() > deadline_s:
                 return False
             else:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
-    def arrive(self, number: int, begun: Sequence[int]) -> None:
-        """Come in behind circle `number`, whose workers have begun so many exchanges; then `mend` until it is whole."""
-        for party, count in zip(self._parties, begun, strict=True):
-            party.begin_at(count)
-        self._number, self._mending = number, _Mending(self, number, self._parties, arrives=True)
+    def join(self, number: int, begun: Sequence[int]) -> None:
+        """Come in behind generation `number`, whose members have begun so much; `reconfigure` does the rest."""
+        for client, count in zip(self._clients, begun, strict=True):
+            client.begin_at(count)
+        self._number, self._reconfiguration = number, _Reconfiguration(self, number, self._clients, joins=True)
 
-    def break_(self) -> None:
-        """This circle is no more: a connection in it broke.
+    def invalidate(self) -> None:
+        """End this generation: a connection in it broke.
 
         Raises:
             NetworkError: if nobody can know who is left.
         """
         if self.gone is None:
             raise NetworkError("The connection to another worker broke.")
-        if self._mending is None:
+        if self._reconfiguration is None:
             self._store.set(f"{self._number}/broken", "")
-            self._mending = _Mending(self, self._number, self._parties)
+            self._reconfiguration = _Reconfiguration(self, self._number, self._clients)
 
-    def go_on_without(self, absent: Mapping[int, str]) -> None:
-        """These members take no further part, and why: all others know that from elsewhere. Between exchanges.
+    def exclude(self, excluded: Mapping[int, str]) -> None:
+        """Go on without these members, and why: all others know that from elsewhere. Between exchanges.
 
         Raises:
             NetworkError: if nobody can know who else is left.
         """
-        self._absent |= {rank: why for rank, why in absent.items() if rank in self.members}
-        if self._absent.keys() & set(self.members):
-            self.break_()
+        self._excluded |= {rank: why for rank, why in excluded.items() if rank in self.members}
+        if self._excluded.keys() & set(self.members):
+            self.invalidate()
 
-    def look(self, waited_s: float) -> None:
-        """See whether others have found out that it is no more, or somebody is gone without a word.
+    def poll(self, waited_s: float) -> None:
+        """See whether others have ended this generation, or a member is gone without a word.
 
         Args:
             waited_s: for how long the exchange at hand has been waited for.
         """
         now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
+        if now_s - self._polled_s >= _POLL_S:
+            self._polled_s = now_s
             keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
             if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
-                self.break_()
+                self.invalidate()
         # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
-        if waited_s > _SUSPECT_S and now_s - self._asked_s > _SUSPECT_S and self.ask(self.members):
-            self.break_()
+        if waited_s > _SUSPECT_S and now_s - self._detected_s > _SUSPECT_S and self.lost_members(self.members):
+            self.invalidate()
 
-    def ask(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Which of these are known to be gone, and why; asked not too often."""
-        gone = self._absent
-        if self.gone is not None and time.monotonic() - self._asked_s >= _ASK_S:
+    def lost_members(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Find which of these are known to be gone, and why; the detector is not asked too often."""
+        gone = self._excluded
+        if self.gone is not None and time.monotonic() - self._detected_s >= _DETECT_S:
             gone = {**self.gone(), **gone}
-            self._asked_s = time.monotonic()
+            self._detected_s = time.monotonic()
         return {rank: gone[rank] for rank in ranks if rank in gone and rank != self.rank}
 
-    def mend(self, timeout: timedelta) -> bool:
-        """Go on forming the next circle; whether it is whole. Call it again until it is.
+    def reconfigure(self, timeout: timedelta) -> bool:
+        """Form the next generation, if this one has ended; returns whether it is ready. Call it again until it is.
 
         Raises:
             WorkerLostError: if the others have gone on without this worker.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        while self._mending is not None:
-            mending = self._mending
+        while self._reconfiguration is not None:
+            reconfiguration = self._reconfiguration
             try:
-                lost = mending.advance()
+                lost = reconfiguration.advance()
             except NetworkError:  # one more is lost
-                self._mending = mending.again()
+                self._reconfiguration = reconfiguration.restart()
                 continue
             except _NotYet:
-                self._mending = mending.follow()
+                self._reconfiguration = reconfiguration.defer()
                 continue
             if lost is not None:
-                came = set(mending.members) - set(self.members)
-                self.members, self._number, self._mending = mending.members, mending.number + 1, None
-                self._turned_away |= {rank: lost[rank] for rank in self._admits if rank in lost}
+                came = set(reconfiguration.members) - set(self.members)
+                self.members, self._number, self._reconfiguration = (
+                    reconfiguration.members,
+                    reconfiguration.number + 1,
+                    None,
+                )
+                self._rejected |= {rank: lost[rank] for rank in self._admits if rank in lost}
                 if lost or not came:
                     self.changed(lost)
             elif time.monotonic() > deadline_s:
                 return False
             else:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         return True
 
-    def _say(self, key: str) -> None:
-        """Set a key of this circle, once: a file that is a store keeps each time."""
+    def _announce(self, key: str) -> None:
+        """Set a key of this generation, once: a file that is a store keeps each time."""
         if (self._number, key) not in self._said:
             self._said.add((self._number, key))
             self._store.set(f"{self._number}/{key}", "")
@@ -357,50 +363,50 @@ class ElasticGroup:
 
 
 class _NotYet(Exception):
-    """This newcomer did not come in with the next circle; it may with the one behind it."""
+    """This newcomer did not come in with the next generation; it may with the one behind it."""
 
 
 class _Left(Exception):
     """The others have gone on without this worker, which is done."""
 
 
-class _Mending:
-    """From circle `number` to the next one, in steps that do not block.
+class _Reconfiguration:
+    """Leads from generation `number` to the next one, in steps that do not block.
 
     Args:
-        arrives: this worker was not in circle `number`.
+        joins: this worker was not in generation `number`.
     """
 
     def __init__(
-        self, circle: ElasticGroup, number: int, parties: Sequence[GroupClient], *, arrives: bool = False
+        self, group: ElasticGroup, number: int, clients: Sequence[GroupClient], *, joins: bool = False
     ) -> None:
-        self._circle, self.number, self._parties, self._arrives = circle, number, tuple(parties), arrives
-        self._store = PrefixStore(str(number), circle._store)
-        standing = MemberProgress(
-            tuple(party.stop() for party in parties), circle._admits, circle._is_done, circle._told_at
+        self._group, self.number, self._clients, self._joins = group, number, tuple(clients), joins
+        self._store = PrefixStore(str(number), group._store)
+        reports = MemberProgress(
+            tuple(client.stop() for client in clients), group._admits, group._is_done, group._told_at
         )
-        self._store.set(f"stands/{circle.rank}", msgspec.json.encode(standing).decode())
+        self._store.set(f"progress/{group.rank}", msgspec.json.encode(reports).decode())
         self._since_s = time.monotonic()
-        self._connects_from_s = self._since_s + circle._backoff.next_s()
+        self._connects_from_s = self._since_s + group._backoff.next_s()
         self._lost: dict[int, str] = {}
         self.members: tuple[int, ...] = ()
-        self._connecting: _Connecting | None = None
+        self._connector: _GroupConnector | None = None
         self._has_groups = False
         self._waiting: list[GroupClient] = []
 
-    def again(self) -> _Mending:
-        """One more was lost on the way to circle `number` + 1: that is no more, either."""
-        self._circle._store.set(f"{self.number + 1}/broken", "")
-        following = _Mending(self._circle, self.number + 1, self._parties)
+    def restart(self) -> _Reconfiguration:
+        """Begin anew from generation `number` + 1: one more was lost on the way to it."""
+        self._group._store.set(f"{self.number + 1}/broken", "")
+        following = _Reconfiguration(self._group, self.number + 1, self._clients)
         following._lost = self._lost
         return following
 
-    def follow(self) -> _Mending:
-        """This newcomer is to come in behind circle `number` + 1."""
-        return _Mending(self._circle, self.number + 1, self._parties, arrives=True)
+    def defer(self) -> _Reconfiguration:
+        """Come in behind generation `number` + 1 instead."""
+        return _Reconfiguration(self._group, self.number + 1, self._clients, joins=True)
 
     def advance(self) -> Mapping[int, str] | None:
-        """Do what can be done now; who was lost and why, once all is done.
+        """Do what can be done now; returns who was lost and why, once all is done.
 
         Raises:
             NetworkError: if one more is lost.
@@ -408,36 +414,36 @@ class _Mending:
         """
         if not self.members and not self._agree():
             return None
-        if self._connecting is None:
+        if self._connector is None:
             if time.monotonic() < self._connects_from_s:
                 self._check_next()
                 return None
-            self._connecting = _Connecting(self._circle, self.number + 1, self.members, range(len(self._parties)))
+            self._connector = _GroupConnector(self._group, self.number + 1, self.members, range(len(self._clients)))
         self._check_next()
-        if not self._connecting.is_done:
+        if not self._connector.is_done:
             return None
         if not self._has_groups:
-            self._hand_over(self._connecting.take())
+            self._hand_over(self._connector.take())
         while self._waiting:
-            if not self._waiting[0].supplied(timedelta(seconds=_LOOK_S)):
+            if not self._waiting[0].replay(timedelta(seconds=_POLL_S)):
                 return None
             self._waiting.pop(0)
         return self._lost
 
     def _agree(self) -> bool:
         """Whether it is known who goes on."""
-        circle, store = self._circle, self._store
+        group, store = self._group, self._store
         if not store.check(["members"]) and not self._decide():
             return False
         decided = self._decided(self.number)
-        if circle.rank not in decided.members:
-            if self._arrives and circle.rank not in decided.lost:
+        if group.rank not in decided.members:
+            if self._joins and group.rank not in decided.lost:
                 raise _NotYet
-            if circle._is_done:
+            if group._is_done:
                 raise _Left
             others = ", ".join(map(str, decided.members))
             raise WorkerLostError(
-                f"Cannot go on as rank {circle.rank}: nothing was heard of it, and what is left, rank {others}, has "
+                f"Cannot go on as rank {group.rank}: nothing was heard of it, and what is left, rank {others}, has "
                 "gone on without it."
             )
         self.members = decided.members
@@ -446,79 +452,81 @@ class _Mending:
 
     def _decide(self) -> bool:
         """Decide who goes on, if that is this worker's to do and all is known that must be; whether it is decided."""
-        circle, store = self._circle, self._store
+        group, store = self._group, self._store
         candidates = self._candidates()
-        self._lost |= circle.ask((*candidates, *circle._admits))
+        self._lost |= group.lost_members((*candidates, *group._admits))
         left = [rank for rank in candidates if rank not in self._lost]
         if not left:  # this one has come to them
             raise WorkerLostError("Cannot come in: all that trained are lost. Start the job again.")
-        if left[0] != circle.rank or not store.check([f"stands/{rank}" for rank in left]):
+        if left[0] != group.rank or not store.check([f"progress/{rank}" for rank in left]):
             return False
-        standing = {rank: _standing.decode(store.get(f"stands/{rank}")) for rank in left}
-        came = self._newcomers(list(standing.values()))
+        reports = {rank: _progress_decoder.decode(store.get(f"progress/{rank}")) for rank in left}
+        came = self._newcomers(list(reports.values()))
         if came is None:
             return False
-        going = [rank for rank in left if not standing[rank].is_done]
-        if going and not any(standing[a].is_ahead_of(standing[b]) for a in left if a not in going for b in going):
-            self._lost |= {rank: _end_of(standing[rank]) for rank in left if rank not in going}
+        going = [rank for rank in left if not reports[rank].is_done]
+        if going and not any(reports[a].is_ahead_of(reports[b]) for a in left if a not in going for b in going):
+            self._lost |= {rank: _end_of(reports[rank]) for rank in left if rank not in going}
             left = going
-        out = {rank: self._lost[rank] for rank in (*candidates, *circle._admits) if rank in self._lost}
+        out = {rank: self._lost[rank] for rank in (*candidates, *group._admits) if rank in self._lost}
         store.compare_set("members", "", msgspec.json.encode(Quorum((*left, *came), out)).decode())
         return True
 
-    def _newcomers(self, standing: Sequence[MemberProgress]) -> tuple[int, ...] | None:
-        """Who comes in; None if it is not known yet.
+    def _newcomers(self, reports: Sequence[MemberProgress]) -> tuple[int, ...] | None:
+        """Find who comes in; None if it is not known yet.
 
         Args:
-            standing: of those in the circle that are not lost.
+            reports: of those of the generation that are not lost.
         """
-        if not all(one.admits for one in standing):
+        if not all(one.admits for one in reports):
             return ()
         candidates = self._candidates()
-        wanted = [rank for rank in standing[0].admits if rank not in candidates and rank not in self._lost]
-        late = [rank for rank in wanted if not self._store.check([f"stands/{rank}"])]
-        if late and time.monotonic() - self._since_s < self._circle.patience_s:
+        wanted = [rank for rank in reports[0].admits if rank not in candidates and rank not in self._lost]
+        late = [rank for rank in wanted if not self._store.check([f"progress/{rank}"])]
+        if late and time.monotonic() - self._since_s < self._group.patience_s:
             return None
-        self._lost |= dict.fromkeys(late, f"did not come within {self._circle.patience_s:g} s.")
+        self._lost |= dict.fromkeys(late, f"did not come within {self._group.patience_s:g} s.")
         return tuple(rank for rank in wanted if rank not in late)
 
     def _candidates(self) -> tuple[int, ...]:
-        """Members of the circle that is no more."""
+        """The members of the generation that has ended."""
         if not self.number:
-            return tuple(range(self._circle.world))
+            return tuple(range(self._group.world))
         return self._decided(self.number - 1).members
 
     def _decided(self, number: int) -> Quorum:
-        return _decided.decode(self._circle._store.get(f"{number}/members"))
+        return _decided.decode(self._group._store.get(f"{number}/members"))
 
     def _check_next(self) -> None:
-        if self._circle._store.check([f"{self.number + 1}/broken"]) or self._circle.ask(self.members):
+        if self._group._store.check([f"{self.number + 1}/broken"]) or self._group.lost_members(self.members):
             raise NetworkError("One more worker is lost.")
 
     def _hand_over(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        stands = {rank: _standing.decode(self._store.get(f"stands/{rank}")).stands for rank in self.members}
-        if len({len(one) for one in stands.values()}) > 1:
+        progress = {
+            rank: _progress_decoder.decode(self._store.get(f"progress/{rank}")).progress for rank in self.members
+        }
+        if len({len(one) for one in progress.values()}) > 1:
             raise PeerError("Cannot go on: the workers do not use the same number of groups.")
-        for index, (party, group) in enumerate(zip(self._parties, groups, strict=True)):
-            party.go_on(group, {rank: one[index] for rank, one in stands.items()})
-        self._waiting, self._has_groups = list(self._parties), True
+        for index, (client, group) in enumerate(zip(self._clients, groups, strict=True)):
+            client.resume(group, {rank: one[index] for rank, one in progress.items()})
+        self._waiting, self._has_groups = list(self._clients), True
 
 
-def _end_of(standing: MemberProgress) -> str:
-    """How a worker has ended that needs the others no more, in words."""
-    if standing.told_at is None:
+def _end_of(reports: MemberProgress) -> str:
+    """Say how a worker has ended that needs the others no more."""
+    if reports.told_at is None:
         return "is done, and takes no further part."
-    return f"was told to leave, and has left in order behind its step {standing.told_at}."
+    return f"was told to leave, and has left in order behind its step {reports.told_at}."
 
 
-class _Connecting:
-    """Makes the groups of a circle on a thread of its own: it may never come to an end, if one more is lost."""
+class _GroupConnector:
+    """Makes torch's groups of a generation on a thread of its own: it may never come to an end, if one more is lost."""
 
-    def __init__(self, circle: ElasticGroup, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
-        self._circle, self._number, self._members, self._indices = circle, number, members, indices
+    def __init__(self, group: ElasticGroup, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
+        self._group, self._number, self._members, self._indices = group, number, members, indices
         self._groups: list[dist.ProcessGroup] = []
         self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._run, name="offbeat-circle", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="offbeat-elastic-group", daemon=True)
         self._thread.start()
 
     @property
@@ -526,7 +534,7 @@ class _Connecting:
         return not self._thread.is_alive()
 
     def take(self) -> Sequence[dist.ProcessGroup]:
-        """The groups.
+        """Hand out the groups.
 
         Raises:
             NetworkError: if they could not be made.
@@ -538,13 +546,13 @@ class _Connecting:
     def _run(self) -> None:
         try:
             for index in self._indices:
-                self._groups.append(self._circle._connect(self._number, index, self._members))
+                self._groups.append(self._group._connect(self._number, index, self._members))
         except RuntimeError as error:
             self._error = error
 
 
-class _Closed:
-    """A fabric that is closed on all workers."""
+class _ClosedClient:
+    """Stands for a fabric that is closed on all workers."""
 
     begun = 0
 
@@ -554,8 +562,8 @@ class _Closed:
     def stop(self) -> GroupProgress:
         return GroupProgress(0)
 
-    def go_on(self, group: dist.ProcessGroup, stands: Mapping[int, GroupProgress]) -> None:
+    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
         """Nobody uses it."""
 
-    def supplied(self, timeout: timedelta) -> bool:
+    def replay(self, timeout: timedelta) -> bool:
         return True

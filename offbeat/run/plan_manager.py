@@ -287,7 +287,7 @@ class PlanManager:
         """These have left the server, and form the group, if there is one."""
         if (group := self._context.group) is not None:
             why = "had gone while there was a server."
-            group.go_on_without({rank: why for rank in group.members if rank not in there})
+            group.exclude({rank: why for rank in group.members if rank not in there})
 
     def _leave_server(self, server: ServerSession) -> None:
         """Go on without it, unless somebody is gone since all had agreed to. Collective."""

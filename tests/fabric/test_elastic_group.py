@@ -1,4 +1,4 @@
-"""Who goes on where newcomers come in: circles without fabrics, over one store, turn by turn."""
+"""Who goes on where newcomers come in: groups without fabrics, over one store, turn by turn."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class NoFabric:
     def stop(self) -> GroupProgress:
         return GroupProgress(0)
 
-    def go_on(self, group: object, stands: Mapping[int, GroupProgress]) -> None:
+    def resume(self, group: object, progress: Mapping[int, GroupProgress]) -> None:
         pass
 
-    def supplied(self, timeout: timedelta) -> bool:
+    def replay(self, timeout: timedelta) -> bool:
         return True
 
 
 class Table:
-    """Three circles, and one that comes to them.
+    """Three members' groups, and one that comes to them.
 
     Args:
         gone: who is known to be gone.
@@ -49,23 +49,23 @@ class Table:
 
     def __init__(self, gone: dict[int, str]) -> None:
         store = HashStore()
-        self.circles = [ElasticGroup(store, rank, NEWCOMER, timedelta(seconds=1)) for rank in range(NEWCOMER + 1)]
-        for circle in self.circles:
-            circle.gone = lambda: gone
+        self.groups = [ElasticGroup(store, rank, NEWCOMER, timedelta(seconds=1)) for rank in range(NEWCOMER + 1)]
+        for group in self.groups:
+            group.gone = lambda: gone
 
     def comes(self) -> Turn:
         """The newcomer's turns, which is told that it may come in."""
-        newcomer = self.circles[NEWCOMER]
-        newcomer.arrive(self.circles[0].number, ())
-        return lambda: newcomer.mend(AT_ONCE)
+        newcomer = self.groups[NEWCOMER]
+        newcomer.join(self.groups[0].number, ())
+        return lambda: newcomer.reconfigure(AT_ONCE)
 
     def admits(self, rank: int) -> Turn:
         """The turns of one that has come to where newcomers come in."""
-        return lambda: self.circles[rank].admit([NEWCOMER], AT_ONCE)
+        return lambda: self.groups[rank].admit([NEWCOMER], AT_ONCE)
 
     def parts(self, rank: int) -> Turn:
         """The turns of one that is done."""
-        return lambda: self.circles[rank].part(AT_ONCE)
+        return lambda: self.groups[rank].finish(AT_ONCE)
 
     def play(self, *turns: Turn) -> None:
         """Give each its turn until all have come to their end."""
@@ -76,7 +76,7 @@ class Table:
 
     def members(self, *ranks: int) -> set[tuple[int, ...]]:
         """Who is in, as these have it."""
-        return {self.circles[rank].members for rank in ranks}
+        return {self.groups[rank].members for rank in ranks}
 
 
 def test_all_and_a_newcomer() -> None:
@@ -102,42 +102,44 @@ def test_who_is_gone_does_not_come_there(lost: int) -> None:
     assert table.members(*left) == {tuple(left)}
 
 
-def test_whoever_breaks_the_circle_before_all_are_there_only_delays_it() -> None:
-    """Rank 2 is lost while rank 1 is not there yet, and breaks the circle from within an exchange."""
+def test_whoever_ends_the_generation_before_all_are_there_only_delays_it() -> None:
+    """Rank 2 is lost while rank 1 is not there yet, and ends the generation from within an exchange."""
     gone: dict[int, str] = {}
     table = Table(gone)
     first, newcomer = table.admits(0), table.comes()
     assert not first()
     assert not newcomer()
     gone[2] = "died."
-    second = table.circles[1]
-    second.break_()
-    table.play(lambda: (first(), newcomer(), second.mend(AT_ONCE))[-1])
+    second = table.groups[1]
+    second.invalidate()
+    table.play(lambda: (first(), newcomer(), second.reconfigure(AT_ONCE))[-1])
     assert table.members(0, 1) == {(0, 1)}
     assert not newcomer()
     table.play(first, newcomer, table.admits(1))
     assert table.members(0, 1, NEWCOMER) == {(0, 1, NEWCOMER)}
 
 
-def test_circles_that_do_not_hold_are_formed_again_after_ever_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_that_do_not_hold_are_formed_again_after_ever_longer_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody is lost, and no connection can be made, as behind a firewall; then it can."""
     table, tried = Table({}), list[tuple[int, float]]()
     began_s = time.monotonic()
 
-    def connect(circle: ElasticGroup, number: int, index: int, members: Sequence[int]) -> None:
+    def connect(group: ElasticGroup, number: int, index: int, members: Sequence[int]) -> None:
         if not tried or tried[-1][0] < number:
             tried.append((number, time.monotonic() - began_s))
         if time.monotonic() < began_s + 1.0:
             raise RuntimeError("Connection refused")
 
     monkeypatch.setattr(ElasticGroup, "_connect", connect)
-    there = table.circles[:NEWCOMER]
-    for circle in there:
-        circle._parties.append(NoFabric())
-        circle.break_()
-    table.play(*(functools.partial(circle.mend, AT_ONCE) for circle in there))
+    there = table.groups[:NEWCOMER]
+    for group in there:
+        group._clients.append(NoFabric())
+        group.invalidate()
+    table.play(*(functools.partial(group.reconfigure, AT_ONCE) for group in there))
     assert table.members(0, 1, 2) == {(0, 1, 2)}
     assert tried[0][1] < 0.1, "the first time at once"
     early = [number for number, at_s in tried if at_s < 1.0]
     assert 3 <= len(early) <= 6, tried
-    assert len({circle.number for circle in there}) == 1
+    assert len({group.number for group in there}) == 1
