@@ -1,7 +1,9 @@
-"""For the whole test run: Ctrl-C means the same everywhere, and the closing line says what of the lab was skipped."""
+"""For the whole test run: what Ctrl-C means, the order of tests, and a closing line about skipped tests of the lab."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import signal
 import subprocess
 from typing import Any
@@ -9,6 +11,28 @@ from typing import Any
 import pytest
 
 from tests import warm
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """No test may need what another one leaves behind: `make test-random`."""
+    parser.addoption("--random-order-seed", type=int, help="run files, and tests within a file, in this seed's order")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how to run them so again."""
+    seed = config.getoption("--random-order-seed")
+    return None if seed is None else f"in random order: --random-order-seed {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle files, and tests within a file: a file's tests stay together, with what is set up for all of them."""
+    seed = config.getoption("--random-order-seed")
+    if seed is None:
+        return
+    chance = random.Random(seed)
+    files = [list(tests) for _, tests in itertools.groupby(items, lambda item: item.path)]
+    chance.shuffle(files)
+    items[:] = [item for tests in files for item in chance.sample(tests, len(tests))]
 
 
 def pytest_configure() -> None:

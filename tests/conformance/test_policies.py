@@ -6,6 +6,7 @@ import cProfile
 import gc
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +14,13 @@ from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, R
 from offbeat.testing import check_policy
 from tests.conformance.broken_policies import ROGUES, ForgetsToWake, OneTooFar
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 QUICK, STRICT = RoundRobin(warmup=2), RoundRobin(strict=True, warmup=2)
 
 POLICIES: list[tuple[Policy, int]] = [
-    (BSP(), 1500),
+    (BSP(), 300),
     (ASP(), 150),
     (SSP(bound=0), 150),
     (SSP(bound=3), 150),
@@ -40,10 +44,13 @@ POLICIES: list[tuple[Policy, int]] = [
 ]
 
 
-def evicts(policy: Policy) -> bool:
-    """Whether no worker that hangs can hang the others."""
+FOR_LONG = [(BSP(), 15_000), *((policy, 10 * interleavings) for policy, interleavings in POLICIES[1:])]
+
+
+def evicts(policy: Policy, quantify: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Whether no worker that hangs can hang the others; with `any`, whether some cannot."""
     if isinstance(policy, Hybrid):
-        return evicts(policy.inner) and evicts(policy.outer)
+        return quantify(evicts(one, quantify) for one in (policy.inner, policy.outer))
     return isinstance(policy, RoundRobin)
 
 
@@ -51,14 +58,14 @@ def evicts(policy: Policy) -> bool:
 def test_policies_keep_their_promises(policy: Policy, interleavings: int) -> None:
     played = check_policy(policy, interleavings=interleavings, evicts=evicts(policy))
     assert played["interleavings"] == interleavings
-    assert (played["evictions"] > 0) >= evicts(policy)
+    assert (played["evictions"] > 0) == evicts(policy, any)
     assert min(played["swaps"], played["memory lost"], played["asked twice"], played["applied"]) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "interleavings"), POLICIES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("policy", "interleavings"), FOR_LONG, ids=lambda value: str(value))
 def test_policies_keep_their_promises_for_long(policy: Policy, interleavings: int) -> None:
-    check_policy(policy, interleavings=10 * interleavings, seed=2_000_000, evicts=evicts(policy))
+    check_policy(policy, interleavings=interleavings, seed=2_000_000, evicts=evicts(policy))
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in POLICIES], ids=str)

@@ -24,7 +24,7 @@ from tests.workers import run_workers
 
 CULPRIT = 1
 TIMEOUT_S = 2.0
-FAULT_S = 4.0  # longer than the timeout, so that the report comes while the fault lasts
+FAULT_S = 3.0  # longer than the timeout, so that the report comes while the fault lasts
 
 
 class Reports(logging.Handler):

@@ -158,6 +158,11 @@ def _rank() -> int:
 
 def both(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """The job with DDP and with offbeat, one after the other in the same processes."""
+    return all_of({"": job})[""]
+
+
+def all_of(jobs: dict[str, Job]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Each job with DDP and with offbeat, in the same processes: to start them costs more than to train."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['OFFBEAT_STORE']}",
@@ -165,6 +170,6 @@ def both(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     try:
-        return train(job, "ddp"), train(job, "offbeat")
+        return {name: (train(job, "ddp"), train(job, "offbeat")) for name, job in jobs.items()}
     finally:
         dist.destroy_process_group()

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -267,12 +266,6 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_same_bits_as_ddp(name: str) -> None:
-    results = run_workers(2, jobs.both, dataclasses.replace(JOBS[name], steps=12))
-    assert_same(results)
-
-
 OPTIMIZERS = {
     "Adadelta": make(torch.optim.Adadelta),
     "Adafactor": make(torch.optim.Adafactor),
@@ -289,22 +282,18 @@ OPTIMIZERS = {
 }
 
 
-def all_optimizers(steps: int) -> dict[str, Any]:
-    """Every optimizer in one pair of processes: to start them costs more than to train."""
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=_rank(), world_size=2)
-    try:
-        return {
-            name: [jobs.train(Job(jobs.MLP, jobs.vectors, optimizer, steps=steps), s) for s in ("ddp", "offbeat")]
-            for name, optimizer in OPTIMIZERS.items()
-        }
-    finally:
-        dist.destroy_process_group()
+def assert_same_bits(of: dict[str, Job]) -> None:
+    results = run_workers(2, jobs.all_of, of)
+    for name in of:
+        assert_same(name, [result[name] for result in results])
+
+
+def test_same_bits_as_ddp() -> None:
+    assert_same_bits({name: dataclasses.replace(job, steps=12) for name, job in JOBS.items()})
 
 
 def test_any_optimizer() -> None:
-    results = run_workers(2, all_optimizers, 6)
-    for name in OPTIMIZERS:
-        assert_same([result[name] for result in results])
+    assert_same_bits({name: Job(jobs.MLP, jobs.vectors, optimizer, steps=6) for name, optimizer in OPTIMIZERS.items()})
 
 
 def closures() -> dict[str, Any]:
@@ -427,12 +416,13 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def assert_same(results: list[Any]) -> None:
+def assert_same(name: str, results: list[Any]) -> None:
     ddp, ours = results[0]
-    assert list(ddp["state"]) == list(ours["state"])
+    assert list(ddp["state"]) == list(ours["state"]), name
     for key, tensor in ddp["state"].items():
-        assert torch.equal(tensor, ours["state"][key]), f"{key}: {(tensor - ours['state'][key]).abs().max()}"
-    assert all(torch.equal(a, b) for a, b in zip(ddp["losses"], ours["losses"], strict=True))
+        difference = (tensor - ours["state"][key]).abs().max()
+        assert torch.equal(tensor, ours["state"][key]), f"{name}: {key}: {difference}"
+    assert all(torch.equal(a, b) for a, b in zip(ddp["losses"], ours["losses"], strict=True)), name
     for _, other in results[1:]:
         for key, tensor in other["state"].items():
-            assert torch.equal(tensor, ours["state"][key]), f"ranks differ in {key}"
+            assert torch.equal(tensor, ours["state"][key]), f"{name}: ranks differ in {key}"
