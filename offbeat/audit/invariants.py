@@ -10,8 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.sync import (
+    Adopted,
+    Apply,
+    Drop,
+    Evict,
+    Grant,
+    Joined,
+    Left,
+    Pulled,
+    Pushed,
+    Ready,
+    Release,
+    TakesEveryNth,
+)
+
 if TYPE_CHECKING:
-    from offbeat.sync import Apply, Policy, Push
+    from offbeat.sync import Action, Event, Policy, Push, State
 
 _A_LITTLE_MORE = 1 + 1e-9  # than what is allowed, for rates are rounded
 
@@ -88,8 +103,8 @@ class WorkerAccount:
 
 
 class InvariantChecker:
-    """The invariants of one interleaving. Events and actions are entered in their order; `make_updates` after each of
-    them.
+    """The invariants of one interleaving. Call order: `hear` for an event, `enter` for each action that follows it;
+    `make_updates` after each of them.
 
     Raises:
         InvariantViolation: if an action breaks a promise of the policy that decided it, or a rule for all.
@@ -101,15 +116,49 @@ class InvariantChecker:
         self._open: list[UpdateInFlight] = []
         self._updates = 0
 
+    def hear(self, event: Event, state: State) -> None:
+        """Enter an event; `state` is that behind it."""
+        match event:
+            case Joined(worker=rank):
+                self._joined(rank, state.members[rank].step, state.members[rank].pace)
+            case Ready(worker=rank, clock=clock):
+                self._ready(rank, clock)
+            case Pushed(worker=rank, clock=clock):
+                self._pushed(rank, clock)
+            case Pulled(worker=rank):
+                self._pulled(rank)
+            case TakesEveryNth(worker=rank, every=every):
+                self._paced(rank, every)
+            case Left(worker=rank):
+                self.left(rank)
+            case Adopted(level=True):
+                self._levelled()
+
+    def enter(self, action: Action, policy: Policy) -> int:
+        """Enter an action of this policy; if it releases a worker, how many steps that is ahead of the slowest."""
+        match action:
+            case Grant(worker=rank):
+                self._granted(rank)
+            case Apply():
+                self._applied(action, policy)
+            case Drop(pushes=pushes):
+                for push in pushes:
+                    self._dropped(push, policy)
+            case Release(worker=rank):
+                return self._released(rank, policy)
+            case Evict(worker=rank):
+                self._evicted(rank)
+        return 0
+
     # -- events --------------------------------------------------------------------------------------------------
 
-    def joined(self, rank: int, number: int, pace: int) -> None:
+    def _joined(self, rank: int, number: int, pace: int) -> None:
         """Open an account; `pace` is that of somebody who is there, or between."""
         paces = [account.pace for account in self.accounts.values()]
         assert not paces or min(paces) <= pace <= max(paces), f"{rank} joins at {pace}, others: {paces}"
         self.accounts[rank] = WorkerAccount(rank, number, pace, pace)
 
-    def ready(self, rank: int, number: int) -> None:
+    def _ready(self, rank: int, number: int) -> None:
         """A contribution is announced."""
         account, push = self.accounts[rank], (rank, number)
         assert push not in self.fates, f"{push} was announced before"
@@ -117,7 +166,7 @@ class InvariantChecker:
         account.push, account.held, account.granted, account.arrived, account.update = push, True, False, False, None
         self.fates[push] = "pending"
 
-    def pushed(self, rank: int, number: int) -> None:
+    def _pushed(self, rank: int, number: int) -> None:
         """A contribution has arrived."""
         account, push = self.accounts[rank], (rank, number)
         if account.push == push:
@@ -127,15 +176,15 @@ class InvariantChecker:
             account.brought += 1
         self._no_longer_awaited((rank, number))
 
-    def pulled(self, rank: int) -> None:
+    def _pulled(self, rank: int) -> None:
         """A worker computes again."""
         self.accounts[rank].pulls = False
 
-    def paced(self, rank: int, every: int) -> None:
+    def _paced(self, rank: int, every: int) -> None:
         """A worker leaves rounds out, from its next release on."""
         self.accounts[rank].every = every
 
-    def levelled(self) -> None:
+    def _levelled(self) -> None:
         """All leads are forgiven."""
         low = min((account.pace for account in self.accounts.values()), default=0)
         for account in self.accounts.values():
@@ -152,11 +201,11 @@ class InvariantChecker:
 
     # -- actions -------------------------------------------------------------------------------------------------
 
-    def granted(self, rank: int) -> None:
+    def _granted(self, rank: int) -> None:
         """A worker may push."""
         self.accounts[rank].granted = True
 
-    def applied(self, apply: Apply, policy: Policy) -> None:
+    def _applied(self, apply: Apply, policy: Policy) -> None:
         """An update is decided."""
         if not 0 <= apply.rate <= len(apply.pushes) * _A_LITTLE_MORE:
             raise InvariantViolation(
@@ -177,7 +226,7 @@ class InvariantChecker:
                     update.waits.add(push)
         self._open.append(update)
 
-    def dropped(self, push: Push, policy: Policy) -> None:
+    def _dropped(self, push: Push, policy: Policy) -> None:
         """A contribution is not used."""
         if not policy.drops:
             raise InvariantViolation(
@@ -188,7 +237,7 @@ class InvariantChecker:
         if account is not None and account.push == push:
             account.arrives()
 
-    def released(self, rank: int, policy: Policy) -> int:
+    def _released(self, rank: int, policy: Policy) -> int:
         """A worker may go on; how many steps it is ahead of the slowest, as a bound counts them."""
         account, bound, lead = self.accounts[rank], policy.bound, 0
         for other in self.accounts.values():
@@ -209,7 +258,7 @@ class InvariantChecker:
         account.needs = {update for update in self._open if account.update in (None, update)}
         return lead
 
-    def evicted(self, rank: int) -> None:
+    def _evicted(self, rank: int) -> None:
         """A worker is not waited for any longer; its account is closed."""
         account = self.accounts[rank]
         if waits := self._why_it_waits(account):

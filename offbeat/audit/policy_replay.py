@@ -12,9 +12,9 @@ Three times, each of which would notice another mistake:
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.errors import PlanError
@@ -29,18 +29,15 @@ from offbeat.sync import (
     Grant,
     Joined,
     Left,
-    Pulled,
     Pushed,
     Ready,
     Release,
     Remember,
     State,
-    TakesEveryNth,
     adoption,
-    on,
 )
-from offbeat.sync.state import changed, enact, observe
-from offbeat.sync.transition import DecisionStage, bring, take_over
+from offbeat.sync.state import enact, observe
+from offbeat.sync.transition import decide, with_past, with_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,45 +183,34 @@ class PolicyReplay:
         state, back = self._state, self._returning
         if back is None or not isinstance(event, Joined) or back.worker != event.worker:
             return state
-        if back.least > state.past.get(back.worker, 0):
-            state = changed(state, past={**state.past, back.worker: back.least})
-        return state
+        return with_past(state, back.worker, back.least)
 
     def _forget(self, event: Event) -> None:
         back = self._returning
         if not isinstance(event, Joined) or back is None or back.worker != event.worker:
             return
         self._returning = None
-        members = self._state.members
-        if back.weight is not None and back.worker in members:
-            member = changed(members[back.worker], weight=back.weight)
-            self._state = changed(self._state, members={**members, back.worker: member})
+        if back.weight is not None:
+            self._state = with_weight(self._state, back.worker, back.weight)
 
     def _note(self, event: Event, state: State) -> None:
         """Enter the event in the accounts."""
-        checker = self._checker
-        if isinstance(event, Joined):
+        checker, rank = self._checker, _rank_of(event)
+        if isinstance(event, Joined | Left):
             self._leave(event.worker)
-            checker.joined(event.worker, state.members[event.worker].step, state.members[event.worker].pace)
-            self._base[event.worker] = state.version
-        match event:
-            case Ready(worker=rank, clock=clock, weight=weight) if rank in checker.accounts:
-                if (rank, clock) in checker.fates:
-                    raise InvariantViolation(f"contribution {(rank, clock)} is announced a second time", rank)
-                checker.ready(rank, clock)
-                self.weights[(rank, clock)] = weight
-                self._bases[(rank, clock)] = self._base[rank]
-            case Pushed(worker=rank, clock=clock) if rank in checker.accounts:
-                self.arrived.add((rank, clock))
-                checker.pushed(rank, clock)
-            case Pulled(worker=rank) if rank in checker.accounts:
-                checker.pulled(rank)
-            case TakesEveryNth(worker=rank, every=every) if rank in checker.accounts:
-                checker.paced(rank, every)
-            case Left(worker=rank):
-                self._leave(rank)
-            case Adopted(level=True):
-                checker.levelled()
+        if isinstance(event, Joined) or rank is None or rank in checker.accounts:
+            if isinstance(event, Ready) and (event.worker, event.clock) in checker.fates:
+                what = f"contribution {(event.worker, event.clock)} is announced a second time"
+                raise InvariantViolation(what, event.worker)
+            checker.hear(event, state)
+            match event:
+                case Joined(worker=worker):
+                    self._base[worker] = state.version
+                case Ready(worker=worker, clock=clock, weight=weight):
+                    self.weights[(worker, clock)] = weight
+                    self._bases[(worker, clock)] = self._base[worker]
+                case Pushed(worker=worker, clock=clock):
+                    self.arrived.add((worker, clock))
         checker.make_updates()
 
     def _leave(self, rank: int) -> None:
@@ -235,39 +221,34 @@ class PolicyReplay:
 
     def _enter(self, action: Action, policy: Policy) -> None:
         """Enter the decision in the accounts."""
-        checker, result = self._checker, self._result
-        match action:
-            case Grant(worker=rank):
-                self._account(rank, action)
-                checker.granted(rank)
-            case Apply(pushes=pushes, rate=rate):
-                for push in pushes:
-                    self._known(push, "applied")
-                checker.applied(action, policy)
-                for push in pushes:
-                    stale = max(0, self._version - self._bases.pop(push, self._version))
-                    result.staleness += stale
-                    result.stalest = max(result.stalest, stale)
-                self._version += 1
-                self.updates[self._version] = DecidedUpdate(self._version, pushes, rate)
-            case Drop(pushes=pushes):
-                for push in pushes:
-                    self._known(push, "dropped")
-                    checker.dropped(push, policy)
-            case Release(worker=rank):
-                account = self._account(rank, action)
-                result.releases += 1
-                with _about_pace():
-                    lead = checker.released(account.rank, policy)
-                self._base[rank] = self._version
-                if policy.bound is not None:
-                    result.lead = max(result.lead, lead)
-                    result.bound = max(result.bound or 0, policy.bound)
-            case Evict(worker=rank):
-                account = self._account(rank, action)
-                self.unarrived |= account.unarrived
-                with _about_pace():
-                    checker.evicted(rank)
+        result = self._result
+        for push in action.pushes if isinstance(action, Apply | Drop) else ():
+            self._known(push, "applied" if isinstance(action, Apply) else "dropped")
+        if isinstance(action, Grant | Release | Evict) and action.worker not in self._checker.accounts:
+            raise InvariantViolation(
+                f"{action} is decided, but worker {action.worker} does not take part", action.worker
+            )
+        if isinstance(action, Evict):
+            self.unarrived |= self._checker.accounts[action.worker].unarrived
+        with _about_pace() if isinstance(action, Release | Evict) else nullcontext():
+            lead = self._checker.enter(action, policy)
+        if isinstance(action, Apply):
+            self._apply(action)
+        elif isinstance(action, Release):
+            result.releases += 1
+            self._base[action.worker] = self._version
+            if policy.bound is not None:
+                result.lead = max(result.lead, lead)
+                result.bound = max(result.bound or 0, policy.bound)
+
+    def _apply(self, action: Apply) -> None:
+        """Count an update, and how stale its contributions are."""
+        for push in action.pushes:
+            stale = max(0, self._version - self._bases.pop(push, self._version))
+            self._result.staleness += stale
+            self._result.stalest = max(self._result.stalest, stale)
+        self._version += 1
+        self.updates[self._version] = DecidedUpdate(self._version, action.pushes, action.rate)
 
     def _known(self, push: Push, fate: str) -> None:
         if push not in self._checker.fates:
@@ -275,25 +256,14 @@ class PolicyReplay:
         if self._checker.fates[push] == "applied" and fate == "applied":
             self._result.twice += 1
 
-    def _account(self, rank: int, action: Action) -> Any:
-        account = self._checker.accounts.get(rank)
-        if account is None:
-            raise InvariantViolation(f"{action} is decided, but worker {rank} does not take part", rank)
-        return account
-
     # -- the policy, asked again ---------------------------------------------------------------------------------
 
     def _ask_again(self, old: Policy, before: State, event: Event, record: PolicyStep) -> State | None:
         """The state after what the policy decides; None if that is not what is recorded, or it cannot be asked."""
         if not (self._replays and self._knows_policy):
             return None
-        if isinstance(event, Adopted) and self._began:
-            after, stages = take_over(old, self._policy, before, event)
-        elif isinstance(event, Ready):
-            after, stages = bring(self._policy, before, event, change=record.change, ends=record.ends)
-        else:
-            after, anything = on(self._policy, before, event)
-            stages = (DecisionStage(before, anything),)
+        former = old if self._began else None
+        after, stages = decide(self._policy, before, event, former=former, change=record.change, ends=record.ends)
         decided = tuple(a for stage in stages for a in stage.actions if not isinstance(a, Remember))
         actions = actions_of(record)
         if decided == actions:

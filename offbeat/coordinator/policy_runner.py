@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from offbeat.control import EventMetrics
 from offbeat.history import WorkerReturned, told
 from offbeat.protocol.status import ModelStatus, WorkerStatus
-from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption, settle
-from offbeat.sync.state import changed, observe
-from offbeat.sync.transition import DecisionStage, bring, take_over
+from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption
+from offbeat.sync.state import observe
+from offbeat.sync.transition import decide, with_past, with_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -100,16 +100,14 @@ class PolicyRunner:
         """
         if least or weight is not None:
             self.record(WorkerReturned(self.model, worker, least, weight))
-        if least > self.state.past.get(worker, 0):
-            self.state = changed(self.state, past={**self.state.past, worker: least})
+        self.state = with_past(self.state, worker, least)
         if worker in self._left_early:
             self._left_early.discard(worker)
             self.world += not self.started
         self.records.setdefault(worker, ContributionCounts(joined_s=self.now_s()))
         actions = self.tell(Joined(worker, self.now_s()))
-        if weight is not None and worker in self.state.members:
-            member = changed(self.state.members[worker], weight=weight)
-            self.state = changed(self.state, members={**self.state.members, worker: member})
+        if weight is not None:
+            self.state = with_weight(self.state, worker, weight)
         return actions
 
     def leave_out(self, workers: Set[int]) -> None:
@@ -168,7 +166,7 @@ class PolicyRunner:
         before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
             return ()
-        return self._decided(event, *take_over(before, policy, self.state, event))
+        return self._decide(event, former=before)
 
     def bring(self, event: Ready, *, change: bool, ends: bool = False) -> tuple[Action, ...]:
         """A worker has computed a contribution; what is decided.
@@ -177,33 +175,28 @@ class PolicyRunner:
             change: it is a change of the worker's own, not a gradient.
             ends: it is the last change of the worker's own, which has heard of a swap.
         """
-        if not self.started:
-            return self.tell(event)
-        decided = bring(self.policy, self.state, event, change=change, ends=ends)
-        return self._decided(event, *decided, change=change, ends=ends)
+        return self._decide(event, change=change, ends=ends) if self.started else self.tell(event)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """What is decided after `event`."""
-        state = observe(self.state, event)
-        if not self.started:
-            self.state = state
-            self.record(told(self.model, event, (), asked=False))
-            self.logbook.hear(event, (), state)
-            return self.start_if_all_are_here() if isinstance(event, Left) else ()
-        after, actions = settle(self.policy, state)
-        return self._decided(event, after, (DecisionStage(state, actions),))
+        if self.started:
+            return self._decide(event)
+        self.state = observe(self.state, event)
+        self.record(told(self.model, event, (), asked=False))
+        self.logbook.hear(event, (), self.state)
+        return self.start_if_all_are_here() if isinstance(event, Left) else ()
 
-    def _decided(
-        self, event: Event, state: State, stages: tuple[DecisionStage, ...], *, change: bool = False, ends: bool = False
+    def _decide(
+        self, event: Event, *, former: Policy | None = None, change: bool = False, ends: bool = False
     ) -> tuple[Action, ...]:
-        """Take over what was decided after `event`."""
-        self.state = state
+        """Ask the policy after `event`, and note what it decides."""
+        self.state, stages = decide(self.policy, self.state, event, former=former, change=change, ends=ends)
         for stage in stages:
             self._count(stage.before, stage.actions)
         actions = tuple(action for stage in stages for action in stage.actions)
         apart = len(stages[0].actions) if len(stages) > 1 else 0
         self.record(told(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
-        self.logbook.hear(event, actions, state)
+        self.logbook.hear(event, actions, self.state)
         return actions
 
     def scene(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.sync.actions import Apply, Grant, Release
+from offbeat.sync.events import Adopted, Ready
 from offbeat.sync.policy import own_steps, settle
 from offbeat.sync.state import changed, observe
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat.sync.actions import Action, Push
-    from offbeat.sync.events import Adopted, Ready
+    from offbeat.sync.events import Event
     from offbeat.sync.policy import Contributes, Policy
     from offbeat.sync.state import State
 
@@ -78,6 +79,28 @@ class DecisionStage(NamedTuple):
     actions: tuple[Action, ...]
 
 
+def decide(
+    policy: Policy,
+    state: State,
+    event: Event,
+    *,
+    former: Policy | None = None,
+    change: bool = False,
+    ends: bool = False,
+) -> tuple[State, tuple[DecisionStage, ...]]:
+    """Ask what is decided after any event, and return the state after that.
+
+    Args:
+        former: the policy that has decided until now, if another takes over by this event.
+        change, ends: as of `bring`, if a worker has a contribution.
+    """
+    if isinstance(event, Adopted) and former is not None:
+        return take_over(former, policy, state, event)
+    if isinstance(event, Ready):
+        return bring(policy, state, event, change=change, ends=ends)
+    return _one(policy, observe(state, event))
+
+
 def take_over(old: Policy, new: Policy, state: State, event: Adopted) -> tuple[State, tuple[DecisionStage, ...]]:
     """Decide as `new` takes over, and return the state after that; in two stages if contributions of the old kind are
     pending.
@@ -106,10 +129,7 @@ def bring(
     # It weighs in a round what its worker does, though it may be of fewer steps than usual.
     weight, rate = weight_in(state, event.worker)
     after, drained = settle(DrainOldKind({(event.worker, event.clock): rate}), seen)
-    if event.worker in after.members:
-        member = changed(after.members[event.worker], weight=weight)
-        after = changed(after, members={**after.members, event.worker: member})
-    return _two(policy, DecisionStage(seen, drained), after)
+    return _two(policy, DecisionStage(seen, drained), with_weight(after, event.worker, weight))
 
 
 def _one(policy: Policy, state: State) -> tuple[State, tuple[DecisionStage, ...]]:
@@ -132,6 +152,18 @@ def with_steps(state: State, more: float) -> State:
     }
     away = {worker: weight * more for worker, weight in state.away.items()}
     return changed(state, members=members, away=away, memory=None, wake_s=None)
+
+
+def with_weight(state: State, worker: int, weight: float | None) -> State:
+    """The state in which a worker weighs so much in a round, if it takes part."""
+    if worker not in state.members:
+        return state
+    return changed(state, members={**state.members, worker: changed(state.members[worker], weight=weight)})
+
+
+def with_past(state: State, worker: int, least: int) -> State:
+    """The state in which the next contribution of a worker that is about to join has no lower number."""
+    return changed(state, past={**state.past, worker: max(least, state.past.get(worker, 0))}) if least else state
 
 
 def weight_in(state: State, worker: int) -> tuple[float | None, float]:

@@ -13,7 +13,6 @@ from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.sync import (
     Action,
     Adopted,
-    Apply,
     Deadline,
     Drop,
     Evict,
@@ -126,7 +125,9 @@ class Interleaving:
         rng = self._rng
         if rng.random() < 0.8:  # as a server does: it begins when all are there
             for rank in rng.sample(range(self._world), self._world):
-                self._state = observe(self._state, Joined(rank, 0.0))
+                joined = Joined(rank, 0.0)
+                self._state = observe(self._state, joined)
+                self._books.hear(joined, self._state)
                 self._enter(rank)
             self._tell(Adopted(0.0))
         else:
@@ -280,64 +281,48 @@ class Interleaving:
 
     def _note(self, event: Event, state: State) -> None:
         """Enter the event in the accounts, and follow it up."""
-        books = self._books
+        self._books.hear(event, state)
         match event:
-            case Ready(worker=rank, clock=clock):
-                books.ready(rank, clock)
+            case Ready(worker=rank):
                 self._lives[rank].unwanted = False
                 self._goes_through("held", self._lives[rank], self._draw())
-            case Pushed(worker=rank, clock=clock):
-                books.pushed(rank, clock)
+            case Pushed(worker=rank):
                 self._goes_through("pushed", self._lives[rank], self._draw())
             case Pulled(worker=rank):
-                books.pulled(rank)
                 self._computes(self._lives[rank])
             case Left(worker=rank):
-                books.left(rank)
                 del self._lives[rank]
             case Joined(worker=rank):
-                self._state = state
                 self._enter(rank)
-            case TakesEveryNth(worker=rank, every=every):
-                books.paced(rank, every)
-            case Adopted(level=True):
-                books.levelled()
         self._make_updates()
 
     def _carry_out(self, action: Action) -> None:
         """Enter the action in the accounts, and follow it up."""
         books = self._books
+        books.enter(action, self._policy)
         match action:
             case Grant(worker=rank):
-                books.granted(rank)
                 life = self._lives[rank]
                 push_s = self._draw(life) / 3
                 if self._goes_through("pushing", life, push_s):
                     self._soon("pushed", (life, books.accounts[rank].push), push_s)
-            case Apply():
-                books.applied(action, self._policy)
             case Drop(pushes=pushes):
                 for push in pushes:
-                    books.dropped(push, self._policy)
                     if push[0] in self._lives and books.accounts[push[0]].push == push:
                         # A worker may stop sending what is not used, or not.
                         self._lives[push[0]].unwanted = self._rng.random() < 0.5
             case Release(worker=rank):
-                books.released(rank, self._policy)
                 life = self._lives[rank]
                 life.pull_s = self._draw(life) / 3
                 if self._goes_through("pulling", life, life.pull_s) and not books.accounts[rank].needs:
                     self._soon("pulled", (life, None), life.pull_s)
             case Evict(worker=rank):
-                books.evicted(rank)
                 del self._lives[rank]
                 self.played["evictions"] += 1
                 self._may_return(rank)
             case Wake(at_s=at_s):
                 if not self._now_s < at_s < math.inf:
                     raise InvariantViolation(f"at {self._now_s} it wants to be asked again at {at_s}")
-            case Remember():
-                pass
         self._make_updates()
 
     def _make_updates(self) -> None:
@@ -349,8 +334,7 @@ class Interleaving:
     # -- the lives of workers ------------------------------------------------------------------------------------
 
     def _enter(self, rank: int) -> None:
-        member, rng = self._state.members[rank], self._rng
-        self._books.joined(rank, member.step, member.pace)
+        rng = self._rng
         steps = rng.randint(1, 4) if rng.random() < 0.85 else rng.randint(5, 20)
         life = Life(rank, steps, rng.choice((0.5, 1.0, 1.0, 3.0)))
         if self._over:
