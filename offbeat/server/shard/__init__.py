@@ -1,7 +1,7 @@
 """One shard of a parameter server.
 
 * `shard` - at work, on one event loop; `peer` - one connection to it; `admission_check` - whether a worker trains the
-  same model as the others
+  same model as the others; `coordinator_host` - the coordinator on the first shard
 * `model_shard` - one model's blocks; `parameter_store` - their parameters and the optimizer's state
 * `update_scheduler` - what has arrived, what waits for it, who waits for that; per block, without I/O
 * `undo_log` - undoes and redoes updates that hold contributions which may still be withdrawn

@@ -19,30 +19,17 @@ from typing import TYPE_CHECKING
 
 from offbeat.coordinator.coordinator import Coordinator
 from offbeat.coordinator.events import (
-    LifeOver,
     ModelBegun,
     ModelForgotten,
     ModelRestored,
     PatienceOver,
-    PushLost,
     RanksAsked,
     ShardSaid,
     SwapAsked,
-    TimePassed,
     WorkerGone,
     WorkerMissed,
     WorkerOpened,
     WorkerSaid,
-)
-from offbeat.coordinator.instructions import (
-    AppendHistory,
-    RejectPeer,
-    SendReply,
-    SendToAll,
-    SendToShards,
-    SendToWorker,
-    SetTimer,
-    WriteLog,
 )
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.history import ParametersReplaced, ShardServes
@@ -78,6 +65,7 @@ from offbeat.protocol.training import (
 )
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.admission_check import compare
+from offbeat.server.shard.coordinator_host import CoordinatorHost, now_s
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.peer import CoordinatorPeer, Peer
 from offbeat.server.shard.snapshot_barrier import SnapshotBarrier
@@ -90,7 +78,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.coordinator.events import CoordinatorEvent
-    from offbeat.coordinator.instructions import Timer
     from offbeat.coordinator.loss import LostContribution
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
@@ -149,7 +136,7 @@ class Shard:
         self._chief: PeerLink | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
         self._lead = None if read_plan is None else Coordinator(read_plan, self.life, check_hyper=check_hyper)
-        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+        self._host = None if self._lead is None else CoordinatorHost(self._lead, self, record)
         self._marks = SnapshotBarrier(
             archive,
             job,
@@ -158,7 +145,7 @@ class Shard:
             tables=self._tables,
             lead=self._lead,
             followers=self._shards,
-            say=self._say,
+            say=self.send,
             tell_chief=self._tell_chief,
         )
         self._to_give: list[tuple[Peer, PullBlock, torch.Tensor]] = []
@@ -200,9 +187,8 @@ class Shard:
         self.is_over = True
         if self._beginning is not None:
             self._beginning.cancel()
-        for timer in self._timers.values():
-            timer.cancel()
-        self._tell_lead(LifeOver(_now_s()))
+        if self._host is not None:
+            self._host.stop()
 
     async def save(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
@@ -241,7 +227,7 @@ class Shard:
             self._tables[one.model] = self._new_table(one.model, one.details, one.version)
             if one.progress is not None:
                 gone = self._archive.gone
-                self._tell_lead(ModelRestored(_now_s(), one.model, one.details, one.version, one.progress, gone))
+                self._tell_lead(ModelRestored(now_s(), one.model, one.details, one.version, one.progress, gone))
         for what, tensor in snapshot.tensors:
             self.table(what.model).restore(what, tensor)
         if self._lead is not None:
@@ -333,7 +319,7 @@ class Shard:
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
             table = self._new_table(model, details)
-            self._tell_lead(ModelBegun(_now_s(), model, details))
+            self._tell_lead(ModelBegun(now_s(), model, details))
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
             for decision in self._decided.pop(model, []):
                 table.decide(decision)
@@ -351,7 +337,7 @@ class Shard:
         guest.say(ModelOpened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
-        self._tell_lead(WorkerOpened(_now_s(), guest.rank, model, details, entry))
+        self._tell_lead(WorkerOpened(now_s(), guest.rank, model, details, entry))
 
     def _new_table(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
         table = ModelShard(
@@ -436,17 +422,16 @@ class Shard:
         if lead is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
         self._check_place(guest, message)
-        now_s = _now_s()
         match message:
             case GetStatus(number=number):
-                guest.answer(StatusReply(number), pack(lead.status(now_s)))
+                guest.answer(StatusReply(number), pack(lead.status(now_s())))
             case GetDataState(number=number):
                 guest.answer(DataState(number), lead.data_state())
             case SwapPlan():
                 by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
-                self._tell_lead(SwapAsked(now_s, guest, message, by))
+                self._tell_lead(SwapAsked(now_s(), guest, message, by))
             case ReserveRanks(count=count, least=least):
-                self._tell_lead(RanksAsked(now_s, guest, count, least))
+                self._tell_lead(RanksAsked(now_s(), guest, count, least))
             case RegisterShard():
                 self._enlist(guest, message)
             case SaveLastSnapshot():
@@ -454,12 +439,12 @@ class Shard:
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._marks.saved(number, well, cost_s)
             case ModelFilled() | PushNearlyDone() | PushDone() | WorkerDrained():
-                self._tell_lead(ShardSaid(now_s, message))
+                self._tell_lead(ShardSaid(now_s(), message))
             case TellStatus() if self._guests.get(guest.rank) is not guest:
                 pass  # it is not in yet, or not any more
             case _:
                 body = guest.take_body() if isinstance(message, SetDataState) else b""
-                self._tell_lead(WorkerSaid(now_s, guest.rank, message, body, guest))
+                self._tell_lead(WorkerSaid(now_s(), guest.rank, message, body, guest))
 
     def _check_place(self, guest: Peer, message: object) -> None:
         """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
@@ -494,9 +479,9 @@ class Shard:
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
             if guest.role == "worker" and guest.rank not in self._guests:
-                self._tell_lead(WorkerMissed(_now_s(), guest.rank))
+                self._tell_lead(WorkerMissed(now_s(), guest.rank))
             return
-        self._remove(guest, WorkerGone(_now_s(), guest.rank, error))
+        self._remove(guest, WorkerGone(now_s(), guest.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
         if not self._guests:
             self._end_unless_one_comes_back(error)
@@ -637,7 +622,7 @@ class Shard:
             )
         if there is not None:
             # Its process is gone, and this is the one that follows it.
-            self._remove(there, WorkerGone(_now_s(), guest.rank, replaced=True))
+            self._remove(there, WorkerGone(now_s(), guest.rank, replaced=True))
             there.link.abort()
         return is_same
 
@@ -657,62 +642,33 @@ class Shard:
                 other.say(ModelOpened(model, True, self.life, self._archive is not None))
                 return
         del self._tables[model]  # whoever comes next is the first
-        self._tell_lead(ModelForgotten(_now_s(), model))
+        self._tell_lead(ModelForgotten(now_s(), model))
 
     # -- what goes out -------------------------------------------------------------------------------------------
 
-    def _have_adopted(self, adopt: AdoptPlan) -> None:
+    def send_to_all(self, adopt: AdoptPlan) -> None:
         """Tell all shards and workers which plan holds."""
         for guest in (*self._shards, *self._guests.values()):
             guest.say(adopt)
         self.adopt(adopt)
 
     def _tell_lead(self, event: CoordinatorEvent) -> None:
-        """Have the coordinator hear of an event, if it is here, and do what it says.
+        """Have the coordinator hear of an event, if it is here.
 
         Raises:
             PeerError: if whoever the event came from is to blame for it.
         """
-        for instruction in () if self._lead is None else self._lead.handle(event):
-            match instruction:
-                case SendToWorker(worker=worker, message=message):
-                    self._say(worker, message)
-                case SendToShards(decision=decision):
-                    self._decide(decision)
-                case SendToAll(message=adopt):
-                    self._have_adopted(adopt)
-                case SendReply(asker=asker, message=message):
-                    if isinstance(asker, Peer):
-                        asker.say(message)
-                case SetTimer(timer=timer, at_s=at_s):
-                    self._set_timer(timer, at_s)
-                case AppendHistory(record=record):
-                    self._record(record)
-                case WriteLog(text=text, level=level):
-                    _log.log(level, "%s", text)
-                case RejectPeer(error=error):
-                    raise error
+        if self._host is not None:
+            self._host.hear(event)
 
-    def _set_timer(self, timer: Timer, at_s: float | None) -> None:
-        if timer in self._timers:
-            self._timers.pop(timer).cancel()
-        if at_s is not None and not self.is_over:
-            self._timers[timer] = asyncio.get_running_loop().call_at(at_s, self._on_timer, timer)
-
-    def _on_timer(self, timer: Timer) -> None:
-        del self._timers[timer]
-        self._tell_lead(TimePassed(_now_s(), timer))
-
-    def _decide(self, decision: Decision) -> None:
-        """Have all shards carry out what the coordinator decided."""
+    def send_to_shards(self, decision: Decision) -> LostContribution | None:
+        """Have all shards carry out what the coordinator decided; returns what this one lost by it."""
         for shard in self._shards:
             shard.say(decision)
         self._marks.look_soon()
-        loss = self.decide(decision)
-        if loss is not None:
-            self._tell_lead(PushLost(_now_s(), decision.model, loss.push))
+        return self.decide(decision)
 
-    def _say(self, worker: int, message: ToWorker) -> None:
+    def send(self, worker: int, message: ToWorker) -> None:
         if worker in self._guests:
             self._guests[worker].say(message)
 
@@ -734,16 +690,12 @@ class Shard:
         if self._lead is None:
             self._tell_chief(message)
         else:
-            self._tell_lead(ShardSaid(_now_s(), message))
+            self._tell_lead(ShardSaid(now_s(), message))
 
     def _tell_chief(self, message: FromShard) -> None:
         """Send it to the shard that coordinates; nothing if that is just being lost."""
         if self._chief is not None and self._chief.is_open:
             self._chief.send(pack(message))
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:

@@ -1,0 +1,107 @@
+"""The coordinator on the first shard: hears events, and has what it says carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.coordinator.events import LifeOver, PushLost, TimePassed
+from offbeat.coordinator.instructions import (
+    AppendHistory,
+    RejectPeer,
+    SendReply,
+    SendToAll,
+    SendToShards,
+    SendToWorker,
+    SetTimer,
+    WriteLog,
+)
+from offbeat.server.shard.peer import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.coordinator.coordinator import Coordinator
+    from offbeat.coordinator.events import CoordinatorEvent
+    from offbeat.coordinator.instructions import Timer
+    from offbeat.coordinator.loss import LostContribution
+    from offbeat.history import Record
+    from offbeat.protocol.messages import Decision, ToWorker
+    from offbeat.protocol.plan_swap import AdoptPlan
+
+_log = logging.getLogger("offbeat")
+
+
+class InstructionHandler(Protocol):
+    """The shard, as far as the coordinator has it do something."""
+
+    def send(self, worker: int, message: ToWorker) -> None:
+        """Send a message to a worker; nothing if it is not connected."""
+
+    def send_to_shards(self, decision: Decision) -> LostContribution | None:
+        """Have all shards carry out a decision; returns what this one lost by it."""
+
+    def send_to_all(self, adopt: AdoptPlan) -> None:
+        """Tell all shards and workers which plan holds."""
+
+
+class CoordinatorHost:
+    """Runs one coordinator on an event loop.
+
+    Args:
+        shard: carries out what is for workers and shards.
+        record: writes the history.
+    """
+
+    def __init__(self, coordinator: Coordinator, shard: InstructionHandler, record: Callable[[Record], None]) -> None:
+        self._coordinator, self._shard, self._record = coordinator, shard, record
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+
+    def hear(self, event: CoordinatorEvent) -> None:
+        """Have the coordinator hear of an event, and do what it says.
+
+        Raises:
+            PeerError: if whoever the event came from is to blame for it.
+        """
+        shard = self._shard
+        for instruction in self._coordinator.handle(event):
+            match instruction:
+                case SendToWorker(worker=worker, message=message):
+                    shard.send(worker, message)
+                case SendToShards(decision=decision):
+                    if (loss := shard.send_to_shards(decision)) is not None:
+                        self.hear(PushLost(event.at_s, decision.model, loss.push))
+                case SendToAll(message=adopt):
+                    shard.send_to_all(adopt)
+                case SendReply(asker=Peer() as asker, message=message):
+                    asker.say(message)
+                case SetTimer(timer=timer, at_s=at_s):
+                    self._set_timer(timer, at_s)
+                case AppendHistory(record=record):
+                    self._record(record)
+                case WriteLog(text=text, level=level):
+                    _log.log(level, "%s", text)
+                case RejectPeer(error=error):
+                    raise error
+
+    def stop(self) -> None:
+        """Have nothing decided any more, nor anything happen later."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self.hear(LifeOver(now_s()))
+
+    def _set_timer(self, timer: Timer, at_s: float | None) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
+        if at_s is not None and not self._coordinator.is_over:
+            self._timers[timer] = asyncio.get_running_loop().call_at(at_s, self._on_timer, timer)
+
+    def _on_timer(self, timer: Timer) -> None:
+        del self._timers[timer]
+        self.hear(TimePassed(now_s(), timer))
+
+
+def now_s() -> float:
+    """Monotonic seconds, as the running loop counts them."""
+    return asyncio.get_running_loop().time()
