@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 
 
 class Coordinator:
-    """Coordinates all models of a job in one life of its server.
+    """Coordinates all models of a job in one incarnation of its server.
 
     Args:
         read_plan: from TOML; raises PlanError.
-        life: of the server.
+        life: number of this incarnation.
         check_hyper: raises PeerError if an optimizer cannot go on with the hyper-parameters that a worker brings.
     """
 

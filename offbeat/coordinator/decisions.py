@@ -50,7 +50,7 @@ class Decisions:
         return has_applied
 
     def carry_out(self, model: int, actions: Iterable[Action]) -> None:
-        """Tell workers and shards what was decided; nothing when this life is over."""
+        """Tell workers and shards what was decided; nothing when this incarnation is over."""
         if self._job.is_over:
             return
         one = self._job.models[model]

@@ -178,7 +178,7 @@ class PatienceOver(CoordinatorEvent):
 
 @dataclass(frozen=True)
 class LifeOver(CoordinatorEvent):
-    """Nothing is decided any more: what would follow could be in no snapshot, or another life begins."""
+    """Nothing is decided any more: what would follow could be in no snapshot, or another incarnation begins."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class JobRecord:
-    """One job in one life of its server.
+    """One job in one incarnation of its server.
 
     Args:
-        life: of the server.
+        life: number of this incarnation.
         out: what this event leads to.
         now_s: time of this event.
         is_over: nothing is decided any more.

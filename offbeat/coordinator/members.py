@@ -162,7 +162,7 @@ class Membership:
             if one.runner.started:
                 self._log_joined(one, worker)
         else:
-            # What it holds is not brought any more, or again under a number of this life: that one is not given again.
+            # What it holds is not brought any more, or again under another number, which is not given again.
             least = back.clock + (back.holds and back.life == job.life)
             actions = one.runner.join(worker, least=least, weight=back.weight)
         job.out.decide(AdmitWorker(model, worker, one.runner.state.members[worker].step, event.entry))

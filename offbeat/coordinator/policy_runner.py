@@ -129,7 +129,7 @@ class PolicyRunner:
         if not self.started:
             self.world -= 1
             self._left_early.add(worker)
-        self._explained = self.explain()
+        self._explained = self._explain()
         return self.tell(Left(worker, self.now_s(), returns))
 
     def note_end(self, worker: int, end: str) -> None:
@@ -232,12 +232,12 @@ class PolicyRunner:
             running_s=now_s - self.since_s,
             workers=seen,
             note=note,
-            pace=pace or self.explain(),
+            pace=pace or self._explain(),
             world=world,
             plan=plan,
         )
 
-    def explain(self) -> str:
+    def _explain(self) -> str:
         """Who paces the rounds and why, if the policy can tell; while some have stepped out, what it was before."""
         if not isinstance(self.policy, Explains):
             return ""

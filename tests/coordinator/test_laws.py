@@ -42,6 +42,8 @@ from offbeat.protocol.shards import (
     ModelFilled,
     PushDone,
     PushNearlyDone,
+    WithdrawContribution,
+    WorkerDrained,
     WorkerRemoved,
 )
 from offbeat.protocol.training import (
@@ -77,9 +79,9 @@ read_plan = functools.cache(Plan.from_toml)
 small = st.integers(0, 3)
 
 
-def details(plan: str, back: Reconnect | None = None) -> ModelInfo:
+def details(plan: str, shards: int, back: Reconnect | None = None) -> ModelInfo:
     spec = OptimizerSpec("SGD", (HYPER,), (("a",),))
-    return ModelInfo(WORLD, 1, 1, plan, "layout", ("a",), (), spec, back)
+    return ModelInfo(WORLD, shards, shards, plan, "layout", ("a",), (), spec, back)
 
 
 def loader(samples: int, ahead: int) -> RegisterLoader:
@@ -121,6 +123,7 @@ said = st.one_of(
 )
 moves = st.one_of(
     st.tuples(st.just("goes on"), RANKS),
+    st.tuples(st.just("pushes in part"), RANKS),
     st.tuples(st.just("all go on")),
     st.tuples(st.just("all ask"), st.sampled_from([LOADING, "a"]), st.booleans()),
     st.tuples(st.just("all load"), st.integers(1, 2)),
@@ -136,7 +139,8 @@ moves = st.one_of(
 class Owner:
     """Plays a coordinator as a server does, with workers that go on as they should, and say what they should not."""
 
-    def __init__(self, plan: str) -> None:
+    def __init__(self, plan: str, shards: int) -> None:
+        self.shards, self.drains = shards, list[WorkerDrained]()
         self.plan, self.now_s, self.counts = plan, 0.0, Counter[str]()
         self.coordinator = self.fresh()
         self.events: list[CoordinatorEvent] = []
@@ -147,8 +151,9 @@ class Owner:
         self.decided: set[tuple[int, int]] = set()
         self.proposed: dict[int, PlanProposed] = {}
         self.asked = 0
-        self.hear(ModelBegun(0.0, 0, details(plan)))
-        self.hear(ShardSaid(0.0, ModelFilled(0)))
+        self.hear(ModelBegun(0.0, 0, details(plan, shards)))
+        for _ in range(shards):
+            self.hear(ShardSaid(0.0, ModelFilled(0)))
 
     @staticmethod
     def fresh() -> Coordinator:
@@ -171,8 +176,11 @@ class Owner:
                 case SendToShards(decision=DropContribution(worker=worker, clock=clock)):
                     assert (worker, clock) not in self.decided, "once"
                     self.decided.add((worker, clock))
-                case SendToShards(decision=WorkerRemoved(worker=worker)):
+                case SendToShards(decision=WorkerRemoved(worker=worker, number=number)):
                     self.go.pop(worker, None)
+                    self.drains += [WorkerDrained(0, number)] * bool(number)
+                case SendToShards(decision=WithdrawContribution()):
+                    self.counts["withdrawn"] += 1
                 case SetTimer(timer=timer, at_s=None):
                     self.timers.pop(timer, None)
                 case SetTimer(timer=timer, at_s=at_s):
@@ -195,11 +203,13 @@ class Owner:
 
     def move(self, kind: str, *about: Any) -> None:
         self.now_s += 0.01
+        while self.drains:
+            self.hear(ShardSaid(self.now_s, self.drains.pop()))
         match kind, about:
             case "opens", (worker, back):
                 self.decided = {push for push in self.decided if push[0] != worker}
                 self.here.add(worker)
-                self.hear(WorkerOpened(self.now_s, worker, 0, details(self.plan, back)))
+                self.hear(WorkerOpened(self.now_s, worker, 0, details(self.plan, self.shards, back)))
             case "says", (worker, message) if worker in self.here:
                 self.hear(WorkerSaid(self.now_s, worker, message, b"{}", "asker"))
             case "leaves", (worker, is_lost) if worker in self.here:
@@ -212,6 +222,8 @@ class Owner:
                 self.pass_time(wait_s)
             case "goes on", (worker,) if worker in self.here:
                 self.go_on(worker)
+            case "pushes in part", (worker,) if worker in self.here:
+                self.go_on(worker, shards=1)
             case "all go on", ():
                 for worker in sorted(self.here):
                     self.go_on(worker)
@@ -232,8 +244,8 @@ class Owner:
                 self.hear(TimePassed(self.now_s, timer))
         self.now_s = until_s
 
-    def go_on(self, worker: int) -> None:
-        """It agrees to what is proposed, pulls, computes, pushes."""
+    def go_on(self, worker: int, shards: int | None = None) -> None:
+        """It agrees to what is proposed, pulls, computes, pushes; to so many shards, or all."""
         if (proposed := self.proposed.pop(worker, None)) is not None:
             agrees = PlanAgreement(proposed.number, read_plan(proposed.plan).digest)
             self.hear(WorkerSaid(self.now_s, worker, agrees))
@@ -250,8 +262,9 @@ class Owner:
         about = ContributionInfo(4.0, (hyper,), change=change, step=go.step)
         self.hear(WorkerSaid(self.now_s, worker, Announce(0, go.step, about)))
         if self.coordinator.has_granted(0, (worker, go.step)) and worker in self.here:
-            self.hear(ShardSaid(self.now_s, PushNearlyDone(0, worker, go.step)))
-            self.hear(ShardSaid(self.now_s, PushDone(0, worker, go.step)))
+            for _ in range(shards or self.shards):
+                self.hear(ShardSaid(self.now_s, PushNearlyDone(0, worker, go.step)))
+                self.hear(ShardSaid(self.now_s, PushDone(0, worker, go.step)))
 
 
 def seen(coordinator: Coordinator) -> tuple[object, ...]:
@@ -266,11 +279,11 @@ def seen(coordinator: Coordinator) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 @settings(max_examples=40, deadline=None)
-@given(first=st.booleans(), script=st.lists(moves, min_size=25, max_size=60))
+@given(first=st.booleans(), shards=st.integers(1, 2), script=st.lists(moves, min_size=25, max_size=60))
 def test_whatever_workers_say_is_answered_in_instructions_that_a_replay_repeats(
-    plan: Plan, first: bool, script: list[tuple[Any, ...]]
+    plan: Plan, first: bool, shards: int, script: list[tuple[Any, ...]]
 ) -> None:
-    owner = Owner(plan.to_toml())
+    owner = Owner(plan.to_toml(), shards)
     for worker in range(WORLD) if first else ():
         owner.move("opens", worker, None)
     for kind, *about in script:
