@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,16 @@ def test_a_class_name_occurs_once() -> None:
             if isinstance(node, ast.ClassDef) and node.name != "State":
                 where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
+# Read where a process begins: by a run, and by the edges, which start it. `settings_from` is handed the variables.
+READS_THE_ENVIRONMENT = {"run/environment.py", "server/launch.py", "fault_spec.py"}
+EDGES = {"cli", "lab", "testing"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_environment_is_read_in_one_place(path: Path) -> None:
+    if room_of(path) in EDGES or str(path.relative_to(ROOT)) in READS_THE_ENVIRONMENT:
+        return
+    names = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    assert not [name for name in names if isinstance(name, str) and re.fullmatch("OFFBEAT_[A-Z_]+", name)]

@@ -55,6 +55,11 @@ class SentinelWitness:
         self._leaving = False
         self.exchanges, self._stamp = 0, 0  # of all models together, in the same order on every rank
 
+    @property
+    def watch(self) -> SentinelClient:
+        """This worker's handle on its sentinel."""
+        return self._watch
+
     def waiting(self, awaited: WaitContext) -> None:
         self._leaving = self._leaving or awaited.operation == END_OF_RUN
         self._watch.say(

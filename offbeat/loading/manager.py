@@ -16,7 +16,7 @@ from offbeat.errors import ModelError
 from offbeat.loading import position
 from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loading.loader_check import LoaderCheck
-from offbeat.loading.replicated_source import ReplicatedSource, Timing
+from offbeat.loading.replicated_source import BatchSizes, ReplicatedSource, Timing
 from offbeat.loading.server_source import ServerSource
 from offbeat.loading.sharded_loader import ShardedLoader, sampler_of
 from offbeat.protocol.checkpoints import DEALING
@@ -357,12 +357,10 @@ class LoaderManager:
                 drop_last=spec.drop_last,
             ),
             self._plan.tuning,
-            batch=spec.batch,
-            least=spec.least,
+            BatchSizes(spec.batch, spec.least, self._keeps),
             control=self._control,
             take_timings=lambda: [Timing(*one) for one in self._metrics.take_recent()],
             kept=spec.ahead + _MOST_UNTOLD if self._outlives else 0,
-            keeps=self._keeps,
         )
 
     # -- from one fabric to the other ----------------------------------------------------------------------------

@@ -75,6 +75,20 @@ class LeaseBook:
     open: tuple[tuple[int, int, int], ...] = ()
 
 
+class BatchSizes(NamedTuple):
+    """How large the workers' batches are.
+
+    Args:
+        mean: samples of a worker's batch on average.
+        least: samples of any batch.
+        keeps: what stays as it is when workers come and go, if batches are not tuned.
+    """
+
+    mean: int
+    least: int = 1
+    keeps: Keeps = "local_batch"
+
+
 class LeaseStep(NamedTuple):
     """What was known before a batch was taken, and after."""
 
@@ -88,31 +102,27 @@ class ReplicatedSource:
     Args:
         leases: how the dataset is dealt out.
         tune: how batches follow the machines; None if they are all alike.
-        batch: samples of a worker's batch on average.
-        least: samples of any batch.
+        sizes: of the batches.
         control: how the workers tell each other.
         take_timings: this worker's steps since the last call.
         kept: for how many rounds leases are kept open; 0 where nobody can be lost.
-        keeps: what stays as it is when workers come and go, if batches are not tuned.
     """
 
     def __init__(
         self,
         leases: Leases,
         tune: BatchTuning | None,
+        sizes: BatchSizes,
         *,
-        batch: int,
-        least: int = 1,
         control: ControlGroup,
         take_timings: Callable[[], Sequence[Timing]],
         kept: int = 0,
-        keeps: Keeps = "local_batch",
     ) -> None:
         self.leases = leases
         self._tune, self._control, self._take_timings = tune, control, take_timings
-        self._batch, self._total, self._least = batch, batch * control.world, least
-        self._kept, self._keeps, self._world = kept, keeps, control.world
-        tuning = None if tune is None else tune.init(self._total, together=True, floor=least)
+        self._sizes, self._total = sizes, sizes.mean * control.world
+        self._kept, self._world = kept, control.world
+        tuning = None if tune is None else tune.init(self._total, together=True, floor=sizes.least)
         self._book = self._join(LeaseBook(leases.init(), tuning, ()), control.members)
         self._at = self._book  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
@@ -247,7 +257,7 @@ class ReplicatedSource:
         self.leases = dataclasses.replace(self.leases, seed=seed)
         pool, tuning = self.leases.from_plain(state["leases"]), self._book.tuning
         if self._tune is not None and state["tuning"] is not None:
-            tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._least)
+            tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._sizes.least)
         present, then = self._book.members, tuple(sorted(pool.at))
         if then != present and self._control.rank == present[0]:
             _log.warning(
@@ -255,7 +265,7 @@ class ReplicatedSource:
                 "what others had been dealt is dealt out again; %s.",
                 ", ".join(map(str, then)),
                 ", ".join(map(str, present)),
-                what_changes("global_batch" if self._tune is not None else self._keeps),
+                what_changes("global_batch" if self._tune is not None else self._sizes.keeps),
             )
         book = LeaseBook(pool, tuning, then, round_, over)
         for rank in set(then) - set(present):
@@ -277,7 +287,7 @@ class ReplicatedSource:
     def _from_plain(self, plain: Mapping[str, Any]) -> LeaseBook:
         tuning = self._book.tuning
         if self._tune is not None and plain["tuning"] is not None:
-            tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._least)
+            tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._sizes.least)
         return LeaseBook(
             self.leases.from_plain(plain["leases"]),
             tuning,
@@ -336,7 +346,7 @@ class ReplicatedSource:
         for rank in book.members:
             if rank not in book.over:
                 count = min(counts[rank], self.leases.samples)
-                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._least)
+                pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._sizes.least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         return pool, tuning, parts
@@ -345,7 +355,7 @@ class ReplicatedSource:
         """The batch of each member in this round."""
         if self._tune is not None and book.tuning is not None:
             return self._tune.plan(book.tuning, book.round)
-        return None, even_batches(self._batch, self._world, book.members, self._keeps)
+        return None, even_batches(self._sizes.mean, self._world, book.members, self._sizes.keeps)
 
     def _use(self, book: LeaseBook, *, before: int) -> LeaseBook:
         """Take the leases of the rounds before this one for used; but for those of who is lost."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from offbeat.diagnosis.sentinel_client import SentinelClient
     from offbeat.diagnosis.stall_witness import SentinelWitness
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.worker_context import WorkerContext
@@ -56,7 +55,7 @@ class ElasticJoin:
         models: those prepared; more may come.
         data: of the run's loops.
         newcomer: this worker, if it comes to others.
-        watch, witness: of the workers; None if there is none.
+        witness: of the workers; None if there is none.
         history: the name of the run's history.
     """
 
@@ -68,14 +67,13 @@ class ElasticJoin:
         data: LoaderManager,
         *,
         newcomer: JoinClient | None,
-        watch: SentinelClient | None,
         witness: SentinelWitness | None,
         history: str,
     ) -> None:
         assert context.group is not None
         self._newcomer, self._control, self._group = newcomer, context.control, context.group
         self._waiter, self._models = context.waiter, models
-        self._watch, self._witness, self._data, self._history = watch, witness, data, history
+        self._witness, self._data, self._history = witness, data, history
         self._plan, self._has_come = Plan(), False
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
         self._is_last = False  # the last of them has stepped, so the loop begins again
@@ -137,10 +135,10 @@ class ElasticJoin:
 
     def _describe(self) -> JobInfo | None:
         # Data that is not leased is dealt out for the whole job.
-        if self._watch is None or len(self._data.leased) < len(self._data.loaders):
+        if self._witness is None or len(self._data.leased) < len(self._data.loaders):
             return None
         claims = tuple(JoinCheck(*one) for one in self._control.compared)
-        return JobInfo(self._plan.to_toml(), self._watch.hub, self._watch.token, self._history, claims)
+        return JobInfo(self._plan.to_toml(), self._witness.watch.hub, self._witness.watch.token, self._history, claims)
 
     def _state(self, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
         return {

@@ -275,7 +275,6 @@ class WorkerSession:
                 self.models,
                 self.data,
                 newcomer=meeting.newcomer,
-                watch=self._watch,
                 witness=self._witness,
                 history=job,
             )
