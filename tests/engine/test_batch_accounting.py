@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from offbeat.engine.batch_accounting import BatchAccount, BatchCounts
+from offbeat.errors import ModelError
 
 
 def drawn(*sizes: int) -> BatchAccount:
@@ -46,6 +49,14 @@ def test_what_is_put_back_weighs_nothing() -> None:
     assert share.uncomputed == 1
     share.put_back(BatchCounts(1))
     assert (share.weight, share.samples, share.uncomputed) == (1.0, 4, 0)
+    share.forward()  # of the batch before: it is the only one
+
+
+def test_of_several_batches_it_cannot_be_told_which_is_trained_if_one_does_not_count() -> None:
+    share = drawn(4)
+    share.draw(real=False, source=0, weight=0.0)
+    with pytest.raises(ModelError, match="2 were drawn before this forward pass"):
+        share.forward()
 
 
 def test_a_batch_that_is_computed_a_second_time_weighs_once() -> None:

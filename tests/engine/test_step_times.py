@@ -43,8 +43,8 @@ def test_all_hear_what_each_has_said(dtype: torch.dtype) -> None:
 
 
 def test_who_has_no_place_says_nothing_and_where_nobody_wants_to_know_there_is_none() -> None:
-    outside = StepTimes(3, 3, lambda: [1.0], are_told=True)
-    place = torch.zeros(outside.room())
+    outside = StepTimes(3, 3, lambda: [1.0, 2.0], are_told=True)
+    place = torch.zeros(outside.room(every=2))
     outside.write(place)
     assert not place.any()
     assert StepTimes(0, 3, lambda: [1.0], are_told=False).room() == 0

@@ -132,7 +132,7 @@ def test_the_same_error_everywhere_is_said_once(tmp_path: Path) -> None:
 
 
 def test_reports_that_do_not_bear_on_the_end_are_left_out(tmp_path: Path) -> None:
-    stall(tmp_path, 0, DEAD | {"reason": "sleeping"}, fatal=False, step=2)  # step 2 was completed later
+    stall(tmp_path, 0, DEAD | {"reason": "sleeping"}, fatal=False, step=5)  # step 5 was completed later
     stall(tmp_path, 1, fatal=False, step=6, note="All have arrived: what is left is the transfer itself.")
     (tmp_path / "stall-rank2.json").write_text('{"rank": 2, "cul')
     stall(tmp_path, 3, {"rank": 1, "reason": "absent"}, step=9)  # nobody says more before they have met

@@ -38,6 +38,18 @@ def test_sums_per_worker(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_written_while_one_looks_is_read_once(tmp_path: Path) -> None:
+    records = [step(0, number) for number in range(6)]
+    whole = write(tmp_path, records).read_bytes()
+    path = write(tmp_path, records[:1])
+    reader = Records(path)
+    seen = [len(reader.new())]
+    for end in (2, 4, 6):
+        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:end]))
+        seen.append(len(reader.new()))
+    assert seen == [1, 1, 2, 2]
+
+
 def test_nobody_sets_the_pace_of_equals(tmp_path: Path) -> None:
     records = [step(rank, number) for number in range(5) for rank in (0, 1)]
     assert "No worker stands out" in pace(Records(write(tmp_path, records)).all())

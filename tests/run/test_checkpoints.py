@@ -129,6 +129,28 @@ def test_a_job_that_is_killed_while_it_writes_leaves_the_one_before(
     assert (was_there, step) == (True, STEPS + 1)
 
 
+def test_one_that_is_written_again_and_not_to_its_end_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.suffix == ".json":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with offbeat.init() as run:
+        model = nn.Linear(3, 1)
+        replica, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, tmp_path, generators=False, model=replica)
+        checkpoints.save()
+        nn.init.ones_(model.weight)
+        monkeypatch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save()
+        assert not checkpoints.load(), "and the one before is gone"
+
+
 def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

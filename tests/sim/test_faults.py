@@ -93,6 +93,14 @@ def test_all_wait_for_who_is_stopped_as_long_as_the_timeout_says() -> None:
     assert struck(served(ASP()), Fault(worker=1, step=8, kind="sigstop", seconds=20)).others_s[0] < 0.5  # type: ignore[operator]
 
 
+def test_all_wait_for_who_is_on_a_slow_link_and_the_longer_the_slower_it_is() -> None:
+    ten, hundred = (
+        struck(served(BSP()), Fault(worker=1, step=8, kind="slow-link", seconds=10, factor=factor)).simulated_s
+        for factor in (10.0, 100.0)
+    )
+    assert usual(served(BSP())).simulated_s + 0.1 < ten < hundred - 1.0
+
+
 def test_who_is_killed_is_missed_after_the_grace_and_is_in_no_figure() -> None:
     found = struck(served(BSP()), Fault(worker=1, step=8, kind="sigkill"))
     assert found.others_s == [pytest.approx(gone_s(), abs=0.4)]
