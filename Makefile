@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-random lint docs faults growth threads results results-page predictions limits clean
+.PHONY: demo test test-slow test-random lint mutants docs faults growth threads results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -26,6 +26,9 @@ test-slow: $(STAMP)  ## the long ones, which CI leaves out
 test-random: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 test-random: $(STAMP)  ## the tests of `make test` in another order each time, or in that of SEED=...
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --random-order-seed $(SEED)
+
+mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (half an hour; ARGS="--room sync" for one room)
+	$(BIN)/python -m tests.mutants --json tests/mutants/result.json $(ARGS)
 
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.docs.command_line

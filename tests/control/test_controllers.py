@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import copy
 
 import pytest
 
@@ -62,7 +63,7 @@ class ToItself(Flapping):
     """Swaps for what decides already."""
 
     def decide(self, metrics: Metrics) -> Keep | Swap:
-        return Swap(metrics.sync, "it is good")
+        return Swap(copy(metrics.sync), "it is good")
 
 
 @pytest.mark.parametrize(

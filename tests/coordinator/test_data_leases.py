@@ -196,6 +196,16 @@ def test_what_was_computed_from_a_lease_that_is_not_ones_own_does_not_count() ->
     assert {*mine.pieces, *theirs.pieces} & pieces, "both are dealt again"
 
 
+def test_a_lost_worker_that_comes_back_is_dealt_to_afresh() -> None:
+    one = Class(2)
+    for worker in range(2):
+        one.enrol(worker)
+    one.announce(1, one.draw(1))
+    one.dealer.lose(1)
+    one.enrol(1)
+    assert one.dealer.refill(1) == {}, "it has brought nothing since"
+
+
 @pytest.mark.parametrize("arrived", [False, True])
 def test_what_a_lost_worker_may_have_brought_waits_until_that_is_clear(arrived: bool) -> None:
     one = Class(2)

@@ -10,10 +10,11 @@ import pytest
 import tomli_w
 import torch
 
+from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import NetworkError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan, table_of
-from offbeat.protocol.plan_swap import PlanProposed
+from offbeat.protocol.plan_swap import PlanAgreement, PlanProposed
 from offbeat.server.client.client import Client
 from offbeat.sync import ASP, BSP, SSP, RoundRobin
 from tests.server.in_process import Together
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
     from offbeat.sync import Policy
 
 PLAN = Plan(fabric=ParameterServer())
+
+
+def test_all_meet_at_the_first_place_that_nobody_has_passed() -> None:
+    proposal = PlanProposal(1, PLAN, "", [], 0.0, ["rank 0"], waiting={0, 1, 2})
+    for worker, place in ((0, 3), (1, 7), (2, 5)):
+        proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place))
+    assert proposal.is_decided
+    assert proposal.place == 7
 
 
 class Judge:

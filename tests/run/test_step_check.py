@@ -75,7 +75,7 @@ def without_prepare() -> tuple[list[list[str]], bool]:
     told = in_turn(lambda: trains(2), warms_up)
     assert not trained_unprepared()
     os.environ["OFFBEAT_STORE"] += "-2"
-    return told + in_turn(lambda: trains(6)), trained_unprepared()
+    return told + in_turn(lambda: trains(3)), trained_unprepared()
 
 
 def test_steps_without_a_prepared_model_are_told_of() -> None:
