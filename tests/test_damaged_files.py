@@ -57,6 +57,7 @@ class Job:
             optimizer.zero_grad()
             self.checkpoints.save()
             self.weights.append(net.weight.tolist())
+        self.checkpoints.wait()
         self.files = {path: path.read_bytes() for path in folder.iterdir()}
         self.newest = folder / "run-000002.pt"
 
@@ -172,7 +173,7 @@ def test_what_save_would_not_write_is_passed_over(
 ) -> None:
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda states, file: real(INSIDE[what](states), file))
-    assert job.checkpoints._write(job.newest, torch.load(job.newest, weights_only=True))
+    job.checkpoints._write(job.newest, torch.load(job.newest, weights_only=True), 2, 1)
     assert job.loaded() == 1
     assert "Cannot go on from run-000002.pt, which holds no checkpoint" in caplog.text
     assert len(caplog.text) < 1000
@@ -196,7 +197,7 @@ class Strange:
 def test_what_torch_has_to_be_told_of_first_is_not_passed_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda states, file: real(states | {"run": Strange()}, file))
-    assert job.checkpoints._write(job.newest, torch.load(job.newest, weights_only=True))
+    job.checkpoints._write(job.newest, torch.load(job.newest, weights_only=True), 2, 1)
     there = sorted(job.newest.parent.iterdir())
     with pytest.raises(
         ModelError, match=r"run-000002.pt: Unsupported global: .*Strange.* with torch.*add_safe_globals\.$"

@@ -13,5 +13,5 @@
 * `fabric_migration` - from all-reduce to a parameter server and back while training
 * `elastic_join` - workers that join a job without a server while it trains
 * `uneven_inputs` - `with model.join()`: inputs that end on one worker sooner than on others
-* `checkpoints` - checkpoints of a job as files
+* `checkpoints` - checkpoints of a job as files; `background_writer` - the thread that writes them
 """

@@ -6,14 +6,18 @@
     run-000120.json        size and hash of the first; written last, so a checkpoint without it was never finished
     run-000120.rank3.json, run-000120.rank3-codec.json    likewise
 
-All are written under another name and moved into place, as a job may be killed at any moment.
+All are written under another name and moved into place, as a job may be killed at any moment. That is done by a thread
+while the training goes on, with a copy of the states; so the memory holds two of them meanwhile, and never more: a
+checkpoint waits for the one before.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
@@ -25,11 +29,12 @@ from xxhash import xxh3_128
 from offbeat.engine import state_checks
 from offbeat.errors import ModelError
 from offbeat.run import run_state
+from offbeat.run.background_writer import BackgroundWriter
 from offbeat.run.replica import Replica
 from offbeat.safe_read import UnreadableError, open_file, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator
 
     from offbeat.run.run import Run
 
@@ -99,31 +104,55 @@ class Checkpoints:
             )
         self._run, self._folder, self._keep, self._generators = run, Path(folder), keep, generators
         self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
+        self._writer = BackgroundWriter("offbeat-checkpoints")
+        run._session.resources.callback(self._end)
 
     def save(self) -> Path | None:
-        """Write a checkpoint; the file, or None if another worker writes it, or it cannot be written, which is said.
+        """Make a checkpoint; the file that it will be, or None if another worker writes it.
 
         Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
-        replicas differ (see `Run.settle`) settle before.
+        replicas differ (see `Run.settle`) settle before. The states are copied, and a thread writes them: it is there
+        after `wait`, or the end of the run. If it cannot be written, that is said, and the training goes on.
 
         Raises:
             ModelError: if a part's state is such that `load` would refuse it.
         """
         path, run = self._folder / f"run-{self._run.step:06d}.pt", self._run
+        states_of: dict[Path, Mapping[str, Any]] = {}
         if self._generators:
-            self._write(_of_rank(path, run.rank), run.rng_state())
+            states_of[_of_rank(path, run.rank)] = run.rng_state()
         if codec := run_state.codec_state(run._session):
-            self._write(_codec_of(path, run.rank), codec)
-        is_written = False
+            states_of[_codec_of(path, run.rank)] = codec
         if run.is_first:
             states = {name: part.state_dict() for name, part in self._parts.items()} | {"run": run.state_dict()}
             if why := state_checks.why_not(states):
                 raise ModelError(
                     f"Cannot make a checkpoint of {', '.join(self._parts)}: {why}. Save less in its state."
                 )
-            is_written = self._write(path, states)
-        self._remove_old()
-        return path if is_written else None
+            states_of[path] = states
+        step, world, is_first, rank = run.step, run.world, run.is_first, run.rank
+        self.wait()  # before there are more copies
+        copies = {where: _copy_of(states) for where, states in states_of.items()}
+
+        def write() -> None:
+            for where, states in copies.items():
+                self._write(where, states, step, world)
+            copies.clear()
+            self._remove_old(rank, is_first=is_first)
+
+        self._writer.begin(write)
+        return path if is_first else None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written, or it was said why it cannot be."""
+        self._writer.wait()
+
+    def _end(self) -> None:
+        """The run ends: what is under way is written, and no failure of that keeps it from ending."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.warning("Cannot write the last checkpoint to %s: %s.", self._folder, _line(error))
 
     def load(self) -> bool:
         """Load the newest checkpoint that is whole; whether there is one. On every worker, after `prepare`.
@@ -138,6 +167,7 @@ class Checkpoints:
         """
         if self._run.has_joined:
             return False
+        self.wait()
         damaged: dict[Path, str] = {}
         for path in self._paths():
             states = self._read(path)
@@ -162,8 +192,8 @@ class Checkpoints:
 
     # -- one file ------------------------------------------------------------------------------------------------
 
-    def _write(self, path: Path, states: Mapping[str, Any]) -> bool:
-        """Write a file and its seal; whether that went well."""
+    def _write(self, path: Path, states: Mapping[str, Any], step: int, world: int) -> None:
+        """Write a file and its seal; if that cannot be, say so."""
         part, seal = path.with_name(f"{path.name}.part"), path.with_suffix(".json.part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +202,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             with part.open("rb") as file:
                 size, digest = _size_and_digest(file)
-            seal.write_bytes(msgspec.json.encode(_Seal(size, digest, self._run.step, self._run.world)))
+            seal.write_bytes(msgspec.json.encode(_Seal(size, digest, step, world)))
             path.with_suffix(".json").unlink(missing_ok=True)  # of one that was saved at this step before
             part.replace(path)
             seal.replace(path.with_suffix(".json"))
@@ -183,8 +213,6 @@ class Checkpoints:
                     left.unlink(missing_ok=True)
             why = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
             _log.warning("Cannot write the checkpoint %s: %s. Training goes on; those before it are kept.", path, why)
-            return False
-        return True
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """What is in a checkpoint; why it cannot be used, in words, if it cannot be."""
@@ -260,17 +288,42 @@ class Checkpoints:
         sealed = (path.with_suffix(".pt") for path in self._folder.glob("run-*.json"))
         return sorted((path for path in sealed if path.stem[4:].isdecimal()), key=_step_of, reverse=True)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, rank: int, *, is_first: bool) -> None:
         """By the first all that is older than what is kept; by the others what they wrote themselves."""
         kept, old = (paths := self._paths())[: self._keep], paths[self._keep :]
         if len(kept) < self._keep:
             return
-        mine = "*" if self._run.is_first else f"{self._run.rank}"
+        mine = "*" if is_first else f"{rank}"
         own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{mine}.json")]
         own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{mine}-codec.json")]
-        for path in [*(old if self._run.is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
+        for path in [*(old if is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
             for gone in (path.with_suffix(".json"), path):
                 gone.unlink(missing_ok=True)
+
+
+def _copy_of(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy that does not change any more, in the CPU's memory."""
+    return copy.deepcopy(states, dict(_moved(states, {})))
+
+
+def _moved(state: Any, moved: dict[tuple[Any, ...], torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Copies of tensors that `deepcopy` is not for, by their ids: on a GPU, where there may be no room; with a graph.
+
+    Args:
+        moved: what was copied so far; tensors that are one stay one.
+    """
+    if isinstance(state, torch.Tensor):
+        if state.device.type != "cpu" or not state.is_leaf:
+            key = (state.data_ptr(), state.dtype, state.shape, state.stride())
+            if key not in moved:
+                moved[key] = state.detach().to("cpu", copy=True)
+            yield id(state), moved[key]
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _moved(value, moved)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _moved(value, moved)
 
 
 def _told(damaged: Mapping[Path, str]) -> str:

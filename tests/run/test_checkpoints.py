@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import signal
+import threading
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -106,24 +110,24 @@ def test_if_all_are_damaged_it_is_refused_and_nothing_is_lost(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == there
 
 
-@pytest.mark.parametrize("moment", ["before the file", "before the seal"])
-def test_a_job_that_is_killed_while_it_writes_leaves_the_one_before(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends in the middle of what it does; nothing is cleaned up."""
-    train(tmp_path, STEPS)
-    wanted = ".pt" if moment == "before the file" else ".json"
+def killed_at(folder: str, wanted: str) -> None:
+    """Train a step more, and be killed in the middle of what the thread that writes does."""
     real = Path.replace
 
     def replace(path: Path, target: Path) -> Path:
         if target.suffix == wanted and target.stem == "run-000005":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
         return real(path, target)
 
-    monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, 1)
-    monkeypatch.undo()
+    Path.replace = replace  # type: ignore[assignment, method-assign]
+    train(Path(folder), 1)
+
+
+@pytest.mark.parametrize("moment", ["before the file", "before the seal"])
+def test_a_job_that_is_killed_while_it_writes_leaves_the_one_before(moment: str, tmp_path: Path) -> None:
+    """It ends in the middle of what it does; nothing is cleaned up."""
+    train(tmp_path, STEPS)
+    run_workers(1, killed_at, str(tmp_path), ".pt" if moment == "before the file" else ".json", faulty=0)
     assert (tmp_path / "run-000005.json.part").exists()
     was_there, _, step = train(tmp_path, 1)
     assert (was_there, step) == (True, STEPS + 1)
@@ -164,6 +168,89 @@ def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
     assert train(tmp_path, STEPS)[2] == 2 * STEPS
     assert "run-000005.pt: No space left on device. Training goes on" in caplog.text
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+
+def test_what_is_saved_is_what_was_there_and_the_training_goes_on_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is written when the parameters have changed; the next checkpoint, and the end, wait for it."""
+    real, order, may_write = torch.save, list[str](), threading.Event()
+
+    def slow(states: object, file: BinaryIO) -> None:
+        if ".pt" in file.name:
+            assert may_write.wait(20)
+            order.append(file.name.rpartition("/")[2])
+        real(states, file)
+
+    def let_it() -> None:
+        order.append("may")
+        may_write.set()
+
+    monkeypatch.setattr(torch, "save", slow)
+    with offbeat.init() as run:
+        model = nn.Linear(3, 1)
+        shared = {"one": model.weight.detach(), "another": model.weight.detach()}
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        checkpoints = offbeat.Checkpoints(run, tmp_path, model=replica, optimizer=optimizer, shared=Holder(shared))
+
+        def step() -> None:
+            replica(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        step()
+        saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+        first = checkpoints.save()
+        assert first == tmp_path / "run-000001.pt"
+        step()
+        assert not first.exists(), "nobody has waited for it"
+        assert not model.weight.equal(saved["model"]["weight"])
+        threading.Timer(0.3, let_it).start()
+        second = checkpoints.save()
+        assert order[:2] == ["may", "run-000001.pt.part"], "one at a time"
+        assert first.exists()
+        held = torch.load(first)
+        assert torch.equal(held["model"]["weight"], saved["model"]["weight"])
+        buffers = [one["state"][0]["momentum_buffer"] for one in (held["optimizer"], saved["optimizer"])]
+        assert torch.equal(*buffers)
+        assert held["shared"]["one"].data_ptr() == held["shared"]["another"].data_ptr(), "stays one"
+        checkpoints.wait()
+        assert second is not None
+        assert second.exists()
+        third = checkpoints.save()
+    assert third is not None
+    assert third.with_suffix(".json").exists(), "the end of a run waits"
+
+
+class Holder:
+    """A part with this state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_what_fails_for_another_reason_is_raised_at_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(states: object, file: object) -> None:
+        raise MemoryError("no room for a copy")
+
+    with offbeat.init() as run:
+        model, optimizer = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        graph = (net.weight * 2).sum()  # is not a leaf
+        checkpoints = offbeat.Checkpoints(run, tmp_path, model=model, optimizer=optimizer, loss=Holder({"last": graph}))
+        monkeypatch.setattr(torch, "save", fail)
+        checkpoints.save()
+        with pytest.raises(MemoryError, match="no room"):
+            checkpoints.save()
+        checkpoints.save()
+    assert f"Cannot write the last checkpoint to {tmp_path}: no room for a copy." in caplog.text
+    assert not list(tmp_path.glob("*.pt"))
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(2, [3, 4]), (3, [2, 3, 4])])
