@@ -65,6 +65,19 @@ def read_bytes(path: Path, what: str, way_out: str, error: type[OffbeatError], m
     raise error(f"Cannot read the {what} {_end_of(path)}: {why}. {way_out}")
 
 
+def _hint(text: str, why: str) -> str:
+    """The way out where a word stands without quotes, which is the usual mistake; else ""."""
+    at = re.search(r"Invalid value \(at line (\d+)", why)
+    line = text.split("\n")[int(at[1]) - 1] if at is not None else ""
+    found = re.fullmatch(r"\s*([A-Za-z0-9_.-]+)\s*=\s*([A-Za-z][A-Za-z0-9_.-]*)\s*(?:#.*)?", line)
+    if found is None or max(map(len, found.groups())) > _LONGEST_KEY:
+        return ""
+    key, word = found.groups()
+    if word.lower() in ("true", "false", "inf", "nan"):
+        return f" Write {key} = {word.lower()}, in lower case."
+    return f' A word stands in quotes: {key} = "{word}".'
+
+
 def decode(text: str, what: str, error: type[OffbeatError]) -> dict[str, Any]:
     """The table that a text describes.
 
@@ -89,7 +102,8 @@ def decode(text: str, what: str, error: type[OffbeatError]) -> dict[str, Any]:
     except RecursionError:
         raise error(f"Cannot read the {what}: it is nested more than {_DEEPEST} deep. Write it flatter.") from None
     except msgspec.DecodeError as reason:
-        raise error(f"Cannot read the {what}: it is not valid TOML ({brief(str(reason), 200)}).") from None
+        why = brief(str(reason), 200)
+        raise error(f"Cannot read the {what}: it is not valid TOML ({why}).{_hint(text, why)}") from None
     except ValueError:  # Python's own; it says how many digits it reads, and not where
         raise error(f"Cannot read the {what}: a number has thousands of digits; the largest is 2^63 - 1.") from None
     assert isinstance(table, dict)

@@ -130,3 +130,21 @@ def test_a_file_that_is_no_plan_is_refused_in_one_sentence(
 )
 def test_what_is_bounded_is_not_refused(value: Any) -> None:
     toml_reader.check_values(value, "plan", "plan", PlanError)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("dtype = float16", 'A word stands in quotes: dtype = "float16".'),
+        ("  dtype=bf16  # half", 'A word stands in quotes: dtype = "bf16".'),
+        ("seeded = True", "Write seeded = true, in lower case."),
+        ("dtype = ", ""),
+        ("dtype = 3x", ""),
+        (f"dtype = {'x' * 300}", ""),
+    ],
+)
+def test_a_word_without_quotes_is_told_with_its_line_and_the_way_out(line: str, hint: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        toml_reader.decode(f"[codec]\n{line}\n", "plan", PlanError)
+    assert "(at line 2" in str(caught.value)
+    assert str(caught.value).partition(").")[2].strip() == hint

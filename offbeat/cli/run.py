@@ -91,7 +91,8 @@ def run(
     from offbeat.plan import Plan
 
     if not script.is_file():
-        raise PlanError(f"Cannot run {script}: there is no such file.")
+        found = "it is no regular file" if script.exists() else "there is no such file"
+        raise PlanError(f"Cannot run {script}: {found}. Give the path of a Python script.")
     given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
     joining = None

@@ -91,7 +91,8 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise NetworkError(f"Cannot read the token in {path}: {error}.") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise NetworkError(f"Cannot read the token in {path}: {why}. Write one: openssl rand -hex 32.") from error
     if not token:
         raise NetworkError(f"Cannot use the token in {path}: the file is empty. Write one: openssl rand -hex 32.")
     return token

@@ -196,7 +196,9 @@ def append(path: Path, record: Record) -> None:
 
 def has_ended(path: Path) -> bool:
     """Whether all workers that have written to a metrics.jsonl lately have ended, as far as they could still say so."""
-    size_bytes = path.stat().st_size if path.exists() else 0
+    if not path.is_file():
+        return False
+    size_bytes = path.stat().st_size
     lately = Records(path, max(0, size_bytes - _LATELY_BYTES)).new()
     # A sample may be written just behind its worker's end; what is of the whole job has rank -1.
     last = {record.rank: record for record in lately if record.rank >= 0 and not isinstance(record, ResourceRecord)}

@@ -274,7 +274,8 @@ def test_a_job_that_ended_without_a_server_is_said_to_have_ended(tmp_path: Path)
 
 def test_what_cannot_be_joined(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)
-    for where, says in (("nowhere", "there is no such folder"), (".", "it has no server.json")):
+    cases = (("nowhere", "no such folder"), (path, "no such folder"), (".", "it has no server.json"))
+    for where, says in cases:
         code, output = offbeat("run", "--join", where, path, folder=tmp_path)
         assert code == 2
         assert says in " ".join(output.split())

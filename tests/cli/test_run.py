@@ -350,6 +350,9 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     code, output = offbeat("run", "nothing.py", folder=tmp_path)
     assert code == 2
     assert "Cannot run nothing.py: there is no such file." in output
+    (tmp_path / "folder").mkdir()
+    _, output = offbeat("run", "folder", folder=tmp_path)
+    assert "Cannot run folder: it is no regular file." in output
 
 
 @pytest.mark.parametrize("seconds", ["inf", "-inf", "nan", "1e400", "-1", "0", "0.01", "86401"])

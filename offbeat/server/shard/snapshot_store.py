@@ -57,7 +57,7 @@ class SnapshotStore:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
-            why = error.strerror
+            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             raise NetworkError(f"Cannot keep snapshots in {folder}: {why}. Choose another folder.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
