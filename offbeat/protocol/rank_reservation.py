@@ -1,4 +1,4 @@
-"""How newcomers get ranks of their own: the coordinator gives each to one of them, however many ask at once.
+"""Ranks for newcomers: the coordinator gives each rank to one of them, however many ask at once.
 
 `offbeat run --join`            coordinator
   | -- ReserveRanks(count) ---> |
