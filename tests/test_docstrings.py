@@ -79,16 +79,10 @@ def fault(text: str, node: Documented) -> str | None:
     return None
 
 
-# Rooms that are not rewritten yet.
-TO_DO = {"coordinator", "engine", "fabric", "loading", "run", "server", "sim"}
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_first_sentences_stand_by_themselves(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    if room not in TO_DO:
-        faults = {name or "the file": fault(text, node) for name, node, text in docstrings(path)}
-        assert not {name: reason for name, reason in faults.items() if reason}
+    faults = {name or "the file": fault(text, node) for name, node, text in docstrings(path)}
+    assert not {name: reason for name, reason in faults.items() if reason}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which contributions are whole at all shards, and what of them goes with a worker that is gone."""
+"""The arrival of contributions: which are whole at all shards, and what is withdrawn with a worker that is gone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Arrivals:
         self._job, self._leases = job, leases
 
     def nearly(self, message: PushNearlyDone) -> bool:
-        """Nearly all of a shard's blocks of a contribution have arrived; whether the policy is to know."""
+        """Note that nearly all of a shard's blocks of a contribution have arrived; whether the policy is to know."""
         one, push = self._job.model(message.model), (message.worker, message.clock)
         is_here = push[0] in one.runner.state.members
         return is_here and one.everywhere(one.nearly, push) and not one.is_too_early(push)
 
     def whole(self, message: PushDone) -> bool:
-        """All of a shard's blocks of a contribution have arrived; whether the policy is to know."""
+        """Note that all of a shard's blocks of a contribution have arrived; whether the policy is to know."""
         job, one, push = self._job, self._job.model(message.model), (message.worker, message.clock)
         is_here = push[0] in one.runner.state.members and message.entry == job.entries.get(push[0])
         if (not is_here and push not in one.open) or not one.everywhere(one.whole, push):
@@ -104,7 +104,7 @@ class Arrivals:
             one.record(push[0]).lost += 1
 
     def _withdraw(self, model: int, pushes: Iterable[Push]) -> None:
-        """What of these is not whole at all shards goes with its worker."""
+        """Withdraw with their worker those pushes that are not whole at all shards."""
         one = self._job.models[model]
         for worker, clock in pushes:
             samples = one.open.pop((worker, clock), None)

@@ -95,12 +95,12 @@ class Contributions:
         self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=about.ends))
 
     def nearly(self, message: PushNearlyDone) -> None:
-        """Nearly all of a shard's blocks of a contribution have arrived."""
+        """Handle that nearly all of a shard's blocks of a contribution have arrived."""
         if self._arrivals.nearly(message):
             self._decisions.tell(message.model, PushEnding(message.worker, message.clock, self._job.now_s))
 
     def whole(self, message: PushDone) -> None:
-        """All of a shard's blocks of a contribution have arrived."""
+        """Handle that all of a shard's blocks of a contribution have arrived."""
         if self._arrivals.whole(message):
             self._decisions.tell(message.model, Pushed(message.worker, message.clock, self._job.now_s))
 

@@ -1,4 +1,4 @@
-"""Asks the controller of the plan that holds, and has what it decides proposed."""
+"""The driver of the plan's controller: asks it, and has its decision proposed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ControllerDriver:
         self._ask_later()
 
     def ask(self) -> None:
-        """Something has happened."""
+        """Ask the controller after an event."""
         controller = self._controller
         metrics = None if controller is None else self._metrics(controller)
         if controller is None or metrics is None:
@@ -64,7 +64,7 @@ class ControllerDriver:
         self._out.log(f"{mine} cannot have {its} decide, and does not try again. {why}")
 
     def on_time(self) -> None:
-        """Its time has come again."""
+        """Ask at the timer, and set it again."""
         self._ask_later()
         self.ask()
 

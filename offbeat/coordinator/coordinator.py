@@ -1,4 +1,4 @@
-"""Decides for a whole job, without I/O and without a clock: `handle(event) -> instructions`.
+"""The coordinator decides for a whole job, without I/O and without a clock: `handle(event) -> instructions`.
 
 What happens comes in as events, each with its time; what is decided goes out as instructions, which the owner carries
 out in their order, each as soon as it can: the first shard of a server sends and sets timers, the simulator plays them.
@@ -132,7 +132,7 @@ class Coordinator:
 
     @property
     def models(self) -> dict[int, ModelRecord]:
-        """What is known of each model that is trained."""
+        """The records of all models that are trained."""
         return self._job.models
 
     @property
@@ -150,7 +150,7 @@ class Coordinator:
         return self._job.model(model).latest.get(push[0]) == push[1]
 
     def status(self, at_s: float) -> tuple[ModelStatus, ...]:
-        """How it goes, for people."""
+        """The status of all models, for people."""
         pace, present = self._leases.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
         return tuple(
@@ -167,11 +167,11 @@ class Coordinator:
         )
 
     def data_state(self) -> bytes:
-        """Where the data is, for a checkpoint."""
+        """The state of the data, for a checkpoint."""
         return self._data.state()
 
     def progress(self, model: int) -> TrainingProgress:
-        """How far the workers are, for a snapshot of what was decided so far."""
+        """The workers' progress, for a snapshot of what was decided so far."""
         data = self._leases.to_plain() if model == min(self.models) else {}
         return self.models[model].progress(data)
 
@@ -292,7 +292,7 @@ class Coordinator:
         self._controller.follow(None if present is None else present.controller)
 
     def _metrics(self, controller: Controller) -> Metrics | None:
-        """What the controller is told: of the model that was prepared first."""
+        """The metrics for the controller: of the model that was prepared first."""
         job = self._job
         return None if job.is_over or not job.started else job.models[min(job.models)].runner.metrics(controller)
 

@@ -1,4 +1,4 @@
-"""Deals out the data of a job, and tunes its batches; the coordinator's part of `offbeat.batching`, without I/O.
+"""The leases of a job's data, and the tuning of its batches; the coordinator's part of `offbeat.batching`, without I/O.
 
 A worker is dealt its next batch when it is released, not when it asks: that costs no round trip, and where the order of
 releases is fixed (strict `RoundRobin`), so is who computes what.
@@ -77,7 +77,7 @@ class LoaderLeases:
     rounds: dict[int, int] = field(default_factory=dict)
 
     def holds(self, worker: int) -> int:
-        """How many leases the worker has and has not brought."""
+        """Count the leases that the worker has and has not brought."""
         return len(self.pool.leased_to(worker))
 
     def draw(self, worker: int, now_s: float) -> list[Lease | EndOfEpoch]:
@@ -122,7 +122,7 @@ class Brought:
 
 
 class LeaseManager:
-    """Knows who has which samples.
+    """The leases of all workers and loaders.
 
     Args:
         tuning_of: how batches are tuned, in a plan's TOML; None if they are not.
@@ -171,7 +171,7 @@ class LeaseManager:
         return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
 
     def void(self, worker: int, about: RegisterLoader) -> tuple[int, ...]:
-        """Which of the leases that a worker came back with are not its own any more."""
+        """List the leases that a worker came back with and that are not its own any more."""
         leased = set(self._decks[about.loader].pool.leased_to(worker))
         return tuple(number for number in about.holds if number not in leased)
 
@@ -263,7 +263,7 @@ class LeaseManager:
     # -- leases --------------------------------------------------------------------------------------------------
 
     def refill(self, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
-        """As many leases as the worker's last contribution used, by loader."""
+        """Lease as much as the worker's last contribution used, by loader."""
         last = self._last.get(worker)
         if last is None:
             return {}
@@ -297,13 +297,13 @@ class LeaseManager:
         deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
 
     def what_changes(self) -> str:
-        """What becomes of batches and learning rate when workers come and go, in words, for people."""
+        """Say what becomes of batches and learning rate when workers join and leave."""
         decks = self._decks.values()
         keeps_total = any(deck.tuning is not None or deck.keeps == "global_batch" for deck in decks)
         return what_changes("global_batch" if keeps_total else "local_batch")
 
     def together(self, is_together: bool) -> None:
-        """From now on all workers wait for each other in every round, or do not."""
+        """Set whether all workers wait for each other in every round from now on."""
         for deck in self._decks.values():
             if deck.tuning is not None:
                 deck.tuning = dataclasses.replace(deck.tuning, together=is_together)
@@ -321,12 +321,12 @@ class LeaseManager:
     # -- for people, and for checkpoints -------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Who paces the rounds and why, where batches are tuned; else nothing."""
+        """Say which worker paces the rounds and why, where batches are tuned; else ""."""
         told = [deck.tune.explain(deck.tuning) for deck in self._decks.values() if deck.tune and deck.tuning]
         return " ".join(told)
 
     def every(self) -> dict[int, int]:
-        """In every which round a worker takes part, because it is too slow for more."""
+        """The interval of rounds in which each worker takes part: above 1 if it is too slow for all."""
         every: dict[int, int] = {}
         for deck in self._decks.values():
             for worker, machine in (deck.tuning.machines if deck.tuning is not None else {}).items():
@@ -334,16 +334,16 @@ class LeaseManager:
         return every
 
     def epochs(self) -> dict[int, LeasePool]:
-        """Where the data is, by loader."""
+        """The state of the data, by loader."""
         return {loader: deck.pool for loader, deck in self._decks.items()}
 
     @property
     def workers(self) -> set[int]:
-        """Who has enrolled, or had before this server was started again."""
+        """The workers that have enrolled, also before this server was started again."""
         return {worker for deck in self._decks.values() for worker in deck.pool.at}
 
     def to_plain(self) -> dict[str, Any]:
-        """Where the data is and what is known of the machines, in dicts, lists and numbers.
+        """The state of the data and of what is known of the machines, in dicts, lists and numbers.
 
         As it is once all updates that were decided on have been made: what is in one is used up, and what is in none is
         its worker's, which will announce it again.
@@ -449,7 +449,7 @@ class LeaseManager:
         return LoaderLeases(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
 
     def _begin_without(self, deck: LoaderLeases, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
-        """One that had not enrolled will not come; what is dealt now, by worker."""
+        """Begin without a worker that had not enrolled and will not come; what is leased now, by worker."""
         if not deck.missing or worker in deck.gone or worker in deck.rounds:
             return {}
         deck.gone.add(worker)
@@ -471,7 +471,7 @@ class LeaseManager:
         return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
 
     def _retract(self, model: int, push: Push) -> dict[int, tuple[int, ...]]:
-        """What was announced did not arrive; the leases that it was computed from, by loader."""
+        """Retract what was announced and did not arrive; the leases that it was computed from, by loader."""
         numbers_of = self._brought.pop((model, push)).numbers
         for loader, numbers in numbers_of.items():
             deck = self._decks[loader]

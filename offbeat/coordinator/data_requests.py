@@ -1,4 +1,4 @@
-"""What workers say about their data, and what they are dealt: `LeaseManager` decides, this is its messages."""
+"""Workers' requests for data, and the answers: `LeaseManager` decides, this is its messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DataRequests:
                 self._leases.crowded(worker, loader, count)
 
     def refill(self, workers: Iterable[int]) -> None:
-        """These are released: each is dealt as much as its last contribution used."""
+        """Lease to released workers as much as their last contributions used."""
         for worker in workers:
             for loader, deals in self._leases.refill(worker).items():
                 self._deal_out(loader, {worker: deals})
@@ -80,7 +80,7 @@ class DataRequests:
         return ""
 
     def state(self) -> bytes:
-        """Where the data is, for `load`."""
+        """The state of the data, for `load`."""
         return msgspec.json.encode(self._leases.to_plain())
 
     def _register(self, worker: int, message: RegisterLoader) -> None:

@@ -1,4 +1,4 @@
-"""What the policy decides, as messages: the one place where a coordinator gives its actions a meaning."""
+"""The decisions of the policy, as messages: the one place where a coordinator gives its actions a meaning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Decisions:
         self._has_applied = False
 
     def tell(self, model: int, event: Event) -> None:
-        """Something has happened to a worker of a model: ask the policy, and carry out what it decides."""
+        """Ask the policy after an event, and carry out what it decides."""
         self.carry_out(model, self._job.models[model].runner.tell(event))
 
     def wake(self, model: int) -> None:

@@ -1,4 +1,4 @@
-"""What the coordinator hears of: each event has its time, since the coordinator has no clock."""
+"""The events of the coordinator: each has its time, since the coordinator has no clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoordinatorEvent:
-    """Something that has happened.
+    """An event, with its time.
 
     Args:
         at_s: monotonic seconds; never less than those of the event before.
@@ -122,7 +122,7 @@ class SwapAsked(CoordinatorEvent):
 
 @dataclass(frozen=True)
 class RanksAsked(CoordinatorEvent):
-    """Somebody is about to start newcomers, and needs ranks for them.
+    """A request for ranks of new workers that are about to start.
 
     Args:
         asker: what the answer is to be sent to.
@@ -178,7 +178,7 @@ class PatienceOver(CoordinatorEvent):
 
 @dataclass(frozen=True)
 class LifeOver(CoordinatorEvent):
-    """Nothing is decided any more: what would follow could be in no snapshot, or another incarnation begins."""
+    """The incarnation is over: what would follow could be in no snapshot, or another one begins."""
 
 
 @dataclass(frozen=True)

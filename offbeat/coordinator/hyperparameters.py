@@ -1,4 +1,4 @@
-"""Whether workers bring the same hyper-parameters: an update goes by those of its first contribution.
+"""The check that workers bring the same hyper-parameters: an update goes by those of its first contribution.
 
 Scripts that are the same have the same learning rate in the same step, whichever policy decides; who differs has
 another script, has been told another schedule, or lies. It is said once of each worker, and nobody is refused: which of
@@ -17,7 +17,7 @@ _MOST_SHOWN = 3
 
 
 class HyperparameterCheck:
-    """What the workers of one model bring, step by step of their scripts."""
+    """The hyper-parameters of the workers of one model, step by step of their scripts."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # by worker: its last step

@@ -1,4 +1,4 @@
-"""What the coordinator has its owner do: sent, set, written and raised in the order in which it was decided."""
+"""The instructions of the coordinator to its owner: send, set, write and raise, in the order of its decisions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Outbox:
         self._instructions: list[Instruction] = []
 
     def take(self) -> list[Instruction]:
-        """All of them; the next event begins with none."""
+        """Take all instructions; the next event begins with none."""
         taken, self._instructions = self._instructions, []
         return taken
 

@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job as a whole; its parts share it, and what they decide goes through its outbox."""
+"""The coordinator's record of a job as a whole; its parts share it, and what they decide goes through its outbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator knows about one model beside the policy's state."""
+"""The coordinator's record of one model, beside the policy's state."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ModelRecord:
         return tuple(push for push in self.open if push[0] == worker)
 
     def progress(self, data: dict[str, Any]) -> TrainingProgress:
-        """How far the workers are, for a snapshot of what was decided so far.
+        """The workers' progress, for a snapshot of what was decided so far.
 
         Args:
             data: where the data is.
@@ -150,7 +150,7 @@ class ModelRecord:
         return "was outdated, and is not used"
 
     def record(self, worker: int) -> ContributionCounts:
-        """What is counted of a worker, also of one that has gone."""
+        """The counts of a worker, also of one that has gone."""
         return self.runner.records.setdefault(worker, ContributionCounts())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DecidingParts(Protocol):
-    """What is to be known of a plan.
+    """The parts of a plan that decide.
 
     Attributes:
         sync: when workers may go on.
@@ -69,7 +69,7 @@ class DecidingParts(Protocol):
 
 @dataclass
 class PlanProposal:
-    """What is asked of all workers.
+    """A plan that all workers vote on.
 
     Args:
         number: of the proposal.
@@ -97,7 +97,7 @@ class PlanProposal:
     places: set[int] = field(default_factory=set)
 
     def hear(self, worker: int, agreed: PlanAgreement) -> None:
-        """What a worker makes of it."""
+        """Count a worker's vote."""
         if agreed.number != self.number or worker not in self.waiting:
             return  # of an earlier one
         self.waiting.discard(worker)

@@ -1,4 +1,4 @@
-"""Which plan holds in a job, and how another one comes to: proposed to all, agreed to by all, or let be.
+"""The plan of a job, and its swaps: another plan is proposed to all, then agreed to by all, or dropped.
 
 What the controller of the plan decides is proposed as well. But a worker that is stopped answers nothing, and may be
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
@@ -81,7 +81,7 @@ class PlanSwaps:
         ranks: Set[int] = frozenset(),
         by: str = "",
     ) -> None:
-        """Somebody wants another plan; all workers are asked whether they can go by it.
+        """Request another plan; all workers are asked whether they can go by it.
 
         Args:
             part: of it, as TOML.
@@ -136,7 +136,7 @@ class PlanSwaps:
             self._out.set_timer(("consent", self._proposal.number), self._now_s() + CONSENT_S)
 
     def consent(self, number: int) -> None:
-        """Who has not said by now what it makes of this proposal of a controller agrees to it."""
+        """Count all who have not voted by now on this proposal of a controller as agreeing."""
         if self._proposal is not None and self._proposal.number == number:
             self._proposal.waiting.clear()
             self._decide()
@@ -151,7 +151,7 @@ class PlanSwaps:
         self._decide()
 
     def agree(self, worker: int, message: PlanAgreement) -> None:
-        """What a worker makes of the plan that was proposed."""
+        """Handle a worker's vote on the proposed plan."""
         if self._proposal is not None:
             self._proposal.hear(worker, message)
             self._decide()
@@ -196,7 +196,7 @@ class PlanSwaps:
             self._adopt(before, before.to_toml(), self.count + 1, "the server", reason)
 
     def until_left(self, *, together: bool) -> str:
-        """What decides until all who are about to leave have left, as a plan in TOML.
+        """The plan that holds until all who are about to leave have left, as TOML.
 
         Args:
             together: all are in step.
@@ -234,7 +234,7 @@ class PlanSwaps:
             tell(text, proposal.refusal)
 
     def _release(self, workers: Set[int]) -> None:
-        """Those who have agreed pass no place of their script before they hear that the plan stays."""
+        """Tell those who have agreed that the plan stays: they pass no place of their script before."""
         assert self.present is not None
         for worker in sorted(workers):
             self._out.send(worker, AdoptPlan(self.present.to_toml(), self.count))
@@ -278,6 +278,6 @@ class PlanSwaps:
 
 
 def _listed(by: Sequence[str]) -> str:
-    """Who wanted it; of many, such as all workers of a script that swaps, the first."""
+    """Name those who requested it; of many, such as all workers of a script that swaps, the first."""
     each = list(dict.fromkeys(by))
     return ", ".join(each) if len(each) <= _MOST_LISTED else f"{each[0]} and {len(each) - 1} others"

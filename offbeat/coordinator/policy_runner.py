@@ -1,4 +1,4 @@
-"""Asks the policy, and keeps count of what it promised: one per model, on the first shard.
+"""The runner of the policy, which also counts what the policy promised: one per model, on the first shard.
 
 It turns what happens to workers into events, and hands the policy's decisions to the shards. It waits for all workers
 of the beginning before it asks for the first time; from then on whoever is there takes part.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ContributionCounts:
-    """What became of one worker's contributions.
+    """The counts of one worker's contributions.
 
     Args:
         applied, dropped, lost: how many.
@@ -111,7 +111,7 @@ class PolicyRunner:
         return actions
 
     def leave_out(self, workers: Set[int]) -> None:
-        """These took part before; if one comes back before the start, it is waited for."""
+        """Leave out workers that took part before; if one comes back before the start, it is waited for."""
         self._left_early |= workers
 
     def miss(self, worker: int) -> tuple[Action, ...]:
@@ -153,7 +153,7 @@ class PolicyRunner:
         return self.tell(Adopted(self.now_s()))
 
     def metrics(self, controller: Controller) -> Metrics | None:
-        """What the controller is told now; None if nothing is decided yet."""
+        """The metrics for the controller; None if nothing is decided yet."""
         if not self.started:
             return None
         stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
@@ -178,7 +178,7 @@ class PolicyRunner:
         return self._decide(event, change=change, ends=ends) if self.started else self.tell(event)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
-        """What is decided after `event`."""
+        """Run the policy on `event`."""
         if self.started:
             return self._decide(event)
         self.state = observe(self.state, event)
@@ -210,7 +210,7 @@ class PolicyRunner:
         plan: str = "",
         statuses: Mapping[int, TrainingStatus] | None = None,
     ) -> ModelStatus:
-        """How it goes, for people.
+        """The status of the model, for people.
 
         Args:
             now_s: monotonic seconds.
@@ -238,7 +238,9 @@ class PolicyRunner:
         )
 
     def _explain(self) -> str:
-        """Who paces the rounds and why, if the policy can tell; while some have stepped out, what it was before."""
+        """Say which worker paces the rounds and why, if the policy can; while some have stepped out, what it was
+        before.
+        """
         if not isinstance(self.policy, Explains):
             return ""
         now = "" if self.state.away else self.policy.explain(self.state)
@@ -307,7 +309,7 @@ class PolicyRunner:
 
 
 def times_s(member: Member, arrived_s: float | None, now_s: float) -> tuple[float, float]:
-    """How long a worker that has just pulled had pushed and pulled, and how long it had waited for others.
+    """Seconds that a worker which has just pulled had pushed and pulled, and seconds that it had waited for others.
 
     Args:
         arrived_s: when its contribution was there.

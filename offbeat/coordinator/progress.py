@@ -1,4 +1,4 @@
-"""How far the workers of a model are, as a snapshot keeps it."""
+"""The progress of a model's workers, as a snapshot keeps it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
-    """How far the workers were, as the shard that coordinates has it.
+    """The progress of the workers, as the shard that coordinates has it.
 
     Args:
         next: by worker: its first contribution that was neither in an update nor dropped.

@@ -72,7 +72,7 @@ class QuestionRounds:
             self._job.out.send(worker, answer)
 
     def step_out_who_asked(self, model: int) -> None:
-        """Those who asked before it was decided for the first time wait for the others, not the others for them."""
+        """Let the workers that asked before the first decision wait for the others, not the others for them."""
         runner = self._job.models[model].runner
         for worker in sorted(self._questions.askers):
             if runner.started and worker in runner.state.members:

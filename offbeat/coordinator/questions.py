@@ -21,7 +21,7 @@ _REMEMBERED = 64
 
 
 class CollectiveQuestions:
-    """Of one job. Call order, for each: `ask` by all workers, `settle`, `take_ready`."""
+    """The collective questions of one job. Call order, for each: `ask` by all workers, `settle`, `take_ready`."""
 
     def __init__(self) -> None:
         self._asked: dict[int, dict[int, AskAllWorkers]] = {}  # by number and worker
@@ -40,7 +40,7 @@ class CollectiveQuestions:
 
     @property
     def next_number(self) -> int:
-        """Of a newcomer's first question: the one that others wait with, or the next."""
+        """The number of a new worker's first question: the one that others wait with, or the next."""
         return min(self._asked, default=max(self._answered, default=-1) + 1)
 
     @property
@@ -66,7 +66,7 @@ class CollectiveQuestions:
                 del self._asked[number]
 
     def remember(self, answered: Iterable[Answered]) -> None:
-        """What was answered before, by the server that this one follows."""
+        """Restore what was answered before, by the server that this one follows."""
         for one in answered:
             if one.number not in self._answered:
                 self._note(one)

@@ -1,4 +1,5 @@
-"""Who may come back, and with what: a worker that was left behind, or all workers, to a server that was killed.
+"""The decision on who may reconnect, and with what: a worker that was left behind, or all workers, to a server that was
+killed.
 
 A *life* of a server lies between two of its starts; the coordinator draws its name, and every shard and worker is told.
 A server begins with nothing, or with the newest snapshot that all its shards have, which is one version of every model.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ReconnectAction(enum.Enum):
-    """What becomes of a worker that opens a model."""
+    """The decision about a worker that opens a model."""
 
     JOIN = "join"
     GO_ON = "go on"
@@ -50,7 +51,7 @@ class ReconnectAction(enum.Enum):
 
 
 def judge(back: Reconnect | None, *, life: int, decided: int) -> ReconnectAction:
-    """What becomes of a worker.
+    """Decide about a worker that reconnects.
 
     Args:
         life: of the server.
@@ -67,7 +68,7 @@ def judge(back: Reconnect | None, *, life: int, decided: int) -> ReconnectAction
 
 @dataclass
 class LostUpdates:
-    """What was acknowledged in an earlier life and is not in this one's snapshot.
+    """The contributions that were acknowledged in an earlier incarnation and are not in this one's snapshot.
 
     Args:
         version: of the snapshot.

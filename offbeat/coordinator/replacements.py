@@ -1,4 +1,4 @@
-"""What the first worker brings in place of what the server has: a checkpoint, or where workers without a server were.
+"""Replacements of the server's state by the first worker's: a checkpoint, or where workers without a server were.
 
 It is let do so when all others wait for it, in a question of `REPLACED_IN`. Until then, and so for ever if they train
 on, it waits. If they wait for something else, or one of them cannot load what it brings, it is told so: what it asks
@@ -33,7 +33,7 @@ class _Due(NamedTuple):
 
 
 class Replacements:
-    """Those that wait for the other workers, in the order of wishes.
+    """The replacements that wait for the other workers.
 
     Args:
         questions: that workers ask.
@@ -82,7 +82,7 @@ class Replacements:
         self._want(worker, "another place in the data", answer)
 
     def leave(self, worker: int) -> None:
-        """It is gone, and brings nothing any more."""
+        """Cancel the replacements of a worker that is gone."""
         self._due = [due for due in self._due if due.worker != worker]
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""Where one bucket's parameters were after the last average (see `local_sgd`), and how far they have come since."""
+"""Anchors: one bucket's parameters after the last average (see `local_sgd`), and the change since."""
 
 from __future__ import annotations
 

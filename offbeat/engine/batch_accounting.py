@@ -1,4 +1,4 @@
-"""This worker's part in the next exchange: how many batches it drew, and how many of them count."""
+"""The account of this worker's batches for the next exchange: how many it drew, and how many of them count."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class BatchAccount:
 
     @property
     def weight(self) -> float:
-        """This worker's weight in the next exchange: the mean over its batches since the last one; padding weighs 0.
+        """The worker's weight in the next exchange: the mean over its batches since the last one; padding weighs 0.
 
         A second exchange with the same batch counts as the first did.
         """
@@ -115,12 +115,14 @@ class BatchAccount:
 
     @property
     def samples(self) -> int:
-        """In the batches since the last exchange; a second exchange with the same batch counts as the first did."""
+        """The samples in the batches since the last exchange; a second exchange with the same batch counts as the first
+        did.
+        """
         return self._drawn.samples if self._drawn.batches or self.padding else self._last_samples
 
     @property
     def scale(self) -> float:
-        """By what this worker's gradient is to be multiplied: the mean weight of its real batches."""
+        """The factor of this worker's gradient: the mean weight of its real batches."""
         return self._drawn.weight / self._drawn.with_data if self._drawn.with_data else self._scale
 
     def computed(self) -> None:
@@ -149,12 +151,12 @@ class BatchAccount:
         self.uncomputed = 0
 
     def give_up(self) -> None:
-        """What was drawn since the last step is not used."""
+        """Discard what was drawn since the last step."""
         self._drawn = self._computed = self._used
         self.uncomputed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What was drawn since the last exchange, for a checkpoint between two steps."""
+        """The batches drawn since the last exchange, for a checkpoint between two steps."""
         return {"drawn": list(self._drawn), "scale": self._scale, "last_samples": self._last_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

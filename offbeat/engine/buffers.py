@@ -30,7 +30,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _BufferPlace:
-    """Where a module keeps a buffer; `forward` may put another tensor there."""
+    """The place of a buffer in its module; `forward` may put another tensor there."""
 
     def __init__(self, name: str, module: torch.nn.Module, key: str) -> None:
         self._name, self._module, self._key = name, module, key
@@ -43,7 +43,7 @@ class _BufferPlace:
         return tensor
 
     def look(self) -> torch.Tensor:
-        """What can be written to of the buffer that is there now."""
+        """The writable part of the buffer that is there now."""
         tensor = self._module._buffers.get(self._key)
         if tensor is None or self._kind(tensor) != self._like:
             now = "nothing" if tensor is None else self._kind(tensor)

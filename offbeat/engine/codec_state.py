@@ -1,4 +1,4 @@
-"""What the codec keeps of one model on this worker, such as residuals: in steps, across swaps, in checkpoints.
+"""The codec's state of one model on this worker, such as residuals: in steps, across swaps, in checkpoints.
 
 It belongs to the model, not to the way that gradients take: a plan swap or a fabric migration leaves it where it is, so
 that updates and residuals add up to the gradients. It belongs to one worker: nobody else's can stand for it.

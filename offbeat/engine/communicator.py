@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Communicator:
-    """Starts exchanges and waits for them.
+    """A fabric whose exchanges are counted and waited for.
 
     Args:
         fabric: this worker's end of the fabric; nobody else issues on it.

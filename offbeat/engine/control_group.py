@@ -31,7 +31,7 @@ _QUESTIONS = 1 << 20
 
 
 class ControlGroup:
-    """This worker's end of the control group.
+    """The worker's end of the control group.
 
     Args:
         fabric: carries sums and gathers of CPU tensors; nobody else uses it.
@@ -115,7 +115,9 @@ class ControlGroup:
         self.compare(what, text, advice)
 
     def compare(self, what: str, text: str, advice: str) -> None:
-        """As `agree`, but of those who take part now alone: who joins them later is not asked. Collective."""
+        """Compare as `agree` does, but among the present workers alone: those that join later are not asked.
+        Collective.
+        """
         texts = self.texts(f"the comparison of the {what}", text)
         if len(set(texts.values())) == 1:
             return

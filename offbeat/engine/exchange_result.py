@@ -1,4 +1,4 @@
-"""What an exchange has found out beside the mean; whoever has called for the step gets it, and nobody else."""
+"""The result of an exchange beside the mean; whoever has called for the step gets it, and nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How one prepared model is kept together with the other workers' replicas, on whichever fabric the plan names."""
+"""The factory of synchronizers: each keeps one prepared model together with the other workers' replicas, on whichever
+fabric the plan names.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SynchronizerFactory:
-    """Makes the synchronizers of models.
+    """The factory of what exchanges a model's gradients or changes.
 
     Args:
         context: of this worker.

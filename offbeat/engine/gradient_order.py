@@ -1,4 +1,4 @@
-"""In which order gradients arrive: noted in the first backward, and made the same on every rank."""
+"""The order in which gradients arrive: noted in the first backward, and made the same on every rank."""
 
 from __future__ import annotations
 

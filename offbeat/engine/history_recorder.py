@@ -1,4 +1,4 @@
-"""What a worker writes into the history of its run: a digest of the parameters it has after each of its steps.
+"""The records of a worker in the history of its run: a digest of the parameters it has after each of its steps.
 
 The digest (xxh3, 64 bits) is of all parameters' bytes, in order of their names' registration or of the server's blocks:
 the same on all workers. It is made by the training thread, as the parameters change with the next step: 1 ms for some
@@ -79,7 +79,7 @@ class HistoryRecorder:
             self._writer.append(PlanAdopted(plan.to_toml()))
 
     def record_newcomers(self, ranks: Iterable[int]) -> None:
-        """Others have joined, without a server."""
+        """Record that other workers have joined, without a server."""
         if self._writer is not None:
             self._writer.append(WorkersAdmitted(tuple(ranks)))
 
@@ -106,7 +106,7 @@ class HistoryRecorder:
         self.cost_s += time.monotonic() - began_s
 
     def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
-        """What this worker gave to a step that it does not make itself: it leaves behind the exchange.
+        """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.
 
         Args:
             weights: as in `has`.
@@ -177,7 +177,7 @@ class HistoryRecorder:
             self._writer.append(CheckpointLoaded())
 
     def close(self, why: str = "") -> None:
-        """This process ends; `why`, if the job does not."""
+        """Record the end of this process; `why`, if the job does not end."""
         if self._writer is not None:
             self._writer.close(why)
 

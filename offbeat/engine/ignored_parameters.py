@@ -1,4 +1,4 @@
-"""What the user asked to leave alone, in the words that DistributedDataParallel understands."""
+"""Parameters that the user asked to leave alone, in the words that DistributedDataParallel understands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order complete buckets are issued.
+"""The order in which complete buckets are issued.
 
 On an ordered fabric exchanges match by order of issue: the order follows from plan and layout, never from what arrives
 first, or workers wait for each other for ever.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class IssueOrder(Protocol):
-    """Decides the order for a layout; pure, so that it is the same on all workers."""
+    """The Protocol of an order for a layout; pure, so that it is the same on all workers."""
 
     def order(self, layout: Layout) -> Sequence[int]:
         """Each bucket's index, in the order in which they are issued."""

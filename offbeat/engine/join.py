@@ -1,4 +1,4 @@
-"""How workers come to a job without a server while it trains. All is said through the store in which the others met.
+"""The protocol by which workers join a job without a server while it trains, over the store in which the others met.
 
     newcomer                                      the first of those that train
       hello: who it is, its plan           ---> <---   answer: the plan that holds, what was prepared; or why not
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class JoinCheck(msgspec.Struct, frozen=True):
-    """Something that is the same on all workers: what it is, in words; its lines; what to do where they differ."""
+    """A thing that is the same on all workers: what it is, in words; its lines; what to do where they differ."""
 
     what: str
     text: _Text
@@ -53,7 +53,7 @@ class JoinCheck(msgspec.Struct, frozen=True):
 
 
 class JoinHello(msgspec.Struct, frozen=True):
-    """From a newcomer: who it is, which offbeat it runs, and its plan as TOML."""
+    """New worker: who it is, which offbeat it runs, and its plan as TOML."""
 
     rank: _Rank
     version: str
@@ -61,7 +61,7 @@ class JoinHello(msgspec.Struct, frozen=True):
 
 
 class JobInfo(msgspec.Struct, frozen=True):
-    """What a newcomer is to know before it is in.
+    """The description of the job that a new worker needs before it joins.
 
     Args:
         plan: that holds, as TOML.
@@ -78,20 +78,22 @@ class JobInfo(msgspec.Struct, frozen=True):
 
 
 class JoinReply(msgspec.Struct, frozen=True):
-    """To a newcomer: what it is to know, or why it is not let in."""
+    """The answer to a new worker: the description of the job, or why it is refused."""
 
     job: JobInfo | None = None
     refusal: _Text = ""
 
 
 class JoinReady(msgspec.Struct, frozen=True):
-    """From a newcomer: it has prepared these."""
+    """New worker: it has prepared these."""
 
     claims: Annotated[tuple[JoinCheck, ...], msgspec.Meta(max_length=4096)]
 
 
 class JoinGrant(msgspec.Struct, frozen=True):
-    """To a newcomer: behind which generation it joins, and how many exchanges were begun; or why it does not."""
+    """The admission of a new worker: behind which generation it joins, and how many exchanges were begun by then; or
+    why it does not.
+    """
 
     generation: _Count = 0
     begun: tuple[_Count, ...] = ()
@@ -298,7 +300,7 @@ class JoinClient:
         return answer.job
 
     def compare(self, what: str, text: str, advice: str) -> None:
-        """This worker has this: what it is, in words; its lines; what to do where they differ.
+        """Note what this worker has: what it is, in words; its lines; what to do where they differ.
 
         Raises:
             DisagreementError: if those that train have another one in its place.
@@ -345,7 +347,7 @@ class JoinClient:
         self._waiter.wait(_Arrival(group), WaitContext("the connection to those that train"))
 
     def _say_hello(self, hello: bytes) -> None:
-        """As the first number that nobody has: one that is lost has said it, or has none that others wait for."""
+        """Say hello under the first free number: one that is lost has said it, or has none that others wait for."""
         while True:
             self._number += 1
             if self._store.compare_set(f"{self._number}/hello", "", hello.decode()) == hello:
@@ -372,7 +374,7 @@ def _read(store: Store, key: str, kind: type[T]) -> T | None:
 
 
 class _Key(PolledPending):
-    """Somebody writes it."""
+    """The wait for a key of the store."""
 
     def __init__(self, store: Store, key: str, check: Callable[[], Any]) -> None:
         self._store, self._key, self._look = store, key, check
@@ -391,7 +393,7 @@ class _Key(PolledPending):
 
 
 class _Arrival(PolledPending):
-    """This worker is in."""
+    """The wait until this worker has joined."""
 
     def __init__(self, group: ElasticGroup) -> None:
         self._group = group
@@ -401,7 +403,7 @@ class _Arrival(PolledPending):
 
 
 class LeaveBarrier(PolledPending):
-    """Nobody needs this worker any more, which is done; `told_at` as in `ElasticGroup.finish`."""
+    """The wait until no worker needs this one any more, which is done; `told_at` as in `ElasticGroup.part`."""
 
     def __init__(self, group: ElasticGroup, told_at: int | None = None) -> None:
         self._group, self._told_at = group, told_at
@@ -411,7 +413,7 @@ class LeaveBarrier(PolledPending):
 
 
 class _Admission(PolledPending):
-    """It is known who is in."""
+    """The wait until it is known who has joined."""
 
     def __init__(self, group: ElasticGroup, ranks: Sequence[int]) -> None:
         self._group, self._ranks = group, ranks

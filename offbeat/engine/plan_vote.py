@@ -1,4 +1,5 @@
-"""How workers without a server come to another plan: one requests a vote, all vote behind an exchange.
+"""The vote on another plan among workers without a server: one calls all together behind an exchange
+(`allreduce_switch`).
 
 any worker      wants a plan: its own script's, one that somebody left in the run's folder
                 (`offbeat.wire.swap_request`), or what the present plan's controller has decided
@@ -37,7 +38,7 @@ class VoteResult(NamedTuple):
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """What a worker wants.
+    """A worker's request for a plan.
 
     Args:
         plan: as TOML; "" for none.
@@ -74,7 +75,7 @@ class PlanVote:
         self._looked_s = 0.0
 
     def propose(self, plan: Plan, reason: str = "") -> None:
-        """This worker wants it, for this reason of a controller if it is one's."""
+        """Propose this plan, for this reason of a controller if it is one's."""
         self._proposal = PlanRequest(plan.to_toml(), reason)
 
     @property
@@ -102,7 +103,7 @@ class PlanVote:
         return self.is_due
 
     def decide(self, present: Plan) -> VoteResult:
-        """Which plan holds from now on. Collective."""
+        """Decide which plan holds from now on. Collective."""
         mine, self._proposal = msgspec.json.encode(self._proposal).decode(), PlanRequest()
         all_ = [_decode_request(text) for text in self._control.texts("the question for another plan", mine).values()]
         plans = {one.plan for one in all_ if one.plan and not one.reason}

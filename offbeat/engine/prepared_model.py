@@ -60,7 +60,7 @@ class PreparedModel:
         return [type(self.optimizer).__qualname__, *held]
 
     def gathered(self) -> States:
-        """What the optimizer here has gathered, by parameter name."""
+        """The optimizer's state here, by parameter name."""
         return gathered(self.optimizer, self.parameters)
 
     def digests(self) -> list[str]:
@@ -71,7 +71,7 @@ class PreparedModel:
         ]
 
     def digests_gathered(self) -> list[str]:
-        """What the optimizer here has gathered: parameter, key, and a digest of the values."""
+        """The digests of the optimizer's state here: parameter, key, and a digest of the values."""
         return [
             f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
             for name, states in self.gathered().items()
@@ -79,6 +79,6 @@ class PreparedModel:
         ]
 
     def layout(self, plan: Plan, *, is_served: bool) -> Layout:
-        """Where its parameters lie."""
+        """The layout of its parameters."""
         sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)
         return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)

@@ -1,4 +1,4 @@
-"""From autograd into the buckets, through the codec and the fabric, and back.
+"""The way of gradients: from autograd into the buckets, through the codec and the fabric, and back.
 
 Every parameter has a hook that runs when its gradient is complete. When all of a bucket's have, the bucket is packed
 and issued while backward goes on. A callback at the end of backward, the fence, issues what is left (parameters that
@@ -52,7 +52,7 @@ _log = logging.getLogger("offbeat")
 
 
 class Reducer:
-    """Keeps the gradients of one model equal on all workers by all-reduce. A `GradientSync`.
+    """The synchronizer that keeps the gradients of one model equal on all workers. A `GradientSync`.
 
     Args:
         model: its parameters, and this worker's end of the fabric.
@@ -124,7 +124,7 @@ class Reducer:
 
     @property
     def number(self) -> int:
-        """The number of the next contribution, which is the step's."""
+        """The number of the next contribution: that of the step."""
         return self.communicator.step
 
     @property
@@ -134,7 +134,7 @@ class Reducer:
 
     @property
     def ranks(self) -> int:
-        """How many workers have a place where they tell how long they compute."""
+        """The number of workers that have a place for their computing times."""
         return self.times.ranks
 
     @ranks.setter
@@ -267,7 +267,7 @@ class Reducer:
         self._hooks.clear()
 
     def _drop_padding(self) -> None:
-        """From now on a batch that only keeps the loop going sends no gradient, however it would have come."""
+        """Send no gradient from now on for a batch that only keeps the loop going, however it would have come."""
         self._drops_padding = True
 
         def drop(grad: torch.Tensor) -> torch.Tensor | None:
@@ -322,7 +322,7 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(self._fence)
 
     def _fire(self) -> None:
-        """It is certain that something will be exchanged."""
+        """Note that something will certainly be exchanged."""
         self._any_fired = True
         if self.accounting.asks is not None:
             self.accounting.asks()
@@ -426,7 +426,7 @@ class Reducer:
         )
 
     def _learn(self, arrivals: GradientOrder) -> None:
-        """After the first exchange: how often each hook runs, and the order in which gradients arrive."""
+        """Learn from the first exchange how often each hook runs, and the order in which gradients arrive."""
         self._arrivals = None
         for entry in self._entries.values():
             entry.expected = max(1, entry.fired)

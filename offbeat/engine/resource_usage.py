@@ -1,4 +1,4 @@
-"""What this worker's process uses of its machine: processor time, memory, and what its exchanges send.
+"""The resources that this worker's process uses: processor time, memory, and what its exchanges send.
 
 Sampled once a second on the thread that writes metrics; a step pays nothing for it.
 """
@@ -19,7 +19,7 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What a worker used over about the last second.
+    """The resources that a worker used over about the last second.
 
     Args:
         cpu_cores: processor seconds per second, of all threads of the process; 1.0 is one core kept busy.
@@ -33,7 +33,7 @@ class ResourceUsage:
 
 
 class ResourceSampler:
-    """Looks at this process at most once a second, whoever asks; between two looks the last one holds.
+    """A sampler of this process, at most once a second, whoever asks; between two samples the last one holds.
 
     Args:
         now_s: the clock.

@@ -1,4 +1,4 @@
-"""Asks the controller of the plan that holds, where there is no server.
+"""The driver of the plan's controller where there is no server.
 
 All workers hear the same in the tails of their exchanges (`step_times`), and keep the same book of it; the first one
 asks, and calls all to confer about what the controller decides, as it does about what a person wants (`plan_vote`).
@@ -54,7 +54,7 @@ class RoundController:
         return True
 
     def ask(self, controller: Controller, sync: Policy) -> Swap | None:
-        """What the controller wants instead of `sync`, but for what was refused before."""
+        """Ask the controller for another policy than `sync`; None also for what was refused before."""
         decision = controller.decide(self._book.metrics(sync, self._step))
         if not isinstance(decision, Swap) or decision.sync in self._refused:
             return None

@@ -1,4 +1,4 @@
-"""What people should know of a run while it trains: in the log of this process, and as an event of its metrics."""
+"""Notices for people while a run trains: in the log of this process, and as events of its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("offbeat")
 
 
 class RunLog:
-    """Says each thing once, by the worker whose log people read.
+    """The log of a run: each notice once, by the worker whose log people read.
 
     Args:
         metrics: where events go.
@@ -37,7 +37,7 @@ class RunLog:
         self.speaks_for_newcomers = speaks_for_newcomers
 
     def all(self, what: str, text: str, *, plan: Plan | None = None) -> None:
-        """Something that all workers have to say alike, said once.
+        """Log once what all workers have to say alike.
 
         Args:
             what: kind of the event.
@@ -48,13 +48,13 @@ class RunLog:
         self._metrics.event(what, text, self._step(), plan="" if plan is None else plan.to_toml())
 
     def server(self, text: str) -> None:
-        """Something that the server has told all workers; where it runs it stands in the log already."""
+        """Log a notice of the server to all workers; where it runs it stands in the log already."""
         if self.speaks_for_newcomers:
             _log.warning("%s", text)
         self._metrics.event("server", text, self._step())
 
     def own(self, text: str) -> None:
-        """Something that this worker has to say about itself."""
+        """Log what this worker has to say about itself."""
         _log.warning("%s", text)
         self._metrics.event("warning", text, self._step())
 
@@ -64,6 +64,6 @@ class RunLog:
         self._metrics.event("stall", text, self._step())
 
     def newcomers(self, text: str) -> None:
-        """Something about workers that have joined together, said once by the first of them."""
+        """Log something about workers that have joined together, once by the first of them."""
         if self.speaks_for_newcomers:
             _log.warning("%s", text)

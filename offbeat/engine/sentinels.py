@@ -24,7 +24,9 @@ _ASK_PATIENCE = timedelta(seconds=0.2)
 
 
 def meeting_address(control: ControlGroup) -> str:
-    """Where this worker can listen so that all others reach it: loopback if all are on one machine. Collective."""
+    """Find an address where this worker can listen so that all others reach it: loopback if all are on one machine.
+    Collective.
+    """
     here = control.texts("the comparison of machines", _machine())
     return "127.0.0.1" if len(set(here.values())) == 1 else _address()
 
@@ -95,7 +97,7 @@ def _machine() -> str:
 
 
 def _address() -> str:
-    """This machine's address on the network that Gloo uses."""
+    """The address of this machine on the network that Gloo uses."""
     interface, first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("MASTER_ADDR", "")
     address = interface_address(interface) if interface else address_towards(first or socket.gethostname())
     if not address:

@@ -41,7 +41,7 @@ class ServerLaunch:
         return self._call is None or self._call.done()
 
     def where(self, waiter: BlockingWait) -> str:
-        """Its address, job and token, for all; waits until it is there.
+        """Wait for the server's address, job and token, for all.
 
         Raises:
             NetworkError: if it cannot be started.
@@ -54,7 +54,7 @@ class ServerLaunch:
         return f"{address} {settings.job} {settings.token}"
 
     def abandon(self) -> None:
-        """Nobody will come."""
+        """Give the server up: no worker will use it."""
         if self._call is not None:
             self._call.outcome.add_done_callback(_terminate)
 
@@ -77,7 +77,7 @@ def start_beside(context: WorkerContext) -> ServerLaunch:
 
 
 def addresses_of(spec: ParameterServer, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
-    """Where the shards are that somebody else has started; empty if nobody has.
+    """The addresses of shards that somebody else has started; empty if there are none.
 
     Args:
         again: the job had left a server, which has ended: it is not the one that the launcher named any more.

@@ -1,4 +1,4 @@
-"""How a worker finds its parameter server, and what it asks all workers through it."""
+"""A worker's session with its parameter server, and the questions to all workers that go through it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ServerPlans:
         return new.digest, "", self.sync_point.freeze()
 
     def adopt(self, plan: str, text: str, place: int | None = None) -> None:
-        """It holds from now on; all leave the server once they have passed `place` places, unless that is None."""
+        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
             self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")
@@ -122,11 +122,11 @@ class ServerSession:
         return self.client.rank == self.first
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
-        """These workers are there when the job begins at this server; the first of them brings what one has to."""
+        """Begin the job at this server with these workers; the first of them brings what one has to."""
         self.client.ranks, self.first = ranks, ranks[0]
 
     def keep_drawn(self) -> None:
-        """What was drawn is used in this worker's next contribution."""
+        """Count what was drawn as used in this worker's next contribution."""
         self.used += self.drawn
         self.drawn = []
 
@@ -169,7 +169,7 @@ class ServerSession:
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
-        """Who paces the rounds and why, and what became of all contributions, as the coordinator sees it.
+        """Ask the coordinator who paces the rounds and why, and what became of all contributions.
 
         Both are "" if it cannot be asked any more; the second is, too, if every contribution was applied.
         """
@@ -221,7 +221,7 @@ class ServerSession:
         self._loop.close()
 
     def version(self, model: int) -> int:
-        """Of the parameters that this worker has of it: how many updates they are the outcome of."""
+        """The version of the parameters that this worker has: how many updates they are the outcome of."""
         return max(self.client.place(model).versions.values(), default=0)
 
     def tell_status(self, status: TrainingStatus) -> None:
@@ -318,7 +318,7 @@ def connect(
 
 
 def _has_ended(launcher: LauncherInfo) -> str:
-    """Why nobody will ever be reached at the job that this worker is to join, if `offbeat run` knows; else ""."""
+    """Say why the job that this worker is to join can never be reached, if `offbeat run` knows; else ""."""
     if launcher.ended is not None and launcher.ended.exists():
         return "Cannot join: the job has ended. Start it again."
     return ""

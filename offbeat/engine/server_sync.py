@@ -132,7 +132,7 @@ class ServerSync:
             self.accounting.cleared()
 
     def weight(self, otherwise: float) -> float:
-        """What a contribution weighs: the samples since the last, or `otherwise` if no loader has counted any."""
+        """The weight of a contribution: the samples since the last, or `otherwise` if no loader has counted any."""
         # A loader whose batches hold no tensors counts none.
         return float(self.accounting.samples if self._context.metrics.loader_counts else 0) or otherwise
 
@@ -371,7 +371,7 @@ class ServerSync:
         return not leave_out(bad, self.plan.nonfinite, what=what, step=step, metrics=self._context.metrics)
 
     def _encode(self, *, deltas: bool) -> list[torch.Tensor]:
-        """What the codec makes of each bucket of `grads`."""
+        """Encode each bucket of `grads`."""
         codec, encoded = self.plan.codec, []
         for bucket, grad in zip(self.layout.buckets, self.grads, strict=True):
             state = self._model.codec_state.of(codec, bucket, deltas=deltas)

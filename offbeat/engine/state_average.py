@@ -1,4 +1,4 @@
-"""What the workers' optimizers have gathered, made the same on all of them after steps of their own."""
+"""The average of the workers' optimizer states, after steps of their own."""
 
 from __future__ import annotations
 

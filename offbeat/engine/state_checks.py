@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read with care: a file may be damaged, or another program's, or another job's.
+"""Checks of what a checkpoint holds: a file may be damaged, or another program's, or another job's.
 
 What is no number of the kind that was written is refused by name before anything is counted, skipped or divided by it;
 a tensor is copied only over one of its own shape and type, never spread over a larger one.
@@ -55,7 +55,7 @@ def number(value: Any, what: str, *, least: float = 0.0) -> float:
 
 
 def counts(values: Any, what: str, number_of: int) -> list[int]:
-    """So many whole numbers.
+    """Check and return so many whole numbers.
 
     Raises:
         ModelError: if there are others, or more, or fewer.
@@ -94,7 +94,7 @@ def copy_(tensor: torch.Tensor, saved: Mapping[str, Any], name: str, key: str) -
 
 
 def damaged(error: Exception) -> ModelError:
-    """What to raise where a state is built otherwise than `run.state_dict()` builds it, as `error` says."""
+    """Make the error for a state that is built otherwise than `run.state_dict()` builds it, as `error` says."""
     return ModelError(f"Cannot load this state: {type(error).__name__}: {str(error)[:200]}. {_WAY_OUT}")
 
 
@@ -111,7 +111,7 @@ def shown(value: Any) -> str:
 
 
 def why_not(state: Any) -> str:
-    """Why nobody can go on from this state, whatever is in it: it is nested without end, or too large; else "".
+    """Say why this state cannot be loaded, whatever is in it: it is nested without end, or too large; else "".
 
     What passes can be walked through, compared and told of in a time that its size bounds.
     """

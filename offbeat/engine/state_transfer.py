@@ -1,4 +1,4 @@
-"""What those that train hand to newcomers: all that a worker has, as text and tensors. Never pickle.
+"""The transfer of a worker's whole state to new workers, as text and tensors. Never pickle.
 
 The first of them says what there is, as JSON in which each tensor is a number; the tensors follow by broadcast, several
 in one. All take part, so that another can go on where the first is lost: what it has is the same.
@@ -59,7 +59,7 @@ def hand_over(control: ControlGroup, first: Callable[[], int], state: Mapping[st
 
 
 def _tell(control: ControlGroup, first: Callable[[], int], mine: str) -> tuple[int, str, str]:
-    """Who hands over; which tensors; what there is beside them."""
+    """Agree on who sends; which tensors; what there is beside them."""
     while True:
         is_first = control.rank == first()
         told = control.texts("what newcomers are told", mine if is_first else mine[:1])

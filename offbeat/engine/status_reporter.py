@@ -1,4 +1,4 @@
-"""Says about once a second how this worker's training goes, for whoever looks; on a thread of its own.
+"""The reporter of this worker's training status, about once a second, on a thread of its own.
 
 What the training thread leaves in the meter and in the run is read here without a lock: single numbers, and copies of
 small collections. A script that holds the GIL is late with it, and whoever looks sees its last words instead.
@@ -34,7 +34,7 @@ _SPAN = 10  # times that, over which rates are taken
 
 
 class StatusReporter:
-    """Makes a status about once a second, and hands it on.
+    """A thread that makes a status about once a second, and hands it on.
 
     Args:
         collect: the present status, but for the rates.
@@ -92,13 +92,13 @@ class StatusReporter:
 
 
 def named_values(values: Mapping[str, float]) -> dict[str, float]:
-    """What a script logged, as much of it as a status has room for; the loss first."""
+    """Select from what a script logged as much as a status has room for; the loss first."""
     names = sorted(values, key=lambda name: name != "loss")  # stable: else in the order in which they came
     return {name: values[name] for name in names[:MOST_VALUES] if len(name) <= MOST_NAME}
 
 
 def happenings(events: Iterable[tuple[float, str]]) -> tuple[StatusEvent, ...]:
-    """What was told, each in one line."""
+    """Make status events of what was logged, each in one line."""
     return tuple(StatusEvent(time_s, shortened(text.partition("\n")[0], MOST_EVENT)) for time_s, text in events)
 
 

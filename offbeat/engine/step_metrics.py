@@ -45,7 +45,7 @@ _MOST_OWN = 256  # of these that are kept one by one until they are told
 
 
 class MetricsFile:
-    """Appends records to a JSON-lines file that all workers share; whole lines in one write, so they never mix.
+    """A JSON-lines file that all workers share; whole lines in one write, so they never mix.
 
     Where the disk is full it keeps what is recorded in memory until there is room; the oldest go if that is too much.
 
@@ -250,7 +250,7 @@ class StepMetrics:
         return taken
 
     def event(self, what: str, text: str, step: int = -1, *, plan: str = "") -> None:
-        """Something worth telling people about; `plan` is the one that holds from then on, if that is what it is."""
+        """Record an event worth showing to people; `plan` is the one that holds from then on, if that is what it is."""
         self.events.append((self._clock.unix_s(), text))
         record = {"kind": "event", **self._stamp(step), "what": what, "text": text}
         self._file.append(record | {"plan": plan} if plan else record)

@@ -1,4 +1,4 @@
-"""How long each worker computes, as all hear of it where a controller wants to know: in the trailer of an exchange.
+"""The computing times of all workers, for a controller: sent in the tail of an exchange.
 
     times = [ rank 0: a step, a step, ... | rank 1: ... | ... ]     seconds
 
@@ -21,7 +21,7 @@ _MOST = 64  # steps that are told one by one
 
 
 class StepTimes:
-    """What the workers tell each other of one model's steps. Call order, in each exchange: `write`, `read`.
+    """The computing times for one model. Call order, in each exchange: `write`, `read`; then `take`.
 
     Args:
         rank: of this worker.

@@ -52,7 +52,8 @@ class Transport(NamedTuple):
 
 
 class SwitchableSync:
-    """Keeps one model together with the other workers' replicas, by whichever plan holds. A `Synchronizer`.
+    """A synchronizer that keeps one model together with the other workers' replicas, by whichever plan holds. A
+    `Synchronizer`.
 
     Args:
         model: that is kept together.
@@ -72,12 +73,12 @@ class SwitchableSync:
 
     @property
     def accounting(self) -> BatchAccount:
-        """This worker's part in the next exchange."""
+        """The account of this worker's batches for the next exchange."""
         return self._gradients.accounting
 
     @property
     def layout(self) -> Layout:
-        """Where the gradients lie."""
+        """The layout of the gradients."""
         return self._gradients.layout
 
     @property
@@ -228,7 +229,7 @@ class SwitchableSync:
     # -- for checkpoints, and for newcomers without a server -----------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of what is at work, and this worker's own codec state."""
+        """The state of the present synchronizer."""
         return {**self._shared_state(), "codec": self.codec_state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,7 +265,7 @@ class SwitchableSync:
         self._unreported = self._gradients.pending_result = None
 
     def hand_over(self) -> dict[str, Any]:
-        """All that a newcomer has to have of this model, but for parameters and buffers; in a dict of names."""
+        """Collect what a new worker needs of this model, but for parameters and buffers; in a dict of names."""
         return {
             "stamp": self.accounting.stamp,
             "ranks": self._gradients.ranks,

@@ -1,4 +1,4 @@
-"""Where in its script a worker leaves the server: at a place that none had passed when all agreed to leave.
+"""The place in its script where a worker leaves the server: one that no worker had passed when all agreed to leave.
 
 Workers with a server go through the same script, each at its own pace. So they can meet only where all still come to,
 and each can tell that place by counting: beginnings of loops over data that is dealt out to whoever asks, since those
@@ -25,7 +25,7 @@ _HOLDING = WaitContext("all workers to agree where they leave the server", outli
 
 
 class SyncPoint:
-    """One worker's."""
+    """The sync point of one worker."""
 
     sent_bytes = 0
 
@@ -81,5 +81,5 @@ class SyncPoint:
             return self._changed.wait_for(lambda: not self._is_frozen, timeout.total_seconds())
 
     def result(self) -> Reply:
-        """Nothing."""
+        """No payloads."""
         return []

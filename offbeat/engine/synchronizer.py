@@ -1,4 +1,4 @@
-"""What keeps one model equal on all workers, as those see it that call it.
+"""The Protocol of what keeps one model equal on all workers.
 
 Call order, each step: `on_forward` for each forward pass that trains; `on_backward` when its backward begins;
 `before_step` and `after_step` around the optimizer's step.
@@ -23,7 +23,7 @@ RUN_IS_CLOSED = (
 
 
 class Synchronizer(Protocol):
-    """Keeps one model together with the other workers' replicas.
+    """The Protocol of what keeps one model together with the other workers' replicas.
 
     Attributes:
         plan: that it goes by.
@@ -39,11 +39,11 @@ class Synchronizer(Protocol):
 
     @property
     def accounting(self) -> BatchAccount:
-        """This worker's part in the next exchange."""
+        """The account of this worker's batches for the next exchange."""
 
     @property
     def layout(self) -> Layout:
-        """Where the parameters' gradients lie."""
+        """The layout of the parameters' gradients."""
 
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins."""
@@ -92,7 +92,7 @@ class GradientSync(Synchronizer, Protocol):
 
     @property
     def gradient_scale(self) -> float:
-        """By what a worker's gradient is multiplied before it is encoded, if all workers weigh the same."""
+        """The factor of a worker's gradient before it is encoded, if all workers weigh the same."""
 
     @property
     def holds_gradient(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the parts of one worker work with: where it is among the others, and what is one per process.
+"""The context of one worker: where it is among the others, and the parts that are one per process.
 
 Made in one place (`offbeat.run.session`), before the first of those parts, and handed to each of them.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LauncherInfo:
-    """What whoever started this worker has told it of the job around it.
+    """The launcher's information about the job around this worker.
 
     Args:
         servers: "host:port" of each shard of a parameter server that is there already.
@@ -51,7 +51,7 @@ class LauncherInfo:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerContext:
-    """What is one per worker, for all parts of a run.
+    """The parts that are one per worker, for all parts of a run.
 
     Args:
         rank: of this worker.

@@ -1,4 +1,4 @@
-"""What an exchange can find out about the workers, in words: who is at another batch, whose gradient is NaN."""
+"""Questions about the workers that an exchange may raise: who is at another batch, whose gradient is NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def different_batches(control: ControlGroup, *, step: int, stamp: int) -> Disagr
 
 
 def nonfinite(control: ControlGroup, places: Sequence[str], mine: Sequence[str]) -> str:
-    """Whose gradients, of which parameters, hold NaN or Inf. Collective.
+    """Name the workers whose gradients hold NaN or Inf, and the parameters. Collective.
 
     Args:
         places: where the mean does.

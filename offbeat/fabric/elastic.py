@@ -258,7 +258,7 @@ class ElasticExchange:
 
     @property
     def waited_s(self) -> float:
-        """For how long it has been under way."""
+        """Seconds that it has been under way."""
         return time.monotonic() - self._since_s
 
     def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> None:

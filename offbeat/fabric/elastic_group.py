@@ -1,4 +1,5 @@
-"""Who takes part in an elastic group, and how those that are left find together again. See `elastic` for the data.
+"""The generations of an elastic group: who takes part, and how those that are left meet again. See `elastic` for the
+data.
 
 All that is said here is said through the store in which the workers first met. The members of the group are those of
 its *generation*, which is numbered from 0; each generation has keys of its own.
@@ -53,7 +54,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
-    """Which exchanges of one fabric a worker has completed: all before `below`, and some beyond."""
+    """The exchanges of one fabric that a worker has completed: all before `below`, and some beyond."""
 
     below: _Count
     beyond: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
@@ -63,7 +64,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Behind the last one."""
+        """The number behind the last one."""
         return max(self.beyond, default=self.below - 1) + 1
 
 
@@ -93,7 +94,7 @@ _progress_decoder = msgspec.json.Decoder(MemberProgress)
 
 
 class Quorum(msgspec.Struct, frozen=True):
-    """The members of the next generation; who of the last one, or of the newcomers, is not among them, and why."""
+    """The next generation: its members; and who of the last one, or of the new workers, is lost, and why."""
 
     members: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
     lost: dict[int, str] = {}
@@ -363,7 +364,7 @@ class ElasticGroup:
 
 
 class _NotYet(Exception):
-    """This newcomer did not come in with the next generation; it may with the one behind it."""
+    """The new worker did not join with the next generation; it may with the one behind it."""
 
 
 class _Left(Exception):
@@ -520,7 +521,7 @@ def _end_of(reports: MemberProgress) -> str:
 
 
 class _GroupConnector:
-    """Makes torch's groups of a generation on a thread of its own: it may never come to an end, if one more is lost."""
+    """A thread that makes torch's groups of a generation: it may never come to an end, if one more is lost."""
 
     def __init__(self, group: ElasticGroup, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
         self._group, self._number, self._members, self._indices = group, number, members, indices
@@ -557,13 +558,13 @@ class _ClosedClient:
     begun = 0
 
     def begin_at(self, number: int) -> None:
-        """Nobody uses it."""
+        """Ignore it: the fabric is closed."""
 
     def stop(self) -> GroupProgress:
         return GroupProgress(0)
 
     def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
-        """Nobody uses it."""
+        """Ignore it: the fabric is closed."""
 
     def replay(self, timeout: timedelta) -> bool:
         return True

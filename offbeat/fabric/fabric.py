@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offers:
-    """What a fabric can do.
+    """The capabilities of a fabric.
 
     Args:
         carries: kinds of payload.
@@ -50,7 +50,7 @@ class Offers:
 
 @dataclass(frozen=True)
 class BindContext:
-    """What a worker's process gives to a fabric that is bound; the default is that of a worker that is alone.
+    """The context of a worker's process for a fabric that is bound; the default is that of a worker that is alone.
 
     Args:
         rank, world: worker `rank` of the `world` that the job begins with; a newcomer's rank is beyond those.
@@ -90,11 +90,11 @@ class Fabric(Protocol):
         """Release the handles; a second call does nothing. Only when nothing is under way on any rank."""
 
     def abandon(self) -> None:
-        """Instead of `close`, when an exchange may be under way for ever: never wait for it, not even at exit."""
+        """Let go instead of `close`, when an exchange may never end: do not wait for it, not even at exit."""
 
 
 class FabricSpec(Protocol):
-    """Describes a fabric in a plan. If it `holds` the parameters at the workers, it has `bind(context)` as well."""
+    """The Protocol of a fabric in a plan. All but `ParameterServer` also have `bind(backend=...)`."""
 
     @property
     def offers(self) -> Offers: ...

@@ -55,7 +55,7 @@ class InMemory:
 
 
 class InMemoryGroup:
-    """Where `world` workers meet: one place per exchange, numbered by order of issue."""
+    """The meeting place of `world` workers: one slot per exchange, numbered by order of issue."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -90,10 +90,10 @@ class BoundInMemory:
         return self._bring(Sum(tensor), source)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: it holds no resources."""
 
     def abandon(self) -> None:
-        """Nothing to release."""
+        """Do nothing: it holds no resources."""
 
     def _bring(self, payload: Payload, source: int) -> InMemoryPending:
         number, self._issued = self._issued, self._issued + 1
@@ -130,7 +130,7 @@ class InMemoryPending:
         return reply
 
     def _own(self, reply: Reply) -> Reply:
-        """This rank's copy, in the memory it brought, as a real all-reduce in place would leave it."""
+        """Copy the reply into this rank's own memory, as a real all-reduce in place would leave it."""
         if not isinstance(reply, Total):
             return reply
         assert isinstance(self._payload, Sum)

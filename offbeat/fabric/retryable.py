@@ -1,4 +1,5 @@
-"""What an elastic fabric exchanges: a sum, a gathering, a broadcast, each tried until one try comes to its end.
+"""The operations of an elastic fabric: an all-reduce, an all-gather, a broadcast, each tried until one try comes to its
+end.
 
 A try works in memory of its own, so that what was brought stays as it is for the next one, and what it came to stays
 for those that lack it. As bytes, for them: a length, a header as JSON, the elements.
@@ -29,7 +30,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
 class GatherHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Who took part, and, of a gathering, the shapes of what each brought."""
+    """The workers that took part, and, of an all-gather, the shapes of their payloads."""
 
     workers: tuple[int, ...]
     shapes: tuple[tuple[tuple[_Size, ...], ...], ...] = ()
@@ -53,7 +54,7 @@ class RetryableOp(ABC):
 
     @abstractmethod
     def sent_bytes(self, rank: int) -> int:
-        """What this worker puts on the network for one try, by the algorithm's count."""
+        """Count the bytes that this worker puts on the network for one try, by the algorithm."""
 
     def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> Pending:
         """Begin a try among these.
@@ -66,16 +67,16 @@ class RetryableOp(ABC):
 
     @abstractmethod
     def reply(self) -> Reply:
-        """What it came to, in the memory that was brought."""
+        """The reply, in the memory that was brought."""
 
     def to_bytes(self) -> bytes:
-        """What it came to."""
+        """Encode the reply."""
         header, elements = self._pack()
         text = msgspec.json.encode(header)
         return len(text).to_bytes(_HEAD, "big") + text + elements
 
     def take(self, data: bytes) -> None:
-        """What it came to elsewhere.
+        """Decode the reply that another worker has.
 
         Raises:
             PeerError: if that is not of such an exchange.

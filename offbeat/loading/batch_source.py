@@ -1,4 +1,4 @@
-"""Where a leased loader's batches come from: who decides which samples this worker computes next, and how many."""
+"""The source of a leased loader's batches: decides which samples this worker computes next, and how many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a worker is to compute next.
+    """The samples that a worker computes next.
 
     Args:
         lease: its samples; None if it has none, and only keeps up with the others.
@@ -29,7 +29,7 @@ class Batch:
 
 
 class BatchSource(Protocol):
-    """Decides about one loader.
+    """The Protocol of a loader's batch source.
 
     1) `next` for each batch, as far ahead as the loader loads; 2) `drawn` when it is given out to the loop, in the same
     order; 3) `ended` behind the last of an epoch, or `give_back` for those not given out when the loop is left early,
@@ -38,14 +38,14 @@ class BatchSource(Protocol):
 
     @property
     def leases(self) -> Leases:
-        """How the dataset is dealt out."""
+        """The description of how the dataset is leased."""
 
     @property
     def progress(self) -> float:
         """Epochs that all workers together had been dealt, when this one was dealt what the loop has; never less."""
 
     def next(self) -> Batch | None:
-        """This worker's next batch; None at the end of its epoch."""
+        """Take this worker's next batch; None at the end of its epoch."""
 
     def drawn(self, batch: Batch) -> None:
         """The loop has the batch."""
@@ -54,16 +54,18 @@ class BatchSource(Protocol):
         """The loop has gone through the epoch."""
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """These were asked for and are not used; the last ones that were asked for, in order."""
+        """Return batches that were asked for and are not used; the last ones that were asked for, in order."""
 
     def crowded(self) -> None:
-        """There was no memory for the batch at hand: it is computed by others, and later ones are smaller."""
+        """Handle that there was no memory for the batch at hand: others compute it, and later ones are smaller."""
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
-        """These workers are gone, and what they had for the last `unused` batches that the loop has is in no step."""
+        """Give to others what these workers, which are gone, had for the last `unused` batches that the loop has: it is
+        in no step.
+        """
 
     def explain(self) -> str:
-        """Who paces the rounds and why, in a sentence; "" if somebody else knows."""
+        """Say which worker paces the rounds and why, in a sentence; "" if somebody else knows."""
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, for a checkpoint."""

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 @dataclass(frozen=True)
 class EpochSize:
-    """What can be known of an epoch before it begins.
+    """The size of an epoch, as far as it is known before it begins.
 
     Args:
         length: number of batches; -1 if that is not known.
@@ -43,7 +43,7 @@ class EpochSize:
 
 
 def course_of(loader: Iterable[Any]) -> EpochSize:
-    """What `loader` says about its next epoch."""
+    """Ask `loader` for the size of its next epoch."""
     if not isinstance(loader, Sized):
         return EpochSize(-1)
     try:

@@ -61,7 +61,7 @@ class Batches(Sampler[list[int]]):
 
 
 class LeasedLoader:
-    """What `run.prepare` returns for a loader, where data is leased. Other attributes are the loader's own.
+    """The loader that `run.prepare` returns where data is leased. Other attributes are the loader's own.
 
     Args:
         loader: a `DataLoader` over a dataset with a length.
@@ -136,7 +136,7 @@ class LeasedLoader:
 
     @property
     def source(self) -> BatchSource:
-        """Where its batches come from."""
+        """The source of its batches."""
         return self._source
 
     def change_source(self, source: BatchSource) -> None:
@@ -169,7 +169,7 @@ class LeasedLoader:
         return not self._batches.asked and isinstance(self._source, ReplicatedSource) and self._source.is_through
 
     def hand_over(self) -> dict[str, Any]:
-        """What a newcomer has to know, where all work out alike who computes what."""
+        """Collect what a new worker has to know, where all work out alike who computes what."""
         assert isinstance(self._source, ReplicatedSource)
         return self._source.hand_over(tuple(self._batches.asked))
 
@@ -179,20 +179,20 @@ class LeasedLoader:
         self._source.take_over(state)
 
     def joined(self, ranks: Iterable[int]) -> None:
-        """These workers take part from now on, where all work out alike who computes what."""
+        """Admit these workers from now on, where all work out alike who computes what."""
         assert isinstance(self._source, ReplicatedSource)
         self._source.joined(ranks)
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
-        """These workers are gone; the last `unused` batches of the loop are in no step yet."""
+        """Go on without these workers; the last `unused` batches of the loop are in no step yet."""
         self._source.lost(ranks, unused=unused)
 
     def crowded(self) -> None:
-        """There was no memory for the batch at hand."""
+        """Handle that there was no memory for the batch at hand."""
         self._source.crowded()
 
     def explain(self) -> str:
-        """Who paces the rounds and why; "" if somebody else knows."""
+        """Say which worker paces the rounds and why; "" if somebody else knows."""
         return self._source.explain()
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,5 +245,5 @@ def least_of(loader: DataLoader[Any], models: Iterable[torch.nn.Module]) -> int:
 
 
 def ahead_of(loader: DataLoader[Any]) -> int:
-    """How many batches the loader asks for before the loop has the first."""
+    """Count the batches that the loader asks for before the loop has the first."""
     return 1 + loader.num_workers * (loader.prefetch_factor or 0)

@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class LoaderCheck:
-    """Watches whether the loaders that were prepared are drawn from.
+    """A check that the loaders that were prepared are drawn from.
 
     Call order: `prepared` for each, `stepped` before each step of a prepared optimizer, `drawn` with the first batch.
 

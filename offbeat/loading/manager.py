@@ -40,7 +40,7 @@ _MOST_UNTOLD = 128  # rounds after which it is surely known who had taken part i
 
 
 class LoopObserver(Protocol):
-    """Hears where the script is in its loops over leased data: what all workers do together happens there."""
+    """An observer of the script's loops over leased data: what all workers do together happens there."""
 
     def on_loop(self) -> None:
         """A loop begins."""
@@ -131,7 +131,7 @@ class LoaderManager:
 
     @property
     def leased(self) -> list[LeasedLoader]:
-        """Those whose samples are dealt out one by one."""
+        """The loaders whose samples are leased one by one."""
         return [loader for loader in self.loaders if isinstance(loader, LeasedLoader)]
 
     @property
@@ -146,7 +146,7 @@ class LoaderManager:
         return self.loaders[0].progress
 
     def lose(self, ranks: Iterable[int]) -> str:
-        """These workers are gone; what becomes of the batches, in words."""
+        """Go on without these workers; what becomes of the batches, in words."""
         unused = max((synchronizer.accounting.drawn for synchronizer in self._models.synchronizers), default=0)
         for loader in self.leased:
             loader.lost(ranks, unused=unused)
@@ -163,11 +163,11 @@ class LoaderManager:
         return self._outermost is not None and self._outermost.is_through
 
     def hand_over(self) -> list[dict[str, Any]]:
-        """What newcomers have to know, by loader."""
+        """Collect what new workers have to know, by loader."""
         return [loader.hand_over() for loader in self.leased]
 
     def join(self, ranks: Sequence[int], states: Sequence[Mapping[str, Any]] = ()) -> str:
-        """These workers are there; what becomes of the batches, in words.
+        """Go on with these workers, too; what becomes of the batches, in words.
 
         Args:
             states: what those that were there before handed over, if this worker is one of these.
@@ -179,7 +179,7 @@ class LoaderManager:
         return what_changes(self._keeps)
 
     def crowded(self) -> None:
-        """There was no memory for the batch at hand.
+        """Handle that there was no memory for the batch at hand.
 
         Raises:
             ModelError: where all workers compute each step together, and one cannot be left out.
@@ -196,7 +196,7 @@ class LoaderManager:
         self._metrics.give_up()
 
     def explain(self) -> list[str]:
-        """Who paces the rounds and why, by loader."""
+        """Say which worker paces the rounds and why, by loader."""
         return [loader.explain() for loader in self.leased]
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -210,7 +210,9 @@ class LoaderManager:
             loader.load_state_dict(state, seed=seed)
 
     def rng_state(self) -> dict[str, Any]:
-        """This process's random generators, now and where the loops under way began, as plain numbers and tensors."""
+        """The state of this process's random generators, now and where the loops under way began, as plain numbers and
+        tensors.
+        """
         began = [loader.loop_rng.began for loader in self.loaders]
         return {
             "now": RngState.capture(self._own_rngs, self._cuda).to_plain(),
@@ -293,7 +295,7 @@ class LoaderManager:
         return position.beginning(leases, epoch, self._control.members)
 
     def _tell_who_made_it(self, then: Sequence[int]) -> None:
-        """By the first, for all: what carries over to other workers than those that were at the server."""
+        """Tell, as the first worker, what carries over to other workers than those that were at the server."""
         present = self._control.members
         if tuple(then) != tuple(present) and self._control.is_first:
             _log.warning(
@@ -367,7 +369,7 @@ class LoaderManager:
 
     @property
     def stays(self) -> str:
-        """Why the workers cannot do without a server; "" if they can."""
+        """The reason why the workers cannot do without a server; "" if they can."""
         for number, loader in enumerate(self.loaders):
             if isinstance(loader, ShardedLoader) and not loader.can_go_together:
                 return (
@@ -408,7 +410,7 @@ class LoaderManager:
                 loader.change_source(sources[number])
 
     def give_back(self) -> None:
-        """Others may have what the server has dealt out beforehand: it is about to be left."""
+        """Return all leases that were not drawn: the server is about to be left."""
         for loader in self.leased:
             if isinstance(loader.source, ServerSource):
                 loader.source.give_back_undrawn()

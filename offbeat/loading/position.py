@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def for_workers(
     lease_state: str | bytes, loader: int, leases: Leases, *, is_held: bool = True, epoch: int | None = None
 ) -> dict[str, Any]:
-    """What one loader's `ReplicatedSource` goes on from.
+    """Convert the coordinator's position to that of one loader's `ReplicatedSource`.
 
     There all are in the same epoch: who was ahead of the others in the books would leave them without data for good.
 
@@ -52,7 +52,7 @@ def for_workers(
 
 
 def beginning(leases: Leases, epoch: int, ranks: Iterable[int]) -> dict[str, Any]:
-    """What one loader's `ReplicatedSource` goes on from where an epoch begins."""
+    """Make the position of one loader's `ReplicatedSource` where an epoch begins."""
     return _kept(leases, leases.beginning(epoch, ranks))
 
 
@@ -71,7 +71,7 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
 
 
 def workers_of(lease_state: str | bytes, loader: int) -> tuple[int, ...]:
-    """Who was dealt to, by the coordinator's books.
+    """The workers that have leases in the coordinator's books.
 
     Raises:
         ModelError: if they are damaged.
@@ -92,7 +92,7 @@ def describe(state: Mapping[str, Any]) -> str:
 
 
 def for_coordinator(places: Mapping[int, tuple[RegisterLoader, Leases, Mapping[str, Any]]]) -> bytes:
-    """What the coordinator goes on from.
+    """Convert the workers' positions to the coordinator's.
 
     Args:
         places: of each loader what is said of it, how it is dealt out, and what its `ReplicatedSource` has kept at the

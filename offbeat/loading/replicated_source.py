@@ -48,7 +48,7 @@ class Timing(NamedTuple):
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """What a worker tells: its last steps, and in which round each that it knows to be lost first lacked."""
+    """A worker's report: its last steps, and in which round each worker that it knows to be lost first lacked."""
 
     timings: Annotated[tuple[Timing, ...], msgspec.Meta(max_length=_MOST_TIMINGS)]
     lost: Annotated[dict[int, int], msgspec.Meta(max_length=4096)] = {}
@@ -59,7 +59,7 @@ _read_report = msgspec.json.Decoder(StepReport).decode
 
 @dataclass(frozen=True)
 class LeaseBook:
-    """What every worker knows; immutable.
+    """The knowledge that all workers share; immutable.
 
     Args:
         members: ranks that are dealt to.
@@ -90,14 +90,14 @@ class BatchSizes(NamedTuple):
 
 
 class LeaseStep(NamedTuple):
-    """What was known before a batch was taken, and after."""
+    """The book before a batch was taken, and after."""
 
     before: LeaseBook
     after: LeaseBook
 
 
 class ReplicatedSource:
-    """One loader's.
+    """The source of one loader's batches without a server: all workers work out the same leases.
 
     Args:
         leases: how the dataset is dealt out.
@@ -132,7 +132,7 @@ class ReplicatedSource:
         self.progress = 0.0
 
     def next(self) -> Batch | None:
-        """This worker's part of the next step. Collective."""
+        """Take this worker's part of the next step. Collective."""
         if self._before:
             return self._before.popleft()
         if self._book.round % _REPORT_EVERY == 0:
@@ -178,7 +178,7 @@ class ReplicatedSource:
             self._before.clear()
 
     def joined(self, ranks: Iterable[int]) -> None:
-        """These take part from the next batch on that is asked for. On all workers at the same place."""
+        """Admit these workers from the next batch on that is asked for. On all workers at the same place."""
         ranks, tuning = sorted(ranks), self._book.tuning
         for rank in ranks:
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
@@ -186,7 +186,7 @@ class ReplicatedSource:
         self._book = dataclasses.replace(book, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
 
     def hand_over(self, asked: Sequence[Batch]) -> dict[str, Any]:
-        """What a newcomer has to know, in dicts, lists and numbers.
+        """Collect what a new worker has to know, in dicts, lists and numbers.
 
         Args:
             asked: for these the loader has asked, and the loop does not have them.
@@ -214,14 +214,14 @@ class ReplicatedSource:
         self.progress = float(state["progress"])
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
-        """These are gone, and what they had for the last `unused` batches that the loop has is in no step."""
+        """Go on without these: what they had for the last `unused` batches that the loop has is in no step."""
         unused = min(unused, len(self._drawn))
         first = self._drawn[-unused] if unused else self._at.round
         for rank in ranks:
             self._lost.setdefault(rank, first)
 
     def crowded(self) -> None:
-        """Not here.
+        """Refuse: it is not supported here.
 
         Raises:
             ModelError: always; the others wait for this worker's part of the step.
@@ -232,7 +232,7 @@ class ReplicatedSource:
         )
 
     def explain(self) -> str:
-        """Who paces the rounds and why."""
+        """Say which worker paces the rounds and why."""
         tuning = self._book.tuning
         return "" if self._tune is None or tuning is None else self._tune.explain(tuning)
 
@@ -298,7 +298,7 @@ class ReplicatedSource:
         )
 
     def _admit(self, book: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
-        """These are dealt to, in the epoch in which the others are."""
+        """Lease to these, too, in the epoch in which the others are."""
         at = dict(book.pool.at)
         epoch = min(at.values(), default=book.pool.epoch)
         for rank in ranks:
@@ -326,7 +326,7 @@ class ReplicatedSource:
         self._book = book
 
     def _learn(self, book: LeaseBook, reports: Mapping[int, Sequence[Timing]]) -> LeaseBook:
-        """How fast the machines are."""
+        """Learn how fast the machines are."""
         tuning = book.tuning
         if self._tune is None or tuning is None:
             return book
@@ -340,7 +340,7 @@ class ReplicatedSource:
         return dataclasses.replace(book, tuning=tuning)
 
     def _deal(self, book: LeaseBook) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
-        """What each member gets in this round, and what is known then; nobody gets anything where the epoch ends."""
+        """Lease each member's part of this round; nobody gets anything where the epoch ends."""
         pool, parts = book.pool, dict[int, Lease]()
         tuning, counts = self._counts(book)
         for rank in book.members:
@@ -372,7 +372,7 @@ class ReplicatedSource:
         return dataclasses.replace(book, pool=pool, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
 
     def _leave(self, book: LeaseBook, rank: int, since: int = 0) -> LeaseBook:
-        """What it was dealt from round `since` on goes to the others."""
+        """Give the leases of a worker from round `since` on to the others."""
         used = [number for round, whose, number in book.open if whose == rank and round < since]
         pool, _ = self.leases.acknowledge(book.pool, used)
         pool, tuning = self.leases.lose(pool, rank), book.tuning

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ServerSource:
-    """One loader's.
+    """The source of one loader's batches at a server.
 
     Args:
         server: this worker's connection to it.
@@ -42,7 +42,7 @@ class ServerSource:
         self._hand = server.client.register_loader(spec)
 
     def next(self) -> Batch | None:
-        """What the coordinator dealt out, or will.
+        """Take the next lease of the coordinator, or wait for it.
 
         Raises:
             DisagreementError: if another worker has other data.
@@ -77,7 +77,7 @@ class ServerSource:
         self.progress = max(self.progress, float(self._over))
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """Others may have them."""
+        """Return batches unused."""
         numbers = [b.lease.number for b in batches if b.lease is not None]
         back = {(self._loader, number) for number in numbers}
         self._server.drawn = [one for one in self._server.drawn if one not in back]
@@ -86,12 +86,12 @@ class ServerSource:
                 self._server.client.give_back(self._hand, numbers)
 
     def give_back_undrawn(self) -> None:
-        """What was dealt out beforehand is others'; another source is to go on from here."""
+        """Return what was leased beforehand; another source is to go on from here."""
         self._server.client.give_back(self._hand, self._hand.take_undrawn())
 
     @property
     def epoch(self) -> int:
-        """In which this worker draws next."""
+        """The epoch in which this worker draws next."""
         return self._hand.begins
 
     def crowded(self) -> None:
@@ -102,7 +102,7 @@ class ServerSource:
         server.client.crowded(self._hand, self._count, drawn)
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
-        """Nothing to do: the server knows."""
+        """Do nothing: the server knows."""
 
     def explain(self) -> str:
         """The coordinator knows."""

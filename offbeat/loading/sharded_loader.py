@@ -1,4 +1,4 @@
-"""Gives every worker its share of the data, and keeps all loops equally long.
+"""Shards of a loader: every worker gets its share of the data, and all loops are equally long.
 
 * A `DataLoader` over a dataset with a length is dealt out anew: worker r of N takes every N-th sample, starting at r,
   of a permutation that is a function of seed and epoch (the one `DistributedSampler` uses, without its padding).
@@ -86,7 +86,7 @@ class ShardSampler(Sampler[int]):
 
 
 class ShardedLoader:
-    """What `run.prepare` returns for a loader; iterate over it as before. Other attributes are the loader's own.
+    """The loader that `run.prepare` returns; iterate over it as before. Other attributes are the loader's own.
 
     Args:
         loader: any iterable of batches.
@@ -193,7 +193,7 @@ class ShardedLoader:
             sampler.seed = seed
 
     def _carried_over(self, state: Mapping[str, Any]) -> int:
-        """How many batches of the epoch are left out here, so that none that was given out is lost."""
+        """Count the batches of the epoch that are left out here, so that none that was given out is lost."""
         batch, now = state_checks.whole(state["batch"], "batches of the epoch"), self._control.world
         then = state_checks.whole(state.get("world", now), "number of workers", least=1, most=_MOST_WORKERS)
         shard, here = getattr(self.loader, "sampler", None), self._sizes()
@@ -268,7 +268,9 @@ class ShardedLoader:
         return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
 
     def _all_batches(self, courses: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
-        """This worker's batches behind the first `skip`, and then its last one again while others still have data."""
+        """Yield this worker's batches behind the first `skip`, and then its last one again while others still have
+        data.
+        """
         self.loop_rng.begin()
         batches, last, index = iter(self.loader), _END, skip
         for _ in range(skip):
@@ -301,7 +303,7 @@ class ShardedLoader:
 
     @property
     def _place(self) -> int:
-        """This worker's among those whose courses it knows."""
+        """The place of this worker among those whose epoch sizes it knows."""
         return 0 if self._apart else self._control.rank
 
     def _weight(self, batch: Any, real: bool, relative: float | None) -> float:
@@ -379,7 +381,7 @@ def batching_of(loader: DataLoader[Any]) -> tuple[int | None, bool]:
 
 
 def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | None:
-    """How this loader draws samples, if it is for offbeat to deal them out; else it is left as it is.
+    """The sampler of this loader, if it is for offbeat to lease its samples; else it is left as it is.
 
     Raises:
         ModelError: if it should be dealt out, but nobody can know which samples it draws.
@@ -431,7 +433,7 @@ def rebuilt(loader: DataLoader[Any], **draws: Any) -> DataLoader[Any]:
 
 
 def _describe(loader: Iterable[Any]) -> str:
-    """What must be equal on all workers for the shares to be shares of one whole."""
+    """Describe what must be equal on all workers for the shares to be shares of one whole."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, ShardSampler):
         return "a loader of its own"
@@ -439,7 +441,7 @@ def _describe(loader: Iterable[Any]) -> str:
 
 
 def _fingerprint(batch: Any) -> str:
-    """Of the values in it; "" if there is no tensor."""
+    """The fingerprint of the values in a batch; "" if there is no tensor."""
     tensors = [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)
     digest = hashlib.sha256()
     found = [t.detach().cpu().contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]

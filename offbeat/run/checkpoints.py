@@ -44,7 +44,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Stateful(Protocol):
-    """What has a state: a model, an optimizer, a schedule."""
+    """An object with a state: a model, an optimizer, a schedule."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 
 class _Seal(msgspec.Struct, frozen=True):
-    """What a file has to be.
+    """The seal of a file: its size and checksum.
 
     Args:
         world: how many workers there were; 0 if that was not noted.
@@ -215,7 +215,7 @@ class Checkpoints:
             _log.warning("Cannot write the checkpoint %s: %s. Training goes on; those before it are kept.", path, why)
 
     def _read(self, path: Path) -> dict[str, Any] | str:
-        """What is in a checkpoint; why it cannot be used, in words, if it cannot be."""
+        """Read a checkpoint; why it cannot be used, in words, if it cannot be."""
         if isinstance(states := _contents(path), str):
             return states
         if states.keys() != {*self._parts, "run"}:
@@ -284,12 +284,12 @@ class Checkpoints:
     # -- the folder ----------------------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
-        """Those that were finished once, the newest first."""
+        """List the checkpoints that were finished once, the newest first."""
         sealed = (path.with_suffix(".pt") for path in self._folder.glob("run-*.json"))
         return sorted((path for path in sealed if path.stem[4:].isdecimal()), key=_step_of, reverse=True)
 
     def _remove_old(self, rank: int, *, is_first: bool) -> None:
-        """By the first all that is older than what is kept; by the others what they wrote themselves."""
+        """Remove what is older than what is kept: the first worker all, the others what they wrote themselves."""
         kept, old = (paths := self._paths())[: self._keep], paths[self._keep :]
         if len(kept) < self._keep:
             return
@@ -339,12 +339,12 @@ def _put_aside(damaged: Iterable[Path]) -> None:
 
 
 def _of_rank(path: Path, rank: int) -> Path:
-    """Where the random generators of a rank are that belong to a checkpoint."""
+    """The file of a rank's random generators that belongs to a checkpoint."""
     return path.with_suffix(f".rank{rank}.rng")
 
 
 def _codec_of(path: Path, rank: int) -> Path:
-    """Where the codec's state of a rank is that belongs to a checkpoint."""
+    """The file of a rank's codec state that belongs to a checkpoint."""
     return path.with_suffix(f".rank{rank}-codec.pt")
 
 
@@ -361,7 +361,7 @@ def _step_of(path: Path) -> int:
 
 
 def _world_of(path: Path) -> int | None:
-    """How many workers there were when a file was written; None if it was not finished."""
+    """The number of workers when a file was written; None if it was not finished."""
     try:
         return read_file(path.with_suffix(".json"), _seal).world
     except (OSError, UnreadableError):
@@ -369,7 +369,7 @@ def _world_of(path: Path) -> int | None:
 
 
 def _contents(path: Path) -> dict[str, Any] | str:
-    """What is in a file; why it cannot be used, in words, if it cannot be.
+    """Read a file; why it cannot be used, in words, if it cannot be.
 
     Raises:
         ModelError: if it is whole, and of a class that torch does not load unless it is told to.
@@ -406,7 +406,7 @@ def _contents(path: Path) -> dict[str, Any] | str:
 
 
 def _line(error: Exception) -> str:
-    """What an error says, in a line; its name, if it says nothing."""
+    """The first line of an error; its name, if it has no text."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # behind advice that nobody should follow
     return next(iter(text.splitlines()), "").rstrip(".")[:200] or type(error).__name__
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class JoinResult(NamedTuple):
-    """Who has come in, what becomes of the batches in words, and the plan that holds."""
+    """The ranks that joined, what becomes of the batches in words, and the plan that holds."""
 
     ranks: tuple[int, ...]
     changes: str
@@ -154,7 +154,7 @@ class ElasticJoin:
         }
 
     def leave(self, told_at: int | None = None) -> None:
-        """This worker is done: wait until all are, or the others have gone on without it.
+        """Leave when done: wait until all are, or the others train without this worker.
 
         Args:
             told_at: behind which of its steps, if it was told to leave.
@@ -223,7 +223,7 @@ class ElasticJoin:
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is the same on all workers, by name: parameters, frozen ones too, and buffers."""
+    """Yield what is the same on all workers, by name: parameters, frozen ones too, and buffers."""
     ignored = ignored_names(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in ignored and tensor.numel():

@@ -1,4 +1,4 @@
-"""What the environment says: the one place that reads the `OFFBEAT_*` variables, and those of torchrun, for a run.
+"""The environment: the one place that reads the `OFFBEAT_*` variables, and those of torchrun, for a run.
 
 A value is read when it is asked for, so that a variable that nobody needs may hold anything.
 
@@ -46,7 +46,7 @@ class Environment:
 
     @property
     def plan(self) -> str:
-        """As TOML; "" if none is named."""
+        """The plan as TOML; "" if none is named."""
         return self._variables.get("OFFBEAT_PLAN", "")
 
     @property
@@ -65,7 +65,7 @@ class Environment:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where metrics are written."""
+        """The folder for metrics."""
         return self._path("OFFBEAT_RUN_DIR")
 
     @property
@@ -146,19 +146,19 @@ class Environment:
 
     @property
     def store_prefix(self) -> str:
-        """What the keys of that job begin with in its store; "" if this worker joins none."""
+        """The prefix of that job's keys in its store; "" if this worker joins none."""
         return self._variables.get("OFFBEAT_STORE_PREFIX", "")
 
     @property
     def store_for_others(self) -> str:
-        """How newcomers name the store."""
+        """The name by which new workers find the store."""
         if self.store_file is not None:
             return str(self.store_file)
         return f"{_TCP}{self.first_address}:{self._variables.get('MASTER_PORT', '')}"
 
     @property
     def agent_prefix(self) -> str:
-        """What torchrun's agent adds to the keys in its store; "" elsewhere."""
+        """The prefix that torchrun's agent adds to the keys in its store; "" elsewhere."""
         if self._variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return ""
         return f"/worker/attempt_{self._variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
@@ -181,7 +181,7 @@ class Environment:
     # -- the job around it ---------------------------------------------------------------------------------------
 
     def launcher(self, timeout: timedelta) -> LauncherInfo:
-        """What this worker is told of the job around it."""
+        """The launcher's information about the job around this worker."""
         return LauncherInfo(
             servers=tuple(filter(None, self._variables.get("OFFBEAT_SERVERS", "").split(","))),
             settings=settings_from(self._variables, "default", timeout),

@@ -1,4 +1,4 @@
-"""This worker's ends of the fabrics of a run: made as the plan says, and let go of at its end."""
+"""The worker's ends of the fabrics of a run: made as the plan says, and closed at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FabricBinding:
         self._bound: list[Fabric] = []
 
     def bind(self, plan: Plan, backend: str) -> Fabric:
-        """This worker's end of the plan's fabric.
+        """Make this worker's end of the plan's fabric.
 
         Beside a server that is a process group, which carries what is agreed on at the beginning; a worker that is
         alone needs none.

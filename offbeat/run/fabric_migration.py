@@ -1,4 +1,4 @@
-"""From one fabric to the other while training: the workers' own, and a parameter server.
+"""Fabric migration while training: between the workers' own fabric and a parameter server.
 
     to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
                     next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
@@ -80,7 +80,7 @@ class FabricMigration:
 
     @property
     def stays(self) -> str:
-        """Why this worker could not leave the server, or ""."""
+        """The reason why this worker could not leave the server, or ""."""
         return self._data.stays
 
     @property
@@ -208,7 +208,7 @@ class FabricMigration:
     # -- the history ---------------------------------------------------------------------------------------------
 
     def _leave_stretch(self, plan: Plan, step: int, job: str = "") -> str:
-        """In the history a stretch ends here, and another begins; the name of the place. Collective.
+        """End a stretch of the history, and begin another; the name of the place. Collective.
 
         Args:
             plan: that holds then.
@@ -227,6 +227,6 @@ class FabricMigration:
         return place
 
     def _enter_stretch(self, place: str, step: int) -> None:
-        """What this worker has behind the place."""
+        """Record what this worker has behind the place."""
         if place:
             self._history.record_arrival(place, step, self._models.tensors)

@@ -1,4 +1,4 @@
-"""What can be prepared: which parameters are trained, and which models and optimizers are refused, and why."""
+"""Checks of what is prepared: which parameters are trained, and which models and optimizers are refused, and why."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def check_given(loader: object, others: Collection[object]) -> None:
 
 
 class Kinds:
-    """What a model's parameters were when it was prepared; gradients have their place in memory of that kind.
+    """The kinds of a model's parameters when it was prepared; gradients have their place in memory of that kind.
 
     Args:
         parameters: by name.

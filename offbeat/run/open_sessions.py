@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class OpenSession(Protocol):
-    """What is asked of a `WorkerSession` here.
+    """The part of a `WorkerSession` that is used here.
 
     Attributes:
         pid: of the process that it is of.
@@ -47,7 +47,7 @@ def opened(session: OpenSession) -> None:
 
 
 def closed(session: OpenSession) -> None:
-    """It is closed."""
+    """Note that a session is closed."""
     _open.discard(session)
 
 
@@ -57,7 +57,7 @@ def has_others(check: StepCheck) -> None:
 
 
 def of_this_process() -> list[OpenSession]:
-    """Those open; a forked child is not the worker, and has none."""
+    """List the open sessions; a forked child is not the worker, and has none."""
     return [one for one in _open if one.pid == os.getpid()]
 
 

@@ -1,4 +1,4 @@
-"""Which plan holds in a run, and how another one comes to hold while it trains.
+"""The plan of a run, and its swaps while it trains.
 
 With a server the server says so; without one the workers vote behind an exchange (`offbeat.engine.plan_vote`); all go
 from one to the other at the same place of the script (`offbeat.run.fabric_migration`).
@@ -96,7 +96,7 @@ class PlanManager:
         return connect(plan, plan.fabric, self._context, self._stays, **how)
 
     def _stays(self, plan: Plan) -> str:
-        """Why this worker could not leave the server to go by another plan, or ""."""
+        """The reason why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
         if plan.outlives != (self._context.group is not None):
@@ -161,7 +161,7 @@ class PlanManager:
         return self._vote.is_wanted(self.plan, looks=looks) or self._migration.wants_vote
 
     def _ask_controller(self, *, looks: bool, step_times: Mapping[int, Sequence[float]]) -> None:
-        """Behind a step: ask the plan's controller, if there is one, and this is the worker that does."""
+        """Ask the plan's controller behind a step, if there is one, and this is the worker that does."""
         # One that is alone has none of a plan with a server; nor does it matter to that one which policy decides.
         if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
@@ -181,7 +181,7 @@ class PlanManager:
             self.adopt(plan)
 
     def joined(self, ranks: Sequence[int]) -> None:
-        """These take part from now on. On all workers at the same place."""
+        """Go on with these, too. On all workers at the same place."""
         for one in self._models.together:
             one.admit(ranks)
 
@@ -203,7 +203,7 @@ class PlanManager:
             self._vote.answer(text, refusal)
 
     def at_sync_point(self) -> None:
-        """Here all workers may come together to go over to a server, or to leave it."""
+        """Migrate here to a server, or away from it, if that is due."""
         if self._migration.due is not None:
             self._go_over()
         elif self.server is not None and self.server.plans.sync_point.reached(self._waiter):
@@ -233,7 +233,7 @@ class PlanManager:
         return text
 
     def _go_over(self) -> tuple[str, str]:
-        """To the plan that is due; what is to be said, and why it does not hold. Collective."""
+        """Migrate to the plan that is due; what is to be said, and why it does not hold. Collective."""
         assert self._migration.due is not None
         text, refusal = self._go_by(self._migration.due)
         if refusal:
@@ -255,7 +255,7 @@ class PlanManager:
         return ("", refusal) if refusal else (self._take(before, plan, began_s, reason), "")
 
     def _forget_server(self, plan: Plan) -> None:
-        """Nobody is to look for a server any more, and this plan holds, which has none."""
+        """Adopt this plan, which has no server, and leave no trace of one to look for."""
         if self._context.run_dir is not None and self._control.is_first:
             (self._context.run_dir / "server.json").unlink(missing_ok=True)
         if not plan.outlives:
@@ -284,7 +284,7 @@ class PlanManager:
         self._context.log.all("swap", text, plan=self.plan)
 
     def _go_on_with(self, there: Sequence[int]) -> None:
-        """These have left the server, and form the group, if there is one."""
+        """Go on without a server with those that have left it; they form the generation, if there is one."""
         if (group := self._context.group) is not None:
             why = "had gone while there was a server."
             group.exclude({rank: why for rank in group.members if rank not in there})

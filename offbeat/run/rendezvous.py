@@ -1,4 +1,4 @@
-"""How the workers of a job find each other.
+"""The rendezvous: the workers of a job find each other.
 
 Each writes its name into the store that `offbeat run` (a file) or `torchrun` (a TCPStore) names in the environment, and
 waits until all are there; who is not there yet can so be told. Then torch's process group is made.
@@ -103,7 +103,7 @@ def _choose_interface(world: int, environment: Environment) -> None:
 
 
 def store_of_job(plan: Plan, environment: Environment) -> Store | None:
-    """Where the workers of the job met that this worker joins, if it is one without a server.
+    """Find the store where the workers of the job met that this worker joins, if it is one without a server.
 
     Args:
         plan: of this worker.

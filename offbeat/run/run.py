@@ -245,7 +245,7 @@ class Run:
 
     @contextmanager
     def _join(self, *, divides_by_all: bool, raises: bool) -> Iterator[None]:
-        """What a replica's `join` does."""
+        """Do what a replica's `join` does."""
         self._check_open("join the other workers")
         session = self._session
         if self.world == 1 or session.data.loaders:

@@ -1,4 +1,4 @@
-"""What a run saves in a checkpoint beside model and optimizer, and how it goes on from that."""
+"""The state that a run saves in a checkpoint beside model and optimizer, and how it resumes from that."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_state_dict(session: WorkerSession, state: Mapping[str, Any]) -> None:
 
 
 def codec_state(session: WorkerSession) -> dict[str, Any]:
-    """What the codec keeps on this worker, such as what was not sent yet; empty if it keeps nothing."""
+    """The state that the codec keeps on this worker, such as what was not sent yet; empty if it keeps nothing."""
     states = [one.codec_state_dict() for one in session.models.synchronizers]
     return {"models": states} if any(states) else {}
 

@@ -65,7 +65,7 @@ _log = logging.getLogger("offbeat")
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What a run is opened with, as of `offbeat.init`."""
+    """The settings of a run, as of `offbeat.init`."""
 
     plan: Plan
     timeout: timedelta
@@ -76,7 +76,7 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What a worker knows once it has met the others.
+    """The knowledge of a worker once it has met the others.
 
     Args:
         plan: that the job goes by, or is to.
@@ -318,7 +318,7 @@ class WorkerSession:
 
     @property
     def told_at(self) -> int | None:
-        """Behind which of its steps this worker leaves because it was told to; None if it was not."""
+        """The step behind which this worker leaves because it was asked to; None if it was not."""
         return self.models.step if open_sessions.is_leaving(self) else None
 
     def make_way(self) -> None:
@@ -356,7 +356,7 @@ class WorkerSession:
         self.context.log.all("membership", text)
 
     def _status_outlets(self) -> Iterator[Callable[[TrainingStatus, bytes], None]]:
-        """Who takes a status: the sentinel, and the server."""
+        """Yield the outlets of a status: the sentinel, and the server."""
         watch, server = self._watch, self.server
         if watch is not None:
             yield lambda _, data: watch.say_status(data)

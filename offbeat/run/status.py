@@ -1,4 +1,4 @@
-"""How a run's training goes, as `offbeat top` shows it."""
+"""The status of a run's training, as `offbeat top` shows it."""
 
 from __future__ import annotations
 

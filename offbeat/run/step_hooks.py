@@ -1,4 +1,4 @@
-"""What a run does around each step of the script's loop: exchange, then whatever all do together.
+"""The hooks around each step of the script's loop: exchange, then whatever all do together.
 
 Call order, each step: `before_forward` for each forward pass that trains; `before_step` and `after_step` around the
 optimizer's step. Where leased data is drawn the loader calls `on_loop` and `on_draw` instead of the first.
@@ -44,7 +44,7 @@ class StepHooks:
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
 
     def claim(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """These parameters are averaged from now on.
+        """Average these parameters from now on.
 
         Raises:
             ModelError: if one of them is already, as part of another model.

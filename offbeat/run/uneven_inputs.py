@@ -59,7 +59,7 @@ class UnevenInputs:
 
     @contextmanager
     def join(self, *, divides_by_all: bool, raises: bool) -> Iterator[None]:
-        """Within the block workers may make different numbers of steps. Collective.
+        """Let workers make different numbers of steps within the block. Collective.
 
         Args:
             divides_by_all: whether a sum of gradients is divided by the number of all workers; else by that of those
@@ -121,7 +121,7 @@ class UnevenInputs:
                 parameter.grad = None
 
     def _ask(self, model: int | None) -> int | None:
-        """Who has a gradient, and of which model; None if nobody has. Collective.
+        """Find who has a gradient, and of which model; None if nobody has. Collective.
 
         Args:
             model: of which this worker has one, or None.
@@ -197,7 +197,7 @@ class UnevenInputs:
 
 
 def _state_of(one: PreparedModel) -> dict[str, Any]:
-    """What a worker that was done has to have of a model, on the CPU."""
+    """The state of a model that a worker which was done has to have, on the CPU."""
     optimizer = optimizer_state(one.optimizer, one.parameters)
     beside: dict[str, list[str]] = {}
     for name, state in optimizer["state"].items():

@@ -39,7 +39,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class WrapperCheck:
-    """Refuses wrappers around one prepared model.
+    """A check that refuses wrappers around one prepared model.
 
     Call order: `forward` before each forward pass of the replica that trains, `step` before each step; `close`.
 

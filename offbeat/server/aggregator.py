@@ -1,4 +1,4 @@
-"""What a server makes of the contributions of one update.
+"""Aggregation: what a server makes of the contributions of one update.
 
 When a block is due, each contribution of the update is there, as it came from its worker. The policy has decided which
 ones those are (all workers', the first k, one): an aggregator combines what it is given, and never waits for more.

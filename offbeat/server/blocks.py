@@ -83,7 +83,7 @@ def cut(layout: Layout, block_bytes: int) -> tuple[Block, ...]:
 
 
 def deal(blocks: Sequence[Block], shards: int) -> tuple[int, ...]:
-    """Which shard holds each block: the largest first, each to the shard that holds least.
+    """Assign blocks to shards: the largest first, each to the shard that holds least.
 
     >>> import torch
     >>> from offbeat.layout import arrange

@@ -1,4 +1,4 @@
-"""How a shard of a parameter server is started as a process of its own, and what it is told.
+"""The launch of a shard of a parameter server as a process of its own, with its settings.
 
 Below `offbeat run` the process that looks after a shard leaves a note in the folder OFFBEAT_SHARDS with what it takes
 to start it again: if it is killed itself, `offbeat run` does. What the process does is in `offbeat.cli.shard_main`.
@@ -40,7 +40,7 @@ def restart_backoff(clock: Clock) -> Backoff:
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one shard.
+    """The settings of one shard.
 
     Args:
         job: name of the job; workers of another are refused.
@@ -75,7 +75,7 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
     history: str = ""
 
     def credentials(self) -> Credentials | None:
-        """What both sides have to prove.
+        """The credentials of both sides.
 
         Raises:
             NetworkError: if they cannot be used.
@@ -92,7 +92,7 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_from(variables: Mapping[str, str], job: str, timeout: timedelta) -> ShardSettings:
-    """What a worker, or a shard started by hand, finds in its environment about how to connect."""
+    """Read from the environment how a worker, or a shard started by hand, connects."""
     name = variables.get
     return ShardSettings(
         job=name("OFFBEAT_JOB", job),
@@ -180,7 +180,7 @@ class ShardProcess:
         self._told_s = time.monotonic()
 
     def answer(self, within_s: float) -> str | None:
-        """Where it serves, as "host:port", once it has been told to; None if it has not answered so soon.
+        """The address where it serves, as "host:port", once it has its settings; None if it has not answered so soon.
 
         Raises:
             NetworkError: if it cannot, or has not answered for long.
@@ -216,7 +216,7 @@ class ShardProcess:
 
 
 class RestartNote:
-    """Tells `offbeat run` how to start a shard again if the process that looks after it is killed.
+    """A note for `offbeat run` on how to start a shard again if the process that looks after it is killed.
 
     The process that looks after a shard writes it, and removes it when it ends; what is left behind by a process that
     is gone tells that it was killed.
@@ -232,32 +232,32 @@ class RestartNote:
 
     @classmethod
     def mine(cls, folder: str | None) -> RestartNote:
-        """That of this process in the folder of `offbeat run`; None for one that nobody reads."""
+        """The note of this process, below `offbeat run`; elsewhere one that nobody reads."""
         return cls(Path(folder) / f"{os.getpid()}.json" if folder else None)
 
     @classmethod
     def left_behind(cls, folder: Path) -> list[RestartNote]:
-        """Those of processes that are gone, and those that tell of a shard that is."""
+        """Find the notes of processes that are gone, and those on a shard that is."""
         gone = [path for path in folder.glob("*.json") if glance(int(path.stem)).state == "dead"]
         return [cls(path) for path in (*gone, *folder.glob(f"*{cls._LOST}")) if path.exists()]
 
     def write(self, settings: ShardSettings) -> None:
-        """It is started again with these."""
+        """Note that the shard is started again with these settings."""
         self._put(".json", msgspec.json.encode(settings))
 
     def give_up(self, why: str) -> None:
-        """It is not started again."""
+        """Note that the shard is not started again."""
         self._put(self._LOST, why.encode())
         self.remove()
 
     def read(self) -> ShardSettings | str:
-        """With what it is started again; or why it is not."""
+        """Read the settings to start it with again; or why it is not."""
         assert self._path is not None
         said = self._path.read_bytes()
         return said.decode() if self._path.suffix == self._LOST else msgspec.json.decode(said, type=ShardSettings)
 
     def remove(self) -> None:
-        """There is nothing to tell any more."""
+        """Remove the note."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

@@ -62,7 +62,7 @@ def scatter(states: Mapping[str, Mapping[str, torch.Tensor]], blocks: Sequence[B
 
 
 def to_bytes(states: States) -> bytes:
-    """For a checkpoint; one object, so that whatever keeps it need not know what is in it."""
+    """Encode states for a checkpoint; one object, so that whatever keeps it need not know what is in it."""
     file = io.BytesIO()
     tensors = [
         (about(0, 0, name, key, tensor), tensor) for name, keys in states.items() for key, tensor in keys.items()
@@ -72,7 +72,7 @@ def to_bytes(states: States) -> bytes:
 
 
 def from_bytes(data: bytes) -> States:
-    """What `to_bytes` was given.
+    """Decode what `to_bytes` encoded.
 
     Raises:
         ModelError: if it is damaged.

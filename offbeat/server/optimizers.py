@@ -190,7 +190,7 @@ def _check_state(
 
 
 def _kept(kind: Any, group: Hyper, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What it keeps of a parameter once it has made a step, by key: each tensor as for one of two elements."""
+    """The state of a parameter after a step, by key: each tensor as for one of two elements."""
     trial = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype))
     trial.grad = torch.zeros_like(trial)
     known = _known(kind, group)
@@ -206,7 +206,7 @@ def _words(tensor: torch.Tensor) -> str:
 
 
 def lines_of(spec: OptimizerSpec) -> list[str]:
-    """What all workers must have in common at the beginning.
+    """The lines that all workers must have in common at the beginning.
 
     Args:
         spec: checked by `check_spec`.
@@ -220,7 +220,7 @@ def lines_of(spec: OptimizerSpec) -> list[str]:
 
 
 def _flaw(kind: Any, group: Hyper) -> str:
-    """Why no step can be made with these hyper-parameters, in a sentence; "" if one can."""
+    """Say why no step can be made with these hyper-parameters, in a sentence; "" if one can."""
     known, taken = _known(kind, group), _arguments(kind, group)
     for key, value in known.items():
         # Some take any number that is no NaN; one step with it, and so are the parameters of all workers.
@@ -240,7 +240,7 @@ def _numbers(value: Value) -> list[float]:
 
 
 def _shape(kind: type[torch.optim.Optimizer], key: str, value: Value) -> Any:
-    """What has to stay as it was of a hyper-parameter."""
+    """The part of a hyper-parameter that has to stay as it was."""
     if isinstance(value, tuple):
         return tuple(_shape(kind, key, one) for one in value)
     if value is None or isinstance(value, bool):
@@ -256,13 +256,13 @@ def _make(kind: Any, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _arguments(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
-    """Those that can be chosen; torch keeps others beside them, such as what makes an Adam of AdamW."""
+    """The hyper-parameters that can be chosen; torch keeps others beside them, such as what makes an Adam of AdamW."""
     taken = inspect.signature(kind).parameters
     return {key: value for key, value in _known(kind, group).items() if key in taken}
 
 
 def _known(kind: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
-    """Those that the optimizer itself reads; schedulers keep others beside them."""
+    """The hyper-parameters that the optimizer itself reads; schedulers keep others beside them."""
     defaults = _defaults(kind.__name__)
     return {key: value for key, value in group.items() if key in defaults}
 

@@ -24,10 +24,10 @@ DTYPES = {
 
 
 class BlockReader(Protocol):
-    """Reads the blocks of one kind."""
+    """The reader of blocks of one kind."""
 
     def body(self, payload: Any, values: torch.Tensor) -> tuple[int, torch.dtype]:
-        """How many elements the body has, and of which type.
+        """The number of elements of the body, and their type.
 
         Args:
             payload: what the worker says about it.
@@ -42,7 +42,7 @@ class BlockReader(Protocol):
 
 
 class DenseReader:
-    """Reads each element, in the block's own type."""
+    """The reader of blocks with each element, in the block's own type."""
 
     def body(self, payload: DensePayload, values: torch.Tensor) -> tuple[int, torch.dtype]:
         return values.numel(), values.dtype
@@ -52,7 +52,7 @@ class DenseReader:
 
 
 class CastReader:
-    """Reads each element, in another float type, such as the codec's that sends 16 bits."""
+    """The reader of blocks with each element, in another float type, such as the codec's that sends 16 bits."""
 
     def body(self, payload: CastPayload, values: torch.Tensor) -> tuple[int, torch.dtype]:
         if payload.dtype not in DTYPES:

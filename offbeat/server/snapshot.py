@@ -1,4 +1,4 @@
-"""What a shard keeps of itself to go on after it was killed, and how that is written as a file.
+"""Snapshots: the state that a shard keeps to go on after it was killed, and its file format.
 
     file = frames as on the wire (`offbeat.wire.frame`), each with its checksums:
            Header's bytes | TensorOf + elements, once per tensor | Last
@@ -36,7 +36,7 @@ STATE_DTYPES = {
 
 
 class SnapshotId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Which snapshot: the same on all shards of a server.
+    """The identity of a snapshot: the same on all shards of a server.
 
     Args:
         number: later ones have greater numbers.
@@ -57,7 +57,7 @@ class SnapshotModel(msgspec.Struct, frozen=True):
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """What stands before the tensors.
+    """The header before the tensors.
 
     Args:
         shards: of the server.
@@ -71,7 +71,9 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 
 class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Of one block: its values if `name` is "", else a part of the optimizer's state of that parameter."""
+    """The description of one tensor of a block: its values if `name` is "", else a part of the optimizer's state of
+    that parameter.
+    """
 
     model: _Count
     block: _Count
@@ -107,7 +109,7 @@ _tensor_of = msgspec.msgpack.Decoder(SnapshotTensor).decode
 
 
 def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
-    """What is written before a tensor."""
+    """Describe a tensor."""
     return SnapshotTensor(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -127,7 +129,7 @@ def write(file: BinaryIO, snapshot: Snapshot) -> None:
 
 
 def read(file: BinaryIO) -> Snapshot:
-    """All of it, checked.
+    """Read all of a snapshot, checked.
 
     Raises:
         PeerError: if it is damaged, cut off, or no snapshot.

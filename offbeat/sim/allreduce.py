@@ -146,7 +146,7 @@ def play(
 
 
 class SimulatedGroup:
-    """Those that go on, and what goes wrong among them.
+    """The workers that go on, and what goes wrong among them.
 
     Args:
         world: workers of the beginning.
@@ -160,11 +160,11 @@ class SimulatedGroup:
         self._is_broken = False  # by somebody who is gone, until the next exchange
 
     def computed_s(self, rank: int, begun_s: float, takes_s: float) -> float:
-        """When a worker has computed its step."""
+        """The time when a worker has computed its step."""
         return self._troubles.done_s(rank, begun_s, takes_s)
 
     def exchange(self, begun_s: float, size_bytes: float) -> float:
-        """When an all-reduce is over that all have been ready for since then."""
+        """The time when an all-reduce is over that all have been ready for since then."""
         links, troubles = self._links, self._troubles
         if not self._faults.all:
             return begun_s + ring_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
@@ -177,7 +177,7 @@ class SimulatedGroup:
         return max(troubles.done_s(rank, begun_s, takes_s) for rank in self.here)
 
     def confer(self, begun_s: float) -> float:
-        """When all have said what they want, and whether they can, who have been there since then."""
+        """The time when all who have been there since then have voted."""
         return begun_s + _CONFERRED * ring_s(0.0, len(self.here), self._links.slowest, self._links.to_worker_s)
 
     def strike(self, step: int, clock_s: list[float], *, computed: bool, played: SimResult) -> list[int]:

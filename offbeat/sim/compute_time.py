@@ -1,4 +1,6 @@
-"""How long each step of each worker computes: what the scenario says, and the luck that the lab's workers have."""
+"""The computing time of each step of each worker: from the scenario, with the same jitter and stragglers as the lab's
+workers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class ComputeTimes:
         self._step = 0
 
     def of_another(self, rank: int) -> ComputeTimes:
-        """That of a worker on a machine like this one's, from its first step on."""
+        """The times of a worker on a machine like this one's, from its first step on."""
         return ComputeTimes(self._scenario, rank, self._compute_s)
 
     def next_s(self, samples: int | None = None) -> tuple[float, float]:

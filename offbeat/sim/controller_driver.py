@@ -1,4 +1,4 @@
-"""Which policy decides in a row without a server, where the plan has a controller.
+"""The driver of a controller in a row without a server.
 
 As in `offbeat.engine.round_controller`.
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedController:
-    """Of one row. Call order, for each step: `contributes`, `stepped`, perhaps `exchanged`, `ask`.
+    """The controller of one row. Call order, for each step: `contributes`, `stepped`, perhaps `exchanged`, `ask`.
 
     Args:
         policy: that decides at the beginning.
@@ -38,11 +38,11 @@ class SimulatedController:
         self._wanted: Swap | None = None
 
     def contributes(self, step: int) -> Contributes:
-        """What every worker does with this step."""
+        """The kind of contribution that every worker makes of this step."""
         return self.policy.contributes(step + self._ahead)
 
     def stepped(self, own_s: Mapping[int, float], samples: float) -> None:
-        """These workers have computed for so long, `samples` each on average."""
+        """Record that these workers have computed for so long, `samples` each on average."""
         self._times = {rank: [*self._times.get(rank, []), took_s] for rank, took_s in own_s.items()}
         self._samples += samples
 
@@ -59,13 +59,13 @@ class SimulatedController:
         return wanted
 
     def adopt(self, swap: Swap, step: int, at_s: float) -> None:
-        """It holds from this step on."""
+        """Adopt the swap from this step on."""
         self._book.swapped(self.policy, at_s, by_controller=True)
         self.policy = swap.sync
         self._ahead = swap.sync.step_of(step) - step if isinstance(swap.sync, LocalSGD) else 0
 
     def ask(self, steps: int) -> None:
-        """So many steps are over."""
+        """Ask the controller behind so many steps."""
         if self._controller is not None and self._wanted is None:
             decision = self._controller.decide(self._book.metrics(self.policy, steps))
             self._wanted = decision if isinstance(decision, Swap) else None

@@ -39,7 +39,7 @@ _PAUSE_S = 0.2
 
 
 def gone_s() -> float:
-    """From the end of a process until the server goes on without it.
+    """Seconds from the end of a process until the server goes on without it.
 
     >>> gone_s()
     0.875
@@ -48,7 +48,7 @@ def gone_s() -> float:
 
 
 def silent_s(unheard_s: float) -> float:
-    """From when a peer falls silent until it is missed.
+    """Seconds from when a peer falls silent until it is missed.
 
     Args:
         unheard_s: for how long it had had nothing to say but that it was there.
@@ -60,7 +60,7 @@ def silent_s(unheard_s: float) -> float:
 
 
 def retried_s(sent_s: float, whole_s: float, there_and_back_s: float) -> float:
-    """When TCP sends again what it sent into a link that is cut, and whole from `whole_s` on.
+    """The time when TCP sends again what it sent into a link that is cut, and whole from `whole_s` on.
 
     >>> [round(retried_s(0.0, whole_s, 0.02), 2) for whole_s in (0.1, 0.5, 3.0)]
     [0.22, 0.66, 3.3]
@@ -73,7 +73,7 @@ def retried_s(sent_s: float, whole_s: float, there_and_back_s: float) -> float:
 
 
 def dialled_s(cut_s: float, whole_s: float, unheard_s: float) -> float:
-    """When a new connection is there, of one that was cut for so long that both sides let go of it.
+    """The time when a new connection is there, of one that was cut for so long that both sides let go of it.
 
     >>> round(dialled_s(0.0, 3.0, 0.0), 3), round(dialled_s(0.0, 20.0, 0.0), 3)
     (3.425, 20.125)
@@ -87,7 +87,7 @@ def dialled_s(cut_s: float, whole_s: float, unheard_s: float) -> float:
 
 
 def through_s(cut_s: float, whole_s: float, unheard_s: float, there_and_back_s: float) -> float:
-    """When something passes again between a worker and a server; what is sent is sent when the link is cut."""
+    """The time when something passes again between a worker and a server; what is sent is sent when the link is cut."""
     if whole_s - cut_s < TIMEOUT_S / 2 - unheard_s % _BEAT_S:
         return retried_s(cut_s, whole_s, there_and_back_s)
     return dialled_s(cut_s, whole_s, unheard_s)

@@ -1,4 +1,4 @@
-"""What goes wrong for a while: a process that is stopped, a link that is cut, or slow.
+"""Disturbances that last for a while: a process that is stopped, a link that is cut, or slow.
 
 A stopped worker computes, sends and takes nothing until it goes on. A slow link carries a part of its rate; a tenth of
 a contribution that is on its way already arrives as fast as before (`parameter_server`).
@@ -32,7 +32,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing passes a link, or nothing would follow what is not acknowledged; computing goes on.
+    """A link is cut: nothing passes it, or nothing would follow what is not acknowledged; computing goes on.
 
     Args:
         rank: of the worker whose link it is, or `SERVER`.
@@ -67,7 +67,7 @@ Trouble = Stopped | Cut | Slowed
 
 @dataclass
 class Disturbances:
-    """All that goes wrong in a play.
+    """All disturbances of a simulation.
 
     >>> troubles = Disturbances((Stopped(0, at_s=2.0, for_s=3.0), Slowed(1, at_s=0.0, for_s=1.0)))
     >>> troubles.done_s(0, 1.0, 1.5), troubles.done_s(1, 1.0, 1.5)
@@ -82,11 +82,11 @@ class Disturbances:
     all: tuple[Trouble, ...] = ()
 
     def add(self, *more: Trouble) -> None:
-        """These go wrong, too."""
+        """Add disturbances."""
         self.all += more
 
     def done_s(self, rank: int, begun_s: float, takes_s: float) -> float:
-        """When a process has computed for so long that began then."""
+        """The time when a process has computed for so long that began then."""
         if not self.all:
             return begun_s + takes_s
         end_s = begun_s + takes_s
@@ -99,7 +99,9 @@ class Disturbances:
         return end_s
 
     def back_s(self, rank: int, now_s: float) -> float:
-        """When something passes between a process that is stopped or cut off now and others; `now_s` if it is not."""
+        """The time when something passes between a process that is stopped or cut off now and others; `now_s` if it is
+        not.
+        """
         if not self.all:
             return now_s
         ends_s = [
@@ -110,12 +112,12 @@ class Disturbances:
         return max(ends_s, default=now_s)
 
     def whole_s(self, rank: int, now_s: float) -> float:
-        """When a link is whole again that is cut now; `now_s` if it is not."""
+        """The time when a link is whole again that is cut now; `now_s` if it is not."""
         cuts = [one for one in self.all if isinstance(one, Cut) and one.rank == rank]
         return max([one.at_s + one.for_s for one in cuts if one.at_s <= now_s < one.at_s + one.for_s], default=now_s)
 
     def part(self, rank: int, now_s: float) -> float:
-        """Which part of its rate a worker's link carries now."""
+        """The part of its rate that a worker's link carries now."""
         if not self.all:
             return 1.0
         parts = [

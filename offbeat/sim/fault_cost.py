@@ -1,4 +1,4 @@
-"""What each fault cost those that it did not strike, in virtual time; the lab measures the same."""
+"""The cost of each fault to those that it did not strike, in virtual time; the lab measures the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def others_s(played: SimResult, dropped: int) -> list[float | None]:
-    """For each fault that struck, in order of time: by how much the longest step of another worker that ended before
+    """Seconds, for each fault that struck, in order of time, that the longest step of another worker which ended before
     the next one struck is longer than that worker's median; None if there is none.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the faults of a scenario do to a play: which strike when, and what each of them is in virtual time.
+"""The faults of a scenario in a simulation: which strike when, and what each of them is in virtual time.
 
 A fault strikes when the named worker has computed the gradient of the named step, and before it brings it, as
 `offbeat.testing.faults` has it; an exception in the forward pass, or the data, strikes before that.
@@ -41,7 +41,7 @@ _MOMENT_S = 0.02  # in which a slow process runs (`offbeat.testing.faults.proces
 
 
 class Cluster(Protocol):
-    """What can be done to workers and a server in virtual time."""
+    """The operations on workers and a server in virtual time."""
 
     @property
     def now_s(self) -> float:
@@ -51,10 +51,10 @@ class Cluster(Protocol):
         """A worker computes nothing any more; it is missed so much later, or says good-bye if that is None."""
 
     def miss(self, rank: int, after_s: float, until_s: float) -> None:
-        """So much later a worker is given up, which comes back at `until_s`; all of them if it is `SERVER`."""
+        """Give up a worker so much later, which comes back at `until_s`; all of them if it is `SERVER`."""
 
     def join(self, host: int, after_s: float) -> None:
-        """So much later another worker comes, beside this one."""
+        """Let another worker join so much later, beside this one."""
 
     def throttle(self, at_s: float) -> None:
         """The troubles of the server change then, and with them what passes it."""
@@ -64,7 +64,7 @@ class Cluster(Protocol):
 
 
 class Faults:
-    """Those that strike one row.
+    """The faults that strike one row.
 
     Args:
         faults: in any order.
@@ -79,7 +79,7 @@ class Faults:
         self._sleeps, self.there_and_back_s = sleeps, there_and_back_s
 
     def due(self, rank: int, step: int, *, computed: bool) -> list[Fault]:
-        """What strikes at a worker's step: before it is `computed`, or when it is."""
+        """List the faults that strike at a worker's step: before it is `computed`, or when it is."""
         if not self.all:
             return []
         at = [fault for fault in self.all if (fault.worker, fault.step) == (rank, step)]
@@ -113,7 +113,7 @@ class Faults:
                 cluster.miss(rank, after_s, until_s)
 
     def lasting(self, fault: Fault, now_s: float) -> list[Trouble]:
-        """What goes wrong for a while by a fault that strikes now; links are as the network has them."""
+        """List the disturbances of a fault that strikes now; links are as the network has them."""
         rank = SERVER if fault.target != "worker" else fault.worker
         if fault.kind in BLOCKED:
             return [Cut(rank, now_s, fault.seconds)]

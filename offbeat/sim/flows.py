@@ -1,4 +1,4 @@
-"""What is on its way: flows as fluids that share links fairly.
+"""Flows: data on its way, as fluids that share links fairly.
 
 Flows of one class (`fair.Way`) all move at the same speed, so the class keeps one count of the bytes that each of its
 flows has moved since the beginning of time, and a flow is done when that count has grown by its size. Starting and
@@ -81,12 +81,12 @@ class Flows:
             self._settle_soon()
 
     def limit(self, rates: Mapping[str, float]) -> None:
-        """These links carry so many bytes per second from now on; 0 for nothing."""
+        """Limit these links to so many bytes per second from now on; 0 for nothing."""
         self._rates |= rates
         self._settle_soon()
 
     def on(self, link: str) -> int:
-        """How many flows are on their way over that link."""
+        """Count the flows that are on their way over that link."""
         return sum(one.count for way, one in self._classes.items() if link in way.links)
 
     def _move(self) -> None:

@@ -43,7 +43,7 @@ class LeasedData:
         return self._about if self._is_tuned else None
 
     def ask(self, worker: SimWorker) -> RequestLease | None:
-        """What a worker says that is about to compute, if it has nothing to compute from."""
+        """Make the request of a worker that is about to compute, if it has nothing to compute from."""
         return RequestLease(0) if self._is_tuned and not worker.leases else None
 
     def hear(self, worker: SimWorker, message: ToWorker) -> None:
@@ -57,6 +57,6 @@ class LeasedData:
         return worker.leases[-1].count if self._is_tuned else None
 
     def take(self, worker: SimWorker) -> Used:
-        """All that a worker was dealt: it has computed a contribution from it."""
+        """Take all that a worker was leased: it has computed a contribution from it."""
         used, worker.leases = tuple((0, lease.number) for lease in worker.leases), []
         return used

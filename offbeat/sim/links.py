@@ -1,4 +1,4 @@
-"""What the links of a scenario carry, seen from above the transport."""
+"""The links of a scenario, seen from above the transport."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Links:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Links:
-        """Those of a scenario; its servers' may be those beside rank 0 if it has none of its own."""
+        """The links of a scenario; its servers' may be those beside rank 0 if it has none of its own."""
         topology = scenario.topology
         rates = {host.name: _bytes_per_s(topology.uplink(host.name).rate_mbps) for host in topology.hosts}
         servers = [rates[name] for name in scenario.servers]
@@ -58,7 +58,7 @@ class Links:
 
     @property
     def slowest(self) -> float:
-        """Of the workers' links."""
+        """The rate of the slowest worker's link."""
         return min(self.worker)
 
 
@@ -69,7 +69,7 @@ def _queue_s(scenario: Scenario) -> float:
 
 
 def _delay_s(scenario: Scenario) -> float:
-    """What a bad link adds; losses are not modelled."""
+    """The delay that a bad link adds; losses are not modelled."""
     impair = scenario.impair
     return 0.0 if impair is None else (impair.delay_ms + impair.jitter_ms / 2) / 1e3
 

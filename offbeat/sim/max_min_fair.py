@@ -1,4 +1,4 @@
-"""How links are shared: max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2), with weights.
+"""Max-min fair sharing of links (Bertsekas and Gallager, Data Networks, section 6.5.2), with weights.
 
 All flows are given more, in proportion to their weights, until a link on their way is full, or their own bound is
 reached; those stay at that, and the others go on. Flows with the same way, bound and weight are one class: there may be
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FlowPath(NamedTuple):
-    """Of a flow.
+    """The path of a flow.
 
     Args:
         links: those that it shares with others, by name.

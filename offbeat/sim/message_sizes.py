@@ -1,4 +1,4 @@
-"""What a step sends, in which buckets, and when in the backward pass each is ready."""
+"""The messages of a step: their buckets and sizes, and when in the backward pass each is ready."""
 
 from __future__ import annotations
 

@@ -249,19 +249,19 @@ class SimulatedServer:
         self._handle(WorkerGone(self.now_s, worker.rank))
 
     def _come_back(self, worker: SimWorker) -> None:
-        """It was evicted: what it computed is outdated, and it begins again with the newest parameters."""
+        """Begin again with the newest parameters: it was evicted, and what it computed is outdated."""
         worker.update = None
         self._open(worker)
 
     def _open(self, worker: SimWorker, back: Reconnect | None = None) -> None:
-        """It takes part, or takes part again."""
+        """Let a worker take part, or take part again."""
         worker.is_joining = True
         self._handle(WorkerOpened(self.now_s, worker.rank, 0, self._details(range(self._world), back)))
         if (about := self._data.register(worker)) is not None:
             self._say(worker, about)
 
     def _begin(self, worker: SimWorker) -> None:
-        """It has its first parameters."""
+        """Begin to compute: it has its first parameters."""
         worker.is_new = False
         self._say(worker, PullDone(0, worker.clock))
         self._compute(worker)
@@ -288,7 +288,7 @@ class SimulatedServer:
 
     @property
     def _policy(self) -> Policy:
-        """That decides."""
+        """The policy that decides."""
         return self._coordinator.models[0].runner.policy
 
     @property
@@ -315,7 +315,7 @@ class SimulatedServer:
                     raise error
 
     def _carry_out(self, decision: Decision) -> None:
-        """As the shards do."""
+        """Carry out a decision as the shards do."""
         match decision:
             case ApplyContributions(pushes=pushes, rate=rate, in_order=in_order):
                 self._transfers.apply(Apply(pushes, rate, in_order), self._workers)
@@ -389,7 +389,7 @@ class SimulatedServer:
         self._timeline.after(delay_s, lambda: happen() if worker.entry == entry else None)
 
     def _when_up(self, happen: Callable[[], None]) -> None:
-        """Now, or when the server is there again."""
+        """Let something happen now, or when the server is there again."""
         back_s = self._troubles.back_s(SERVER, self._timeline.now_s)
         if back_s > self._timeline.now_s:
             self._timeline.at(back_s, lambda: self._when_up(happen))
@@ -421,7 +421,7 @@ class SimulatedServer:
             self._timeline.after(missed_s, lambda: self._when_up(lambda: self._give_up(worker)))
 
     def miss(self, rank: int, after_s: float, until_s: float) -> None:
-        """So much later a worker is given up, which comes back at `until_s`; all of them if it is `SERVER`."""
+        """Give up a worker so much later, which comes back at `until_s`; all of them if it is `SERVER`."""
         for worker in self._workers if rank == SERVER else [self._workers[rank]]:
             self._timeline.after(after_s, lambda one=worker: self._give_up(one))  # type: ignore[misc]
             self._timeline.at(until_s, lambda one=worker: self._return(one))  # type: ignore[misc]
@@ -432,13 +432,13 @@ class SimulatedServer:
         self._leave(worker)
 
     def _return(self, worker: SimWorker) -> None:
-        """Who was given up comes back; whoever computes then comes with what it computes, which is outdated."""
+        """Let a worker that was given up come back; what one that computes then pushes is outdated."""
         if worker.left and worker.holds:
             worker.entry += 1
             self._to_server(lambda: self._come_back(worker))
 
     def join(self, host: int, after_s: float) -> None:
-        """So much later another worker comes, beside this one."""
+        """Let another worker join so much later, beside this one."""
 
         def come() -> None:
             rank = len(self._workers)
@@ -463,7 +463,7 @@ class SimulatedServer:
         self._timeline.after(after_s, lambda: self._begin_again() if life == self._life else None)
 
     def _begin_again(self) -> None:
-        """All that are left come back: whoever computes goes on, and whoever has a contribution brings it again."""
+        """Let all that are left come back: those that compute go on, and those with a contribution bring it again."""
         here = [worker for worker in self._workers if worker.left]
         before, self._timers = self._coordinator.models[0].runner.state, {}
         self._plan = self._plan.controlled(self._policy)

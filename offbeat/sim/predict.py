@@ -1,4 +1,4 @@
-"""What a row of a scenario would measure, worked out before it runs."""
+"""Predictions of what a row of a scenario would measure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is predicted of a row; compare with `offbeat.lab.results.RowResult`.
+    """The prediction of a row; compare with `offbeat.lab.results.RowResult`.
 
     Args:
         seconds_per_step: mean over the steps that count, and the workers.
@@ -60,7 +60,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @dataclass(frozen=True)
 class Known:
-    """What a scenario does not say of a script, and one measurement does.
+    """The facts that a scenario does not give of a script, and one measurement does.
 
     Args:
         compute_s: mean computation of a step of each worker, by rank, without bad luck.
@@ -74,7 +74,7 @@ class Known:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Known:
-        """What a replay says of itself.
+        """The facts that a replay gives of itself.
 
         Raises:
             ScenarioError: if it is a script.

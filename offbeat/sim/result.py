@@ -1,4 +1,4 @@
-"""What became of a row that was played."""
+"""The result of a simulated row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimResult:
-    """What became of a row.
+    """The result of a row.
 
     Args:
         step_s: of each worker, its steps.
@@ -39,6 +39,6 @@ class SimResult:
 
     @classmethod
     def of(cls, world: int) -> SimResult:
-        """Nothing yet, of so many workers."""
+        """The empty result of so many workers."""
         ranks = range(world)
         return cls([[] for _ in ranks], [[] for _ in ranks], [[] for _ in ranks], [[] for _ in ranks])

@@ -1,4 +1,4 @@
-"""What happens next: appointments in virtual time, kept in order."""
+"""The timeline: appointments in virtual time, kept in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on its way between workers and the server: contributions there, parameters back, part by part."""
+"""Transfers between workers and the server: contributions there, parameters back, part by part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHTS = (0.5, 1.0, 2.0)
 
 
 class TransferOwner(Protocol):
-    """Whose transfers they are."""
+    """The owner of transfers."""
 
     def arriving(self, event: PushEnding | Pushed) -> None:
         """A contribution is nearly there, or whole."""
@@ -36,7 +36,7 @@ class TransferOwner(Protocol):
 
 
 class SimulatedTransfers:
-    """All of a job.
+    """The transfers of a job.
 
     Args:
         job: is told what happens.
@@ -113,7 +113,7 @@ class SimulatedTransfers:
         self._job.made(update)
 
     def pull(self, worker: SimWorker) -> None:
-        """It may have its next parameters, as far as they are made."""
+        """Start to send a worker its next parameters, as far as they are made."""
         worker.is_pulling, worker.got = True, 0
         worker.due = PARTS if worker.update is None else worker.update.made
         if worker.update is not None:
@@ -150,7 +150,7 @@ class SimulatedTransfers:
         self._flows.start(FlowPath(("out",), self._rate(worker)), PARTS * self._pull_bytes, done)
 
     def stop(self, worker: SimWorker) -> None:
-        """Nothing more of its contribution is sent."""
+        """Send nothing more of a worker's contribution."""
         if worker.update is not None:
             for part in range(worker.brought, PARTS):
                 worker.update.missing[part] -= 1
@@ -160,7 +160,7 @@ class SimulatedTransfers:
         worker.push, worker.update = (worker.rank, -1), None
 
     def tear_out(self, worker: SimWorker) -> None:
-        """What is on its way to and from a worker gets lost, and what it waits for does not happen."""
+        """Lose what is on its way to and from a worker; what it waits for does not happen."""
         if worker.update is not None and worker in worker.update.pullers:
             worker.update.pullers.remove(worker)
         self.stop(worker)
@@ -170,18 +170,18 @@ class SimulatedTransfers:
         worker.entry += worker.holds
 
     def forget(self) -> None:
-        """What was to be made in order is not made any more."""
+        """Drop what was to be made in order."""
         self._last_in_order = None
 
     def throttle(self) -> None:
-        """What passes the server now."""
+        """Adapt the flows to what passes the server now."""
         now_s, troubles = self._timeline.now_s, self._troubles
         is_up = troubles.back_s(SERVER, now_s) <= now_s
         rate = self._links.servers * troubles.part(SERVER, now_s) if is_up else 0.0
         self._flows.limit({"in": rate, "out": rate})
 
     def queue_s(self, link: str) -> float:
-        """How long a message waits behind the data on its way "in" or "out"."""
+        """Seconds that a message waits behind the data on its way "in" or "out"."""
         return self._links.queue_s if self._flows.on(link) > 1 else 0.0
 
     def _rate(self, worker: SimWorker) -> float:

@@ -75,7 +75,7 @@ _MOST_ANSWERED = 16
 
 
 class PlanJudge(Protocol):
-    """Knows which plans a worker can go by. Called on the event loop's thread."""
+    """The judge of which plans a worker can go by. Called on the event loop's thread."""
 
     def judge(self, plan: str) -> tuple[str, str, int]:
         """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; and how many places were passed.
@@ -84,10 +84,10 @@ class PlanJudge(Protocol):
         """
 
     def adopt(self, plan: str, text: str, border: int | None) -> None:
-        """It holds from now on; all leave the server once they have passed `border` places, unless that is None."""
+        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
 
     def let_go(self) -> None:
-        """What becomes of what was proposed may never be heard."""
+        """Give up waiting for the outcome of a proposal: it may never be heard."""
 
 
 class Client:
@@ -211,15 +211,15 @@ class Client:
         return exchange
 
     def give_back(self, hand: LeaseQueue, numbers: Sequence[int]) -> None:
-        """These leases will not be used."""
+        """Return these leases unused."""
         self._loop.call(self._hands.give_back, hand.about.loader, numbers)
 
     def crowded(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
-        """There was no memory for a batch of `count` samples: give back these leases, and what was not drawn."""
+        """Return these leases, and what was not drawn: there was no memory for a batch of `count` samples."""
         self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
     def data_state(self) -> ServerRequest:
-        """Where the data is, for a checkpoint; in `ServerRequest.place`."""
+        """Ask for the state of the data, for a checkpoint; in `ServerRequest.place`."""
         exchange = ServerRequest()
         self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.books))
         return exchange
@@ -235,7 +235,7 @@ class Client:
         self._loop.call(self._hands.reseed, hand.about.loader, seed)
 
     def look(self) -> ServerRequest:
-        """How it goes, as the coordinator sees it; in `ServerRequest.scenes`."""
+        """Ask the coordinator for the status; in `ServerRequest.scenes`."""
         exchange = ServerRequest()
         self._loop.call(self._look, exchange)
         return exchange
@@ -287,7 +287,7 @@ class Client:
         return exchange
 
     def trouble(self) -> str:
-        """What is wrong with the server, in sentences; "" if nothing is known to be."""
+        """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
         return self._route.trouble()
 
     def abort(self) -> None:
@@ -346,7 +346,7 @@ class Client:
         self._links[shard].send(pack(OpenModel(place.model, self._route.entry)), pack(details))
 
     def _hosts_of(self, place: ModelState) -> int:
-        """On how many hosts its blocks are."""
+        """Count the hosts that hold its blocks."""
         return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
 
     def _back(self, place: ModelState, shard: int) -> Reconnect | None:
@@ -423,7 +423,7 @@ class Client:
         return self._route.is_up and all(place.is_in or place.is_outdated for place in self._places.values())
 
     def _begin_transfers(self) -> None:
-        """If they cannot begin now, they do when all models are open again."""
+        """Begin transfers that are due; if they cannot begin now, they do when all models are open again."""
         if self._can_transfer:
             due, self._transfers_due = self._transfers_due, []
             for one in due:
@@ -443,7 +443,7 @@ class Client:
             self._hands.want(hand, exchange.finish)
 
     def _say_if_up(self, message: FromData) -> None:
-        """If the coordinator is away, all is said again when it is back."""
+        """Send to the coordinator unless it is away: then all is said again when it is back."""
         if self._route.is_up and self._enrolled == self._route.entry and self._links:
             self._say(message)
 
@@ -489,7 +489,7 @@ class Client:
         | TellStatus
         | FromData,
     ) -> None:
-        """To the coordinator; if that is just being lost, it is said again when it is back."""
+        """Send to the coordinator; if the link is just being lost, it is said again when it is back."""
         if self._links[0].is_open:
             self._links[0].send(pack(message))
 
@@ -499,7 +499,7 @@ class Client:
             self._route.lose(error, entry)
 
     def stranded(self, error: OffbeatError) -> None:
-        """There are no links any more."""
+        """Handle the loss of all links."""
         self._transfers_due += self.transfers.interrupt()
         for swap in self._swaps.values():
             swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
@@ -511,7 +511,7 @@ class Client:
             place.is_in = place.is_outdated = False
 
     def arrived(self) -> None:
-        """There are links to all shards again: open all models."""
+        """Open all models: there are links to all shards again."""
         for place in self._places.values():
             self._enter(place)
         for number in self._looks:
@@ -523,7 +523,7 @@ class Client:
         return self._error is not None
 
     def fail(self, error: OffbeatError) -> None:
-        """Nothing can be exchanged any more."""
+        """Fail all exchanges: no more are possible."""
         self._error = self._error or error
         if self._plans is not None:
             self._plans.let_go()
@@ -543,7 +543,7 @@ class Client:
                 exchange.finish(self._error)
 
     def place(self, model: int) -> ModelState:
-        """The model's.
+        """The state of a model.
 
         Raises:
             PeerError: if this worker did not open it.
@@ -553,7 +553,7 @@ class Client:
         return self._places[model]
 
     def hear(self, shard: int, message: ToWorker) -> None:
-        """Something a shard said."""
+        """Handle a shard's message."""
         match message:
             case ModelOpened(model=model):
                 self._opened(self.place(model), shard, message)
@@ -655,7 +655,7 @@ class Client:
         self._finish(place)
 
     def _ask_again(self) -> None:
-        """What was asked and not answered, once all models are open again."""
+        """Ask again what was asked and not answered, once all models are open again."""
         if self._can_ask:
             for ask, _ in self._questions.values():
                 self._say(ask)

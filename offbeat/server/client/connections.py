@@ -30,7 +30,7 @@ _QUIET = 0.4  # part of the timeout; a shard that is well says something twice a
 
 
 class ConnectionOwner(Protocol):
-    """Who goes that way.
+    """The owner of connections to shards.
 
     1) `accept` for each link, in order of shards; 2) `arrived` when all are there again; `stranded` when they are
     lost; 3) `fail` when they will never be.
@@ -40,17 +40,17 @@ class ConnectionOwner(Protocol):
         """Take a link into use; returns what it hands frames to."""
 
     def arrived(self) -> None:
-        """There are links to all shards again."""
+        """Handle that there are links to all shards again."""
 
     def stranded(self, error: OffbeatError) -> None:
-        """There is none any more."""
+        """Handle that there is no link any more."""
 
     def fail(self, error: OffbeatError) -> None:
-        """And there will be none."""
+        """Handle that there will be no link again."""
 
 
 class ShardConnections:
-    """To all shards of a job.
+    """The connections to all shards of a job.
 
     Args:
         traveller: who uses it.
@@ -92,7 +92,9 @@ class ShardConnections:
         self.is_up = True
 
     def trouble(self) -> str:
-        """What is wrong with the server, in sentences; "" if nothing is known to be. It may be called on any thread."""
+        """Say what is wrong with the server, in sentences; "" if nothing is known to be. It may be called on any
+        thread.
+        """
         if self.is_up:
             return " ".join(filter(None, map(_trouble_with, tuple(self.links))))
         if not self._loss:
@@ -101,7 +103,7 @@ class ShardConnections:
         return f"The parameter server was lost {self._now_s() - self._lost_s:.1f} s ago, and {again}. {self._loss}"
 
     def progressed(self) -> None:
-        """Something was exchanged, so it is worth while to come back once more."""
+        """Note that something was exchanged, so it is worth while to come back once more."""
         self._returns = 0
         self._backoff.reset()
 
@@ -182,7 +184,7 @@ class ShardConnections:
 
 
 def _trouble_with(link: PeerLink) -> str:
-    """What is wrong with a shard, as a sentence; "" if it has been heard lately."""
+    """Say what is wrong with a shard, as a sentence; "" if it has been heard lately."""
     silent = f"The parameter server at {link.peer} has been silent for {link.silent_s:.1f} s"
     if not link.connected:
         return f"{silent}: the connection was lost ({link.trouble}), and is being dialled again."

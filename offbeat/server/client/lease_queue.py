@@ -44,11 +44,11 @@ class LeaseQueue:
     has_begun: bool = False
 
     def doubt(self) -> None:
-        """What was not drawn may be others' by now."""
+        """Mark all leases that were not drawn as doubtful: they may be others' by now."""
         self.doubtful += [self.deals.popleft() for _ in range(len(self.deals))]
 
     def keep_all_but(self, void: Iterable[int]) -> None:
-        """These leases are others'; what else was in doubt is still there."""
+        """Drop these leases, which are others'; keep what else was in doubt."""
         for number in void:
             self.held.pop(number, None)
         self.deals.extend(deal for deal in self.doubtful if isinstance(deal, EndOfEpoch) or deal.number in self.held)
@@ -134,13 +134,13 @@ class LeaseQueues:
             self._hands[loader].held.pop(number, None)
 
     def give_back(self, loader: int, numbers: Iterable[int]) -> None:
-        """These leases will not be used."""
+        """Return these leases unused."""
         hand = self._hands[loader]
         numbers = tuple(number for number in numbers if hand.held.pop(number, number) is None)
         if numbers:
             self._say(ReturnLease(loader, numbers))
 
     def crowded(self, loader: int, count: int, numbers: Iterable[int]) -> None:
-        """There was no memory for a batch of `count` samples: give back these leases."""
+        """Return these leases: there was no memory for a batch of `count` samples."""
         self._say(MemoryExhausted(loader, count))
         self.give_back(loader, numbers)

@@ -1,4 +1,4 @@
-"""What a worker hears from one shard, and where the values go that come with it."""
+"""The receiver of one shard's messages, and of the values that come with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ShardListener(Protocol):
-    """What a worker does with what it hears from its shards."""
+    """The handler of messages from a worker's shards."""
 
     transfers: StateTransfers
 
@@ -34,7 +34,7 @@ class ShardListener(Protocol):
 
 
 class ShardReceiver:
-    """What a link to a shard hands frames to.
+    """The receiver of a link to a shard.
 
     Args:
         client: the worker's.
@@ -46,7 +46,7 @@ class ShardReceiver:
         self._client, self._shard, self._entry = client, shard, entry
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Where a block's values go: straight into the parameters.
+        """The memory for a block's values: the parameters themselves.
 
         Raises:
             PeerError: if they are not expected, or of another size.

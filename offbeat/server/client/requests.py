@@ -1,4 +1,4 @@
-"""What the training thread waits for while the event loop exchanges."""
+"""Requests that the training thread waits for while the event loop exchanges."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServerRequest:
         self._done = threading.Event()
 
     def finish(self, error: OffbeatError | None = None) -> None:
-        """It is done, or will never be."""
+        """Finish the request, with `error` if it will never be answered."""
         self.error = self.error or error
         self._done.set()
 

@@ -1,4 +1,4 @@
-"""What a worker fetches from the shards and puts there, for checkpoints; lives on the event loop."""
+"""Transfers of state between a worker and the shards, for checkpoints; lives on the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class QueuedTransfer(NamedTuple):
-    """One that is to begin, or has begun.
+    """A transfer that is to begin, or has begun.
 
     Args:
         exchange: who waits for it.
@@ -36,7 +36,7 @@ class QueuedTransfer(NamedTuple):
 
 
 class StateUpload(NamedTuple):
-    """What is put in place of what the shards have.
+    """The state that is put in place of the shards' own.
 
     Args:
         place: the model's.
@@ -50,7 +50,7 @@ class StateUpload(NamedTuple):
 
 
 class StateTransfers:
-    """Those that are under way.
+    """The transfers that are under way.
 
     Args:
         links: to all shards, the coordinator's first.
@@ -62,7 +62,7 @@ class StateTransfers:
         self._count = 0
 
     def begin(self, due: QueuedTransfer) -> None:
-        """Now; all shards are there."""
+        """Begin a transfer; all shards are there."""
         number, self._count = self._count, self._count + 1
         self._under_way[number] = due
         due.begin(number, due.exchange, *due.arguments)
@@ -115,7 +115,7 @@ class StateTransfers:
             link.send(pack(PutStateDone(place.model, number)))
 
     def lands(self, message: StatePart, size_bytes: int, place: ModelState) -> memoryview:
-        """Where a part of the optimizer's state goes.
+        """The memory for a part of the optimizer's state.
 
         Raises:
             PeerError: if it was not asked for, or cannot be.
@@ -134,7 +134,7 @@ class StateTransfers:
         return bytes_of(flat)
 
     def stock(self, message: DataState, place: bytes) -> None:
-        """Where the data is, or why it cannot be there."""
+        """Handle the state of the data, or why it cannot be there."""
         due = self._under_way.pop(message.number, None)
         if due is not None:
             due.exchange.place = place

@@ -1,4 +1,4 @@
-"""Whether a worker trains what the others train; and if it does not, where that shows first."""
+"""The check that a worker trains what the others train; and if it does not, where that shows first."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parameter(theirs: ModelInfo, ours: ModelInfo) -> str:
 
 
 def _elements(details: ModelInfo) -> Counter[int]:
-    """How many elements of each parameter a shard holds, by the parameter's number."""
+    """Count the elements of each parameter that a shard holds, by the parameter's number."""
     found: Counter[int] = Counter()
     for block in details.blocks:
         for piece in block.pieces:

@@ -50,7 +50,7 @@ _MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
 
 
 class ModelShard:
-    """Carries out what the coordinator decides about one model.
+    """One shard's part of a model; carries out what the coordinator decides about it.
 
     Args:
         model: which of several.
@@ -96,7 +96,7 @@ class ModelShard:
 
     @property
     def size_bytes(self) -> int:
-        """Of the parameters that are held here."""
+        """The bytes of the parameters that are held here."""
         return sum(self.sizes.values())
 
     @property
@@ -226,7 +226,7 @@ class ModelShard:
         self._making.close(self._ledger.is_final)
 
     def _image(self, block: int) -> BlockImage:
-        """What the block is now; its values are those that were given, if they were."""
+        """The image of the block as it is now; its values are those that were given, if they were."""
         return self._store.image(block, self._freeze(block)[1])
 
     def _update(self, make: ApplyUpdate) -> None:
@@ -247,7 +247,9 @@ class ModelShard:
         )
 
     def _freeze(self, block: int) -> tuple[int, torch.Tensor]:
-        """What is on its way must not change with the next update; all who get the same version share it."""
+        """Freeze the block's values: what is on its way must not change with the next update; all who get the same
+        version share it.
+        """
         version, values = self._frozen.get(block, (-1, None))
         if values is None or version != self._store.versions[block]:
             version, values = self._store.versions[block], self._store.values[block].clone()
@@ -287,5 +289,5 @@ def _memory_bytes() -> int:
 
 
 def digest_of(text: str) -> str:
-    """Its hexadecimal SHA-256."""
+    """The hexadecimal SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockImage:
-    """What a block was.
+    """The state of a block at one version.
 
     Args:
         version: updates it had.
@@ -115,7 +115,7 @@ class ParameterStore:
             apply_change_(value, mean, outer=outer, momentum=momentum, rate=rate)
 
     def image(self, block: int, values: torch.Tensor) -> BlockImage:
-        """What the block is now.
+        """Copy the state of the block as it is now.
 
         Args:
             values: a copy of its values, which does not change any more.
@@ -148,7 +148,7 @@ class ParameterStore:
         return state
 
     def forget_state(self, block: int) -> None:
-        """As if the optimizer had made no step in this block."""
+        """Reset the optimizer's state in this block, as if it had made no step."""
         held = self._held[block]
         if held is not None:
             held.optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""Who is connected to a shard, and what its link hands frames to: workers, onlookers, other shards, the coordinator."""
+"""The peers of a shard, to whose links frames go: workers, onlookers, other shards, the coordinator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker",
 
 
 class PeerHandler(Protocol):
-    """What a shard does with what its connections hear."""
+    """The handler of what a shard's peers send."""
 
     is_over: bool
 
@@ -135,7 +135,7 @@ class Peer:
         self._is_fetching = False
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Where the body of a message goes.
+        """The memory for the body of a message.
 
         Raises:
             PeerError: if it is not expected, or of another size or type.
@@ -171,7 +171,7 @@ class Peer:
         self._shard.lose(self, error)
 
     def open(self, model: int, details: ModelInfo, entry: int) -> None:
-        """What it wants to open can be opened now, or refused."""
+        """Open the model that it asked for, or refuse."""
         try:
             self._shard.open(self, model, details, entry)
         except PeerError as error:
@@ -183,7 +183,7 @@ class Peer:
         return error
 
     def take_body(self) -> bytearray:
-        """What came with the message at hand."""
+        """Take what came with the message at hand."""
         body, self._details = self._details, bytearray()
         return body
 
@@ -270,7 +270,7 @@ class Peer:
 
 
 class CoordinatorPeer:
-    """What the link to the coordinator hands frames to.
+    """The receiver of the link to the coordinator.
 
     Args:
         shard: that follows it.
@@ -280,7 +280,7 @@ class CoordinatorPeer:
         self._shard = shard
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Nowhere: decisions have no body.
+        """Refuse: decisions have no body.
 
         Raises:
             PeerError: always.

@@ -96,7 +96,7 @@ _NEARLY = 10
 
 
 class Shard:
-    """Serves the workers of one job.
+    """The server of one shard for the workers of one job.
 
     Args:
         read_plan: from TOML, if this is the first shard, which coordinates; None if another does.
@@ -179,7 +179,7 @@ class Shard:
             self._beginning = loop.call_later(patience_s, lambda: self._tell_lead(PatienceOver(loop.time())))
 
     def stop(self) -> None:
-        """This life is over: what it hears now is of no interest any more, and nothing happens later.
+        """End this incarnation: what it hears now is of no interest any more, and nothing happens later.
 
         The process may begin another one, and a timer would hold this one's parameters until then, or decide something
         in the history of that.
@@ -271,7 +271,7 @@ class Shard:
         self._begin_if_all_are_here()
 
     def _has_all(self, enlist: RegisterShard) -> int:
-        """How many shards the workers named, if all are here, and the one that comes is none of them; else 0.
+        """Count the shards that the workers named, if all are here, and the one that comes is none of them; else 0.
 
         One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
         """
@@ -413,7 +413,7 @@ class Shard:
         | FromData
         | FromShard,
     ) -> None:
-        """Something for the coordinator.
+        """Handle a message for the coordinator.
 
         Raises:
             PeerError: if this is not the coordinator, or it cannot be.
@@ -447,7 +447,9 @@ class Shard:
                 self._tell_lead(WorkerSaid(now_s(), guest.rank, message, body, guest))
 
     def _check_place(self, guest: Peer, message: object) -> None:
-        """Nobody speaks for another: a worker says nothing but questions about how it goes before it is taken in."""
+        """Refuse a message in another's name: before it is admitted, a worker sends nothing but questions about the
+        status.
+        """
         kind = type(message).__name__
         if guest.role == "shard" and guest not in self._shards and not isinstance(message, RegisterShard):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
@@ -494,7 +496,7 @@ class Shard:
         asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
 
     def _note_gone(self, worker: int) -> None:
-        """It has not come back: if the server is killed now, who goes on does not wait for it."""
+        """Note that a worker has not come back: if the server is killed now, the others do not wait for it."""
         if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._guests:
             self._archive.note_gone(self._archive.gone | {worker})
 
@@ -582,7 +584,7 @@ class Shard:
             self._done()
 
     def table(self, model: int) -> ModelShard:
-        """The model's.
+        """The shard's part of a model.
 
         Raises:
             PeerError: if nobody has opened it.
@@ -633,7 +635,7 @@ class Shard:
             self._ask_another_to_fill(model)
 
     def _ask_another_to_fill(self, model: int) -> None:
-        """Who was to send the first values is gone."""
+        """Ask another worker for the first values: the one that was to send them is gone."""
         table = self._tables[model]
         table.unfilled = set(table.sizes)  # of what has come, nothing goes with the values of another
         for other in self._guests.values():

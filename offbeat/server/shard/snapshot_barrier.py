@@ -152,7 +152,7 @@ class SnapshotBarrier:
             table.mark()
 
     def _written(self, number: int, well: bool, cost_s: float) -> None:
-        """This shard has written a snapshot, or could not."""
+        """Report that this shard has written a snapshot, or could not."""
         if self._lead is None:
             self._tell_chief(SnapshotSaved(number, well, cost_s))
             self._end_last(number)

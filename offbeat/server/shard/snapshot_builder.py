@@ -25,7 +25,7 @@ _MOST_S = 10.0
 
 
 class SnapshotBuilder:
-    """Makes the snapshots of one shard, one at a time: `begin`, `take` for each block, and `written` is called.
+    """The builder of one shard's snapshots, one at a time: `begin`, `take` for each block, and `written` is called.
 
     Args:
         archive: where they go.
@@ -112,7 +112,7 @@ class SnapshotBuilder:
 
 
 class SnapshotSchedule:
-    """When the coordinator has all shards make a snapshot; and which one all have.
+    """The schedule by which the coordinator has all shards make a snapshot; and which one all have.
 
     Args:
         every: updates between two, of all models together; fewer where they take longer than `_MOST_S`.

@@ -28,7 +28,7 @@ _GONE = "gone.json"
 
 
 class DepartedWorkers(msgspec.Struct, frozen=True):
-    """Which workers of a job have gone."""
+    """The workers of a job that have gone."""
 
     job: str
     workers: frozenset[int]
@@ -88,7 +88,7 @@ class SnapshotStore:
             self._say_what_is_passed_over()
 
     def read(self, identity: SnapshotId) -> Snapshot:
-        """One that is held.
+        """Read a snapshot that is held.
 
         Raises:
             PeerError: if it has been damaged since.

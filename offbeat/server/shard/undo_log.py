@@ -1,4 +1,5 @@
-"""What undoes and redoes the updates of each block that hold contributions which may still be withdrawn, without I/O.
+"""The undo log: undoes and redoes the updates of each block that hold contributions which may still be withdrawn,
+without I/O.
 
 An update is made in a block as soon as that block of all its contributions is there: the *first phase*. A contribution
 may lose its worker before the rest of it comes. So a *line* is written for each update that holds one, and for all that
@@ -106,5 +107,5 @@ class UndoLog:
         return self._undone.pop(block, ())
 
     def forget(self, block: int) -> None:
-        """What the block was is of no use any more."""
+        """Forget the block's earlier states."""
         self._lines[block] = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Update:
-    """What it was made of in each block: contributions, and their weights."""
+    """The contributions of an update in each block, with their weights."""
 
     rate: float
     blocks: dict[int, dict[Push, float]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""Which contribution has arrived, which update waits for it, and who waits for the update; per block, without I/O.
+"""The schedule of updates: which contribution has arrived, which update waits for it, and who waits for the update; per
+block, without I/O.
 
 A policy decides about whole contributions, often before they have arrived. The ledger carries that out block by block,
 so that one block travels back to a worker while the next one of its contribution is still on its way. What is half here
@@ -287,7 +288,7 @@ class UpdateScheduler:
         return LostContribution(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
 
     def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
-        """What can be done now, in order; it counts as done when it is yielded.
+        """Yield what can be done now, in order; it counts as done when it is yielded.
 
         Args:
             block: the only one that changed since the last call; any may have if None.
@@ -343,7 +344,7 @@ class UpdateScheduler:
         return ApplyUpdate(block, update.version, brought, update.apply.rate, line)
 
     def _keep(self, block: int) -> Iterator[CaptureBlock]:
-        """If the block has been updated up to the mark, and nothing in that is open."""
+        """Capture the block if it has been updated up to the mark, and nothing in that is open."""
         if block not in self._unkept or self._is_behind(block):
             return
         lines = self._journal.of(block)
