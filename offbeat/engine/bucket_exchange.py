@@ -70,10 +70,11 @@ class BucketExchange:
             self._pending = self._communicator.start(self.payload)
             self._trailer_pending = self._communicator.start(Sum(trailer))
 
-    def poll(self) -> None:
-        """Note the time if the first round is done."""
+    def poll(self) -> bool:
+        """Whether the first round is done; note the time if it is."""
         if self.done_s is None and self._pending.done():
             self.done_s = self._communicator.now_s()
+        return self.done_s is not None
 
     def wait(self) -> tuple[torch.Tensor, float]:
         """Wait for the first round; return the trailers' sum [T], and the part of the workers that is in it."""

@@ -92,16 +92,16 @@ class Buffers:
             tensor = place.look()
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for tensors in by_kind.values():
-            flat = torch.cat([b.detach().reshape(-1) for b in tensors])
-            self._under_way.append((tensors, flat, self._fabric.broadcast(flat, source)))
+            whole = torch.cat([b.detach().reshape(-1) for b in tensors])
+            self._under_way.append((tensors, whole, self._fabric.broadcast(whole, source)))
         return [pending for _, _, pending in self._under_way]
 
     def finish(self, source: int) -> None:
         """Take over what arrived; only after every pending of `start` is done."""
         with torch.no_grad():
-            for tensors, flat, _ in self._under_way:
+            for tensors, whole, _ in self._under_way:
                 if self._fabric.rank != source:
-                    parts = flat.split([b.numel() for b in tensors])
+                    parts = whole.split([b.numel() for b in tensors])
                     for buffer, part in zip(tensors, parts, strict=True):
                         buffer.copy_(part.view(buffer.shape))
         self._under_way.clear()

@@ -27,14 +27,11 @@ class Communicator:
 
     def __init__(self, fabric: Fabric, context: WorkerContext, model: int = 0) -> None:
         self._fabric, self._waiter, self._metrics = fabric, context.waiter, context.metrics
+        self.now_s = context.metrics.now_s  # the clock
         self.model = model
         self.rank, self.world = fabric.rank, fabric.world
         self.step = 0  # exchanges so far
         self.buckets = 0  # how many there are, for reports
-
-    def now_s(self) -> float:
-        """Read the clock."""
-        return self._metrics.now_s()
 
     def start(self, payload: Payload) -> Pending:
         """Begin an exchange; in the same order on every rank."""

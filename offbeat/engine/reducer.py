@@ -86,6 +86,7 @@ class Reducer:
         self._check_finite = plan.nonfinite != "pass"
         self._entries = {name: GradEntry(name, p) for name, p in model.parameters.items()}
         self._under_way: list[tuple[BucketBuffer, BucketExchange]] = []
+        self._polled: list[BucketExchange] = []  # of these, those that were not seen to be done yet
         self._build(model.layout(plan, is_served=False))
         self._open = False  # inside a backward that communicates
         self._closed = False
@@ -332,12 +333,11 @@ class Reducer:
             buffer.missing = len(buffer.entries)
         for entry in self._entries.values():
             entry.fired = 0
-        self._under_way = []
+        self._under_way, self._polled = [], []
         self._queue.restart()
 
     def _issue(self, index: int) -> None:
-        for _, earlier in self._under_way:
-            earlier.poll()
+        self._polled = [earlier for earlier in self._polled if not earlier.poll()]
         buffer, accounting = self._buckets[index], self.accounting
         scale = accounting.scale if accounting.weight and accounting.absent is None else 0.0
         buffer.pack(scale=scale, check_finite=self._check_finite)
@@ -347,6 +347,7 @@ class Reducer:
         buffer.write_trailer(accounting, exchange.trailer_dtype)
         exchange.issue(buffer.trailer)
         self._under_way.append((buffer, exchange))
+        self._polled.append(exchange)
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -363,7 +364,12 @@ class Reducer:
         ]
         broadcasts = [] if self._buffers is None else self._buffers.start(source)
         trailers = [self._finish(buffer, exchange) for buffer, exchange in self._under_way]
-        bad = [b.bucket.label for (b, _), trailer in zip(self._under_way, trailers, strict=True) if trailer.nonfinite]
+        # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
+        bad = [
+            buffer.bucket.label
+            for (buffer, _), trailer in zip(self._under_way, trailers, strict=True)
+            if trailer.nonfinite or not self._is_finite(buffer.grad)
+        ]
         mine = [name for buffer, _ in self._under_way for name in buffer.nonfinite]
         for entry, pending in zip(self._sparse, dangling, strict=True):
             reply = communicator.wait(pending, "exchange of the sparse gradient", entry.name)
@@ -381,14 +387,13 @@ class Reducer:
             self._on_nonfinite(bad, mine)
 
     def _finish(self, buffer: BucketBuffer, exchange: BucketExchange) -> BucketTrailer:
-        """Complete one bucket's exchange; `nonfinite` is whether NaN or Inf is in a contribution or in the mean."""
+        """Complete one bucket's exchange; what the workers said along with it."""
         trailer = buffer.read_trailer(*exchange.wait())
         if not trailer.in_step:
             raise worker_questions.different_batches(self._context.control, step=self.step, stamp=self.accounting.stamp)
         exchange.finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         buffer.hand_out(trailer.used_elsewhere)
-        # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
-        return trailer._replace(nonfinite=trailer.nonfinite or not self._is_finite(buffer.grad))
+        return trailer
 
     def _is_finite(self, tensor: torch.Tensor | None) -> bool:
         return tensor is None or not self._check_finite or bool(torch.isfinite(tensor).all())
