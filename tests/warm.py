@@ -143,6 +143,7 @@ def _fork(request: Request, fds: dict[int, int]) -> int:
     return pid
 
 
+_MOST_NAME = 4096  # characters of a command
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _servers: dict[int, socket.socket] = {}  # by the process that asks
 _pid_of_pytest = 0
@@ -157,7 +158,8 @@ def in_pytest() -> None:
 
 def _start_server() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+    # Its children's commands have room where its own stands.
+    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno()), " " * _MOST_NAME]
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     process = ColdPopen(
         command, pass_fds=(theirs.fileno(),), cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
