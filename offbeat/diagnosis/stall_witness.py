@@ -57,7 +57,7 @@ class SentinelWitness:
 
     @property
     def watch(self) -> SentinelClient:
-        """This worker's handle on its sentinel."""
+        """The worker's handle on its sentinel."""
         return self._watch
 
     def waiting(self, awaited: WaitContext) -> None:

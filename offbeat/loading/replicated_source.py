@@ -76,7 +76,7 @@ class LeaseBook:
 
 
 class BatchSizes(NamedTuple):
-    """How large the workers' batches are.
+    """The sizes of the workers' batches.
 
     Args:
         mean: samples of a worker's batch on average.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriter:
-    """Carries out one piece of work at a time. The end of the process waits for it.
+    """A thread that carries out one piece of work at a time. The end of the process waits for it.
 
     Args:
         name: of its thread.
