@@ -148,10 +148,12 @@ def test_one_that_is_written_again_and_not_to_its_end_is_no_damaged_one(
         replica, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         checkpoints = offbeat.Checkpoints(run, tmp_path, generators=False, model=replica)
         checkpoints.save()
+        checkpoints.wait()
         nn.init.ones_(model.weight)
         monkeypatch.setattr(Path, "replace", replace)
+        checkpoints.save()
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save()
+            checkpoints.wait()
         assert not checkpoints.load(), "and the one before is gone"
 
 
