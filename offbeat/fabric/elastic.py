@@ -9,8 +9,12 @@ A Gloo group is of no use any more once one of its workers is gone. Those that a
 
 So an exchange is worked on in memory of its own: what was brought stays as it is until the exchange is complete, and a
 result is kept until nobody can lack it. That is known without a word: when an exchange is complete, all have begun it,
-and whoever has begun it had waited for all those that came before in the program. Two copies of a gradient, and memory
-for two steps, are what it costs.
+and whoever has begun it had waited for all those that came before in the program.
+
+Two copies of a gradient, and memory for two steps, are what it costs; the memory goes from one step to the next. To
+reduce in place, in the bucket, would not do. An all-reduce that breaks off half-way has spoilt its input. Gloo's
+threads may write to what they were given for as long as the process lives, once a worker that only hung goes on.
+And the user may scale a gradient, or the next backward overwrite it, while another worker still lacks the result.
 
 Ranks do not change: they name the workers in replies. A broadcast of a worker that is gone is one of the first that is
 left.
