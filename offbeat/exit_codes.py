@@ -16,10 +16,10 @@ def how_it_ended(code: int) -> str:
     >>> how_it_ended(-9), how_it_ended(-40), how_it_ended(3)
     ('was killed by SIGKILL', 'was killed by signal 40', 'ended with exit code 3')
     >>> how_it_ended(-15), how_it_ended(LEFT)
-    ('was killed by SIGTERM', 'was told to end by SIGTERM, and left in order')
+    ('was killed by SIGTERM', 'was asked to end by SIGTERM, and left cleanly')
     """
     if code == LEFT:
-        return "was told to end by SIGTERM, and left in order"
+        return "was asked to end by SIGTERM, and left cleanly"
     if code == UNPREPARED:
         return "trained a model of its own, which was not prepared"
     if code >= 0:

@@ -35,7 +35,7 @@ connection."""
 Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
 """Somebody dials the server who may not."""
 Target = Literal["worker", "server", "coordinator"]
-Part = Literal["a server", "room for newcomers", "others that go on"]
+Part = Literal["a server", "room for new workers", "others that continue"]
 """What a job may have, and some faults take: see `Fault.takes`."""
 AGE = 5
 FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASKED"
@@ -78,9 +78,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def takes(self) -> Part | None:
         """The part that a job needs for the fault to strike there, and to survive it; None if any will do."""
         if self.ends:
-            return "others that go on"
+            return "others that continue"
         if self.kind == "join":
-            return "room for newcomers"
+            return "room for new workers"
         if self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger)):
             return "a server"
         return None

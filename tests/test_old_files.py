@@ -148,7 +148,7 @@ def test_a_checkpoint_is_gone_on_from(version: str, where: str, tmp_path: Path) 
         assert found == pytest.approx({**expected, "loss": loss}, rel=1e-5)
 
 
-# What `train.py` printed before the server was told to stop.
+# What `train.py` printed before the server was asked to stop.
 SERVED = [
     *(0.02028527669608593, 0.32611164450645447, -0.4788628816604614, -0.38348904252052307, -0.1968080848455429),
     *(0.14627571403980255, -0.06494377553462982, 0.4264410138130188, -0.03897134214639664, 0.11248172074556351),

@@ -167,12 +167,12 @@ def test_who_has_none_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 
     found = whole_and_parts(3, tmp_path, "all-reduce", between)
     assert (
-        "Cannot go on with the random numbers of rank 1: they were not saved with run-000002.pt. Their generators stay "
+        "Cannot restore the random numbers of rank 1: they were not saved with run-000002.pt. Their generators stay "
         "as the script has set them." in found[0][1]
     )
-    assert "Cannot go on with" not in found[1][1]
+    assert "Cannot continue with" not in found[1][1]
     assert (
-        "Cannot go on with the random numbers of rank 2 from run-000002.rank2.rng, which has other contents than were "
+        "Cannot restore the random numbers of rank 2 from run-000002.rank2.rng, which has other contents than were "
         "written. Its generators stay as the script has set them." in found[2][1]
     )
     assert [seamless for seamless, _ in found] == [False] * 3, "the same parameters come of all of them"

@@ -91,7 +91,7 @@ class _Audit:
         self._replaced: list[tuple[int, ParametersReplaced]] = []  # with the server's life
         self._is_whole: dict[int, bool] = {}  # by life: whether nothing is missing from its coordinator's history
         self._unrecorded: set[int] = set()  # lives that went on when nothing more of them could be written
-        self._stopped: set[int] = set()  # lives that were told to stop: what was decided last need not be made
+        self._stopped: set[int] = set()  # lives that were asked to stop: what was decided last need not be made
 
     def run(self) -> None:
         """Look at everything.

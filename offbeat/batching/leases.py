@@ -106,15 +106,15 @@ class Leases:
 
     def __post_init__(self) -> None:
         if type(self.samples) is not int or not 0 < self.samples <= 2**62:
-            raise ModelError(f"Cannot deal out {self.samples!r} samples: a dataset has at least 1, and at most 2^62.")
+            raise ModelError(f"Cannot lease {self.samples!r} samples: a dataset has at least 1, and at most 2^62.")
         if type(self.seed) is not int:
             raise ModelError(f"Cannot shuffle with the seed {self.seed!r}: choose a whole number.")
         for name in ("shuffle", "drop_last"):
             value = getattr(self, name)
             if type(value) is not bool:
-                raise ModelError(f"Cannot deal out data with {name}={value!r}: choose True or False.")
+                raise ModelError(f"Cannot lease data with {name}={value!r}: choose True or False.")
         if self.epochs is not None and (type(self.epochs) is not int or self.epochs < 1):
-            raise ModelError(f"Cannot deal out {self.epochs!r} epochs: choose a whole number from 1, or None.")
+            raise ModelError(f"Cannot lease {self.epochs!r} epochs: choose a whole number from 1, or None.")
         if not isinstance(self.term, timedelta):
             raise ModelError(
                 f"Cannot lease for {self.term!r}: give a datetime.timedelta, such as timedelta(minutes=10)."
@@ -264,20 +264,20 @@ class Leases:
             ModelError: if it belongs to another dataset, seed or order, or does not add up.
         """
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
-            raise ModelError("Cannot go on in the data: the checkpoint has no place in it that this version can read.")
+            raise ModelError("Cannot resume the data: the checkpoint has no place in it that this version can read.")
         for name, mine in self._identity().items():
             if plain.get(name) != mine:
                 raise ModelError(
-                    f"Cannot go on in the data with {name}={mine!r}: the checkpoint was made with {plain.get(name)!r}. "
+                    f"Cannot resume the data with {name}={mine!r}: the checkpoint was made with {plain.get(name)!r}. "
                     "Use the same dataset, seed and order, or load only the model and the optimizer."
                 )
         try:
             pool = msgspec.convert(plain.get("pool"), LeasePool, str_keys=True)
         except msgspec.ValidationError as error:
-            raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+            raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
         wrong = audit(pool, samples=self.samples)
         if wrong:
-            raise ModelError(f"Cannot go on in the data: the checkpoint does not add up ({wrong}).")
+            raise ModelError(f"Cannot resume the data: the checkpoint does not add up ({wrong}).")
         if now_s is None:
             return pool
         later_s = now_s - pool.now_s

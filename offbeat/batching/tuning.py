@@ -115,7 +115,7 @@ class BatchTuning:
         """
         if total < self.smallest:
             raise PlanError(
-                f"Cannot deal out a global batch of {total} in batches of at least {self.smallest}: use a larger one, "
+                f"Cannot split a global batch of {total} in batches of at least {self.smallest}: use a larger one, "
                 "or smaller batches - at `plan.tuning.smallest`."
             )
         if self.largest is not None and self.largest < floor:

@@ -287,7 +287,7 @@ class Launch:
             if worker.rank not in self._reported:
                 self._reported.add(worker.rank)
                 style = "yellow" if worker.code == LEFT else "bold red"
-                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others go on.", style=style)
+                self._console.print(f"rank {worker.rank} {worker.describe_end()}; the others continue.", style=style)
 
     def _report_loss(self, failed: list[Worker]) -> int:
         """Say who was lost, and how."""

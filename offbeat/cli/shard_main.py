@@ -63,7 +63,7 @@ _LIFE_PAUSES_S = (0.1, 2.0)  # before another life: the first, and the longest
 _HOLDS_S = 20.0  # a life that was good for something
 _LOOK_S = 0.05  # during a pause, whether to stop
 _PR_SET_PDEATHSIG = 1
-_STOPPED = 75  # exit code of one that was told to stop; 0 says that the job has ended
+_STOPPED = 75  # exit code of one that was asked to stop; 0 says that the job has ended
 _log = logging.getLogger("offbeat")
 
 
@@ -74,7 +74,7 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
         say: called with "host:port" when workers may come.
 
     Returns:
-        Whether it was told to stop.
+        Whether it was asked to stop.
 
     Raises:
         NetworkError: if the address, the credentials or a folder, for snapshots or the history, cannot be used, or the
@@ -106,7 +106,7 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
     """Open the history of all incarnations of this process, for writing.
 
     Args:
-        stop: set if it was told to stop: then what it has decided last may not be made.
+        stop: set if it was asked to stop: then what it has decided last may not be made.
 
     Raises:
         NetworkError: if its folder cannot be used.
@@ -125,7 +125,7 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
     try:
         yield writer.append
     finally:
-        writer.close("it was told to stop" if stop.is_set() else "")
+        writer.close("it was asked to stop" if stop.is_set() else "")
 
 
 async def _live(
@@ -203,7 +203,7 @@ async def _live(
         return listener.address
     if archive is not None and stop.is_set():
         for link in [link for link in listener.links if link.role == "shard"]:  # they wait for it to be started again
-            link.fail(NetworkError("the shard that coordinates was told to stop"))
+            link.fail(NetworkError("the shard that coordinates was asked to stop"))
     if archive is not None and shard.is_finished and not stop.is_set():
         archive.clear()
     with contextlib.suppress(TimeoutError):
@@ -269,7 +269,7 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
         spare = _spare() if left else None
         if (code := serving.process.wait()) == 0 or was_stopped:
             break
-        how = "was told to stop" if code == _STOPPED else how_it_ended(code)
+        how = "was asked to stop" if code == _STOPPED else how_it_ended(code)
         if not left:
             told = f"The parameter server at {address} {how}, for the last time: it is not started again."
             _log.error("%s", told)

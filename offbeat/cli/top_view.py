@@ -36,7 +36,7 @@ _LONGEST_EVENT = 160  # characters, in a pipe
 _MAY_BE_EMPTY = 2  # priority from which on a column of which nothing is known is left out
 _FURNITURE = 6  # lines of a model besides its workers: three above them, two below, one between models
 _WORDS = {"pushed": "pushed, waits"}
-_ENDED = {"left": "has left", "done": "is done", "evicted": "taken out", "failed": "gone (error)"}
+_ENDED = {"left": "has left", "done": "is done", "evicted": "evicted", "failed": "gone (error)"}
 _STYLES = {
     "computing": "green", "held": "yellow", "pushed": "yellow", "exchanging": "yellow", "waiting": "yellow",
     "paused": "red", "unreachable": "red", **dict.fromkeys(ENDS, "dim"),

@@ -118,6 +118,6 @@ class Arrivals:
                 one.runner.lose(worker, samples)
             self._job.out.decide(WithdrawContribution(model, worker, clock))
             self._job.tell(
-                f"Contribution {clock} of rank {worker} ({samples:g} samples) is lost: it came in part.", worker
+                f"Contribution {clock} of rank {worker} ({samples:g} samples) is lost: only a part arrived.", worker
             )
             self._leases.withdrawn(model, (worker, clock))

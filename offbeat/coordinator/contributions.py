@@ -65,8 +65,8 @@ class Contributions:
         member = one.runner.state.members[worker]
         if clock != member.step or member.phase != "computing":
             raise PeerError(
-                f"Cannot take contribution {clock} of rank {worker}: it is {member.phase}, and number {member.step} is "
-                "next."
+                f"Cannot accept contribution {clock} of rank {worker}: it is {member.phase}, and number "
+                f"{member.step} is next."
             )
         try:
             _check(one, worker, message, swapped=self._swaps.count > 0)
@@ -141,7 +141,7 @@ class Contributions:
         one.runner.void[worker] = clock
         text = (
             f"Contribution {clock} of rank {worker} ({samples:g} samples) is dropped: the samples that it was computed "
-            "from are dealt out again."
+            "from are leased again."
         )
         self._job.out.log(text)
         self._job.out.send(worker, Notice(text))
@@ -161,7 +161,7 @@ def _check(one: ModelRecord, worker: int, message: Announce, *, swapped: bool) -
     if brought != wanted and not swapped:
         kinds = {False: "a gradient", True: "a change of the parameters"}
         raise PeerError(
-            f"Cannot take contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
+            f"Cannot accept contribution {message.clock} of rank {worker}: it is {kinds[brought]}, and with {policy!r} "
             f"that is {kinds[wanted]}."
         )
     if brought:

@@ -282,8 +282,8 @@ class LeaseManager:
         deck = self._deck(loader, worker)
         if deck.holds(worker) >= _MOST_HELD:
             raise PeerError(
-                f"Cannot deal out more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
-                "brought none of them. Step after fewer, and evaluate with a loader that is not prepared."
+                f"Cannot lease more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
+                "pushed none of them. Step after fewer, and evaluate with a loader that is not prepared."
             )
         return [] if deck.missing else self._draw(deck, worker, 1)
 
@@ -359,7 +359,7 @@ class LeaseManager:
         try:
             decks = {int(loader): self._deck_of(one) for loader, one in dict(plain).items()}
         except (OffbeatError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
-            raise PeerError(f"Cannot go on in the data: {error}") from error
+            raise PeerError(f"Cannot resume the data: {error}") from error
         self._decks.update(decks)
 
     def load(self, plain: Any) -> dict[int, dict[int, list[Lease | EndOfEpoch]]]:
@@ -370,7 +370,7 @@ class LeaseManager:
         """
         before = self._decks
         if {str(loader) for loader in before} != set(plain if isinstance(plain, dict) else ()):
-            raise PeerError("Cannot go on in the data: the checkpoint has other loaders than this run.")
+            raise PeerError("Cannot resume the data: the checkpoint has other loaders than this run.")
         self._decks = {}
         try:
             self.restore(plain)
@@ -501,7 +501,7 @@ def _compare(worker: int, theirs: RegisterLoader, ours: RegisterLoader) -> None:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise DisagreementError(
-                f"Cannot deal out data to rank {worker}: its loader has {name}={there!r}, that of the others {here!r}. "
+                f"Cannot lease data to rank {worker}: its loader has {name}={there!r}, that of the others {here!r}. "
                 "Give every worker the same dataset, batch size and seed."
             )
 
@@ -511,6 +511,6 @@ def _compare_data(theirs: RegisterLoader, ours: RegisterLoader) -> None:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise PeerError(
-                f"Cannot go on in the data with {name}={here!r}: the checkpoint was made with {there!r}. Use the same "
+                f"Cannot resume the data with {name}={here!r}: the checkpoint was made with {there!r}. Use the same "
                 "dataset and order, or leave the loaders out of it."
             )

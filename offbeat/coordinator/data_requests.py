@@ -89,7 +89,7 @@ class DataRequests:
         try:
             together = self._policy_of(message.plan).bound == 0
         except PlanError as error:
-            raise PeerError(f"Cannot deal out data by this worker's plan: {error}") from error
+            raise PeerError(f"Cannot lease data by this worker's plan: {error}") from error
         world = min((one.runner.world for one in job.models.values()), default=message.world)
         try:
             deals = self._leases.enrol(worker, message, together=together, world=world, ranks=job.ranks)
@@ -112,7 +112,7 @@ class DataRequests:
         is_new = worker not in (self._job.ranks or range(about.world))
         if is_new and about.loader not in self._leases.epochs():
             text = (
-                f"Cannot deal out data to rank {worker}: this job began without a server, and its workers still go "
+                f"Cannot lease data to rank {worker}: this job began without a server, and its workers still go "
                 "through the parts that they were given then. Train with workers that join from the beginning of a "
                 "job with a server."
             )

@@ -154,9 +154,9 @@ class Decisions:
         job.out.send(worker, Evicted(model, _TOO_SLOW))
         runner.note_end(worker, "evicted")
         job.evicted[model, worker] = why = f"{_TOO_SLOW}, by {runner.policy!r}"
-        of = f" of model {model}" if len(job.models) > 1 else ""
+        of = f" from model {model}" if len(job.models) > 1 else ""
         job.tell(
-            f"Rank {worker} is taken out{of} at version {runner.state.version}: {why}. The others go on without it "
-            f"until it comes back; {self._leases.what_changes()}.",
+            f"Rank {worker} is evicted{of} at version {runner.state.version}: {why}. The others continue without it "
+            f"until it reconnects; {self._leases.what_changes()}.",
             worker,
         )

@@ -44,13 +44,13 @@ class HyperparameterCheck:
             return ""
         self._named.add(worker)
         return (
-            f"Rank {worker} brings other hyper-parameters for its step {step} than rank {other} did: "
+            f"Rank {worker} uses other hyper-parameters in its step {step} than rank {other}: "
             f"{_differences(hyper, theirs)}. Each update goes by those of its first contribution; give all workers the "
             "same schedule."
         )
 
     def forget(self) -> None:
-        """Training goes on somewhere else, with whatever hyper-parameters: nobody is compared with before."""
+        """Training continues somewhere else, with whatever hyper-parameters: nobody is compared with before."""
         self._first.clear()
         self._last.clear()
         self._named.clear()

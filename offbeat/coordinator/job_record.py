@@ -74,7 +74,7 @@ class JobRecord:
                 raise PeerError(f"A shard speaks of model {model}, which is not trained.")
             why = self.evicted.get((model, worker))
             if why is not None:
-                raise PeerError(f"Rank {worker} was taken out of model {model}: {why}.")
+                raise PeerError(f"Rank {worker} was evicted from model {model}: {why}.")
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 

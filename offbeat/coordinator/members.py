@@ -67,8 +67,8 @@ class Membership:
         job, model, details = self._job, event.model, event.details
         if details.back is not None:
             raise PeerError(
-                "Cannot go on: the parameter server was restarted, and has no snapshot to go on from. Start the job "
-                "again, from a checkpoint if there is one."
+                "Cannot continue: the parameter server was restarted, and has no snapshot to resume from. Start the "
+                "job again, from a checkpoint if there is one."
             )
         try:
             plan = self._swaps.begin(details.plan)
@@ -181,7 +181,7 @@ class Membership:
             self._start(model)
 
     def announce_leave(self, worker: int, message: LeaveAfter) -> None:
-        """A worker was told to leave, and will say good-bye."""
+        """A worker was asked to leave, and will say good-bye."""
         self._leaving[worker] = message.step
 
     def leave(self, event: WorkerGone) -> None:
@@ -212,7 +212,7 @@ class Membership:
         """A worker that took part before: book what became of its contributions; what did of the one that it holds."""
         self._questions.remember(back.answered)
         if back.life != self._job.life and (late := one.book_losses(worker, back, decided)):
-            self._note(one, f"Rank {worker} came back to the restarted server later: {late}.")
+            self._note(one, f"Rank {worker} reconnected to the restarted server later: {late}.")
         if back.life == self._job.life and back.holds:
             fate = one.book_held(worker, back.clock)
             self._job.tell(f"Rank {worker} is back; its contribution {back.clock} {fate}.", worker)
@@ -229,7 +229,7 @@ class Membership:
         if one.runner.started:
             if (losses := one.losses) is not None:
                 one.note = ""
-                text = f"The parameter server was restarted and goes on from version {losses.version}: {losses}."
+                text = f"The parameter server was restarted and resumes from version {losses.version}: {losses}."
                 self._note(one, text)
             self._rounds.step_out_who_asked(model)
             self._rounds.answer()
@@ -260,12 +260,12 @@ class Membership:
         changes = self._leases.what_changes()
         if error is not None:
             if all(worker != evicted for _, evicted in job.evicted):  # else all know
-                job.tell(f"Rank {worker} is gone: {error} The others go on; {changes}.", worker)
+                job.tell(f"Rank {worker} is gone: {error} The others continue; {changes}.", worker)
             return "gone"
         if step is None:
             return "done"
         if count:
-            goes_on = "1 worker goes on" if count == 1 else f"{count} workers go on"
-            text = f"Rank {worker} was told to leave, and has left in order behind its step {step}: {goes_on}"
+            goes_on = "1 worker continues" if count == 1 else f"{count} workers continue"
+            text = f"Rank {worker} was asked to leave, and left cleanly behind its step {step}: {goes_on}"
             job.tell(f"{text}; {changes}.", worker)
         return "left"

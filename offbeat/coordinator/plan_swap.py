@@ -170,15 +170,15 @@ class PlanSwaps:
         present, back = self.present, details.back
         assert present is not None
         if self._before is not None and back is None:
-            raise PeerError(f"Cannot take in rank {worker} now: all workers are about to leave the server.")
+            raise PeerError(f"Cannot admit rank {worker} now: all workers are about to leave the server.")
         try:
             if back is not None and back.life != life and back.swaps > self.count:
-                by = f"rank {worker}, which came back with it"
+                by = f"rank {worker}, which reconnected with it"
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps, by)
             elif self._read_plan(details.plan).digest != present.digest:
                 self._out.send(worker, AdoptPlan(present.to_toml(), self.count))
         except PlanError as error:
-            raise PeerError(f"Cannot take in rank {worker} with its plan: {error}") from error
+            raise PeerError(f"Cannot admit rank {worker} with its plan: {error}") from error
         if self._proposal is not None:
             self._propose(self._proposal, worker)
 
@@ -260,13 +260,13 @@ class PlanSwaps:
         assert old is not None
         text = f"{short_name(new.sync)} decides when workers may go on"
         if border is not None:
-            text += ", once all have left the server, where none has come to yet"
+            text += ", once all have left the server, which none has reached yet"
         text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
         text += f": {reason}" if reason else ""
         if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
         if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
-            text += "; the server's optimizer goes on from what it had gathered before, not from what the workers' have"
+            text += "; the server's optimizer resumes from its own earlier state, not from the workers'"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {short_name(old.controller)} has let go of it"
         if new.controller is not None and new.controller != old.controller:

@@ -67,7 +67,7 @@ class Replacements:
         """A worker has where another run's data was; all go on there when all others wait for that.
 
         Raises:
-            PeerError: if another brings what one brings for all.
+            PeerError: if another is the one that sends it for all.
         """
         job = self._job
 
@@ -101,7 +101,7 @@ class Replacements:
     def _want(self, worker: int, what: str, carry_out: Callable[[str], None]) -> None:
         first = min(self._job.ranks, default=worker)
         if worker != first:
-            raise PeerError(f"Cannot take {what} from rank {worker}: rank {first} brings what one brings for all.")
+            raise PeerError(f"Cannot take {what} from rank {worker}: rank {first} is the one that sends it for all.")
         if len(self._due) >= _MOST_DUE:
             raise PeerError(f"Cannot take {what} from rank {worker}: too much waits for the others already.")
         self._due.append(_Due(worker, carry_out))

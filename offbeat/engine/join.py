@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # of the first worker, for newcomers
 _ASK_S = 1.0  # of a newcomer, whether anybody trains
 _MOST_BYTES = 256 << 20  # of what one says
-_AWAY = "Cannot join: those that train have gone over to a server meanwhile. Start this worker again."
+_AWAY = "Cannot join: the job has moved to a server meanwhile. Start this worker again."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=64 << 20)]
@@ -118,7 +118,7 @@ class JoinServer:
         control: this worker's end of the control group.
         group: who takes part.
         waiter: the one waiting primitive.
-        job: what newcomers are told at first; None while they cannot be told.
+        job: what new workers receive at first; None while they cannot be told.
         version: of this offbeat.
     """
 
@@ -155,7 +155,7 @@ class JoinServer:
     def agree_on_newcomers(self) -> None:
         """Have all expect who is ready. Collective, between exchanges."""
         mine = msgspec.json.encode(tuple(self._ready.values())).decode()
-        texts = self._control.texts("the question who comes in", mine)
+        texts = self._control.texts("the question who joins", mine)
         said = [one for text in texts.values() for one in _decode_newcomers.decode(text)]
         self._expected |= {one.number: one for one in said}
         self._ready.clear()
@@ -173,7 +173,7 @@ class JoinServer:
         for number in self._expected:
             self._store.compare_set(f"{number}/entry", "", entry)
         self._expected.clear()
-        self._waiter.wait(_Admission(self._group, ranks), WaitContext("newcomers to come in"))
+        self._waiter.wait(_Admission(self._group, ranks), WaitContext("new workers to join"))
         return tuple(rank for rank in ranks if rank in self._group.members)
 
     def postpone(self) -> None:
@@ -224,15 +224,13 @@ class JoinServer:
             return
         hello = _read(self._store, f"{number}/hello", JoinHello)
         if hello is None:
-            refusal = "Cannot join: this worker is of another offbeat than those that train."
+            refusal = "Cannot join: this worker runs another offbeat than the job."
         elif hello.version != self._version:
-            refusal = (
-                f"Cannot join with offbeat {hello.version}: those that train run {self._version}. Install that one."
-            )
+            refusal = f"Cannot join with offbeat {hello.version}: the job runs {self._version}. Install that one."
         elif hello.plan not in (job.plan, job.claims[0].text):
             theirs, ours = first_difference(hello.plan, job.plan)
             refusal = (
-                f"Cannot join with another plan: this worker has {theirs!r}, those that train {ours!r}. Give it their "
+                f"Cannot join with another plan: this worker has {theirs!r}, the job {ours!r}. Give it the job's "
                 "plan, which is plan.toml in the run folder."
             )
         elif self._is_taken(number, hello.rank):
@@ -253,7 +251,7 @@ class JoinServer:
         if job is None or hello is None:
             return
         if ready is None or ready.claims[1:] != job.claims[1:]:
-            text = "Cannot join: those that train have prepared something else meanwhile. Start this worker again."
+            text = "Cannot join: the job has prepared something else meanwhile. Start this worker again."
             self._store.compare_set(f"{number}/entry", "", msgspec.json.encode(JoinGrant(refusal=text)).decode())
             return
         self._ready[number] = _Newcomer(number, hello.rank)
@@ -293,7 +291,7 @@ class JoinClient:
                 raise WorkerLostError("Cannot join: the job has ended. Start it again.")
 
         self._say_hello(msgspec.json.encode(JoinHello(self._rank, self._version, plan)))
-        answer = self._await_key("answer", JoinReply, "those that train to take notice of this worker", check)
+        answer = self._await_key("answer", JoinReply, "the job's workers to notice this one", check)
         if answer.job is None:
             raise PlanError(answer.refusal)
         self._job = answer.job
@@ -314,7 +312,7 @@ class JoinClient:
         if (claim.what, claim.text) != (theirs.what, theirs.text):
             mine, others = first_difference(claim.text, theirs.text)
             raise DisagreementError(
-                f"Cannot join: the {claim.what} differs from that of those that train. First difference: this worker "
+                f"Cannot join: the {claim.what} differs from that of the job's workers. First difference: this worker "
                 f"has {mine!r}, they have {others!r}. {claim.advice}"
             )
 
@@ -340,11 +338,11 @@ class JoinClient:
                 raise WorkerLostError("Cannot join: all workers that the job began with have ended.")
 
         self._say("ready", JoinReady(tuple(self._claims)))
-        entry = self._await_key("entry", JoinGrant, "those that train to take this worker in", check)
+        entry = self._await_key("entry", JoinGrant, "the job's workers to admit this one", check)
         if entry.refusal:
             raise PlanError(entry.refusal)
         group.join(entry.generation, entry.begun)
-        self._waiter.wait(_Arrival(group), WaitContext("the connection to those that train"))
+        self._waiter.wait(_Arrival(group), WaitContext("the connection to the job's workers"))
 
     def _say_hello(self, hello: bytes) -> None:
         """Say hello under the first free number: one that is lost has said it, or has none that others wait for."""
@@ -361,7 +359,7 @@ class JoinClient:
         self._waiter.wait(_Key(self._store, key, check), WaitContext(words, outlives=True))
         heard = _read(self._store, key, kind)
         if heard is None:
-            raise NetworkError("Cannot join: those that train run another offbeat, which cannot be understood.")
+            raise NetworkError("Cannot join: the job runs another offbeat, whose messages this one cannot read.")
         return heard
 
 

@@ -160,8 +160,9 @@ class Reducer:
             return
         if self._open and torch._C._current_graph_task_id() == -1:
             raise ModelError(
-                f"Cannot go on after step {self.step}: its backward was cut short by an exception while other workers "
-                "were already receiving its gradients. Let the exception end this worker, or avoid it in backward."
+                f"Cannot continue after step {self.step}: its backward was cut short by an exception while other "
+                "workers were already receiving its gradients. Let the exception end this worker, or avoid it in "
+                "backward."
             )
         if self._exchanged and self._landmark is not None and self._landmark.parameter.grad is None:
             self._exchanged = False  # gradients were cleared: the optimizer's step was left out (as GradScaler does)

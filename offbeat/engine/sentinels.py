@@ -86,7 +86,7 @@ def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> SentinelClie
         time.sleep(_ASK_PATIENCE.total_seconds() / 4)
     watch.close(well=False)
     raise NetworkError(
-        f"Cannot join: the watch of those that train, at {hub}, cannot be reached from here, so nobody would know if "
+        f"Cannot join: the hub of the job, at {hub}, cannot be reached from here, so nobody would know if "
         "this worker was lost. Start it where that address can be reached."
     )
 

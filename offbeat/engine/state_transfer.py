@@ -51,7 +51,7 @@ def hand_over(control: ControlGroup, first: Callable[[], int], state: Mapping[st
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
     for part in _parts(tensors):
         whole = torch.cat([_bytes_of(tensor) for tensor in part])
-        control.broadcast("what newcomers begin with", whole, source)
+        control.broadcast("what new workers begin with", whole, source)
         if state is None:
             for tensor, data in zip(part, whole.split([t.numel() * t.element_size() for t in part]), strict=True):
                 tensor.reshape(-1).view(torch.uint8).copy_(data)
@@ -62,9 +62,9 @@ def _tell(control: ControlGroup, first: Callable[[], int], mine: str) -> tuple[i
     """Agree on who sends; which tensors; what there is beside them."""
     while True:
         is_first = control.rank == first()
-        told = control.texts("what newcomers are told", mine if is_first else mine[:1])
+        told = control.texts("what new workers receive", mine if is_first else mine[:1])
         if not any(told.values()):
-            raise NetworkError("Cannot come in: all that trained are lost. Start the job again.")
+            raise NetworkError("Cannot join: all workers of the job are lost. Start the job again.")
         for rank, text in told.items():
             if "\n" in text:
                 head, _, rest = text.partition("\n")

@@ -105,7 +105,8 @@ class MetricsFile:
         except OSError as error:  # a full disk is no reason to end the run
             if not self._why:
                 _log.warning(
-                    "Cannot write metrics to %s at present: %s. Training goes on; up to %d records are kept in memory.",
+                    "Cannot write metrics to %s at present: %s. Training continues; up to %d records are kept "
+                    "in memory.",
                     self._path,
                     error.strerror,
                     _MOST_QUEUED,
@@ -270,7 +271,7 @@ class StepMetrics:
         self._file.sample = self._resources_used
 
     def end(self, step: int, error: str | None, *, left: bool = False) -> None:
-        """The last record; `left` if this worker was told to leave, and did in order."""
+        """The last record; `left` if this worker was asked to leave, and did in order."""
         self._file.sample = None
         record = {"kind": "end", **self._stamp(step), "steps": step, "error": error}
         self._file.append(record | {"left": True} if left else record)

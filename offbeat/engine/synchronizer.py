@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RUN_IS_CLOSED = (
     "Cannot train this replica any further: its run is closed, and the other workers no longer take part. Close the "
-    "run after the last step, or go on alone with the replica's .module."
+    "run after the last step, or continue alone with the replica's .module."
 )
 
 

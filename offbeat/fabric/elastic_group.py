@@ -74,7 +74,7 @@ class MemberProgress(msgspec.Struct, frozen=True):
     Args:
         admits: the ranks that it takes in, if it stands where that is done.
         is_done: it needs the others no more.
-        told_at: behind which of its steps, if that is so because it was told to leave.
+        told_at: behind which of its steps, if that is so because it was asked to leave.
     """
 
     progress: tuple[GroupProgress, ...]
@@ -156,7 +156,7 @@ class ElasticGroup:
         self._reconfiguration: _Reconfiguration | None = None
         self._admits: tuple[int, ...] = ()  # ranks that are to come in, while this worker stands where that is done
         self._is_done = False  # this worker needs the others no more
-        self._told_at: int | None = None  # behind which of its steps, if it was told to leave
+        self._told_at: int | None = None  # behind which of its steps, if it was asked to leave
         self._rejected: dict[int, str] = {}  # those of them that did not, and why
         self._excluded: dict[int, str] = {}  # who is gone, as was learnt elsewhere
         self._said: set[tuple[int, str]] = set()
@@ -239,7 +239,7 @@ class ElasticGroup:
         """Be done; returns whether nobody needs this worker any more. Call it again until that is so.
 
         Args:
-            told_at: behind which of its steps, if it is done because it was told to leave.
+            told_at: behind which of its steps, if it is done because it was asked to leave.
         """
         self._is_done, self._told_at = True, told_at
         try:
@@ -444,8 +444,8 @@ class _Reconfiguration:
                 raise _Left
             others = ", ".join(map(str, decided.members))
             raise WorkerLostError(
-                f"Cannot go on as rank {group.rank}: nothing was heard of it, and what is left, rank {others}, has "
-                "gone on without it."
+                f"Cannot continue as rank {group.rank}: nothing was heard of it, and the others, rank {others}, have "
+                "continued without it."
             )
         self.members = decided.members
         self._lost |= decided.lost
@@ -458,7 +458,7 @@ class _Reconfiguration:
         self._lost |= group.lost_members((*candidates, *group._admits))
         left = [rank for rank in candidates if rank not in self._lost]
         if not left:  # this one has come to them
-            raise WorkerLostError("Cannot come in: all that trained are lost. Start the job again.")
+            raise WorkerLostError("Cannot join: all workers of the job are lost. Start the job again.")
         if left[0] != group.rank or not store.check([f"progress/{rank}" for rank in left]):
             return False
         reports = {rank: _progress_decoder.decode(store.get(f"progress/{rank}")) for rank in left}
@@ -486,7 +486,7 @@ class _Reconfiguration:
         late = [rank for rank in wanted if not self._store.check([f"progress/{rank}"])]
         if late and time.monotonic() - self._since_s < self._group.patience_s:
             return None
-        self._lost |= dict.fromkeys(late, f"did not come within {self._group.patience_s:g} s.")
+        self._lost |= dict.fromkeys(late, f"did not arrive within {self._group.patience_s:g} s.")
         return tuple(rank for rank in wanted if rank not in late)
 
     def _candidates(self) -> tuple[int, ...]:
@@ -507,7 +507,7 @@ class _Reconfiguration:
             rank: _progress_decoder.decode(self._store.get(f"progress/{rank}")).progress for rank in self.members
         }
         if len({len(one) for one in progress.values()}) > 1:
-            raise PeerError("Cannot go on: the workers do not use the same number of groups.")
+            raise PeerError("Cannot continue: the workers do not use the same number of groups.")
         for index, (client, group) in enumerate(zip(self._clients, groups, strict=True)):
             client.resume(group, {rank: one[index] for rank, one in progress.items()})
         self._waiting, self._has_groups = list(self._clients), True
@@ -517,7 +517,7 @@ def _end_of(reports: MemberProgress) -> str:
     """Say how a worker has ended that needs the others no more."""
     if reports.told_at is None:
         return "is done, and takes no further part."
-    return f"was told to leave, and has left in order behind its step {reports.told_at}."
+    return f"was asked to leave, and left cleanly behind its step {reports.told_at}."
 
 
 class _GroupConnector:

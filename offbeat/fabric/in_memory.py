@@ -144,7 +144,7 @@ def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
     sources = {source for source, _ in ordered}
     sums = [payload for _, payload in ordered if isinstance(payload, Sum)]
     if len(sources) > 1 or len(sums) not in (0, len(ordered)):
-        raise DisagreementError(f"The workers brought different operations to one exchange: {ordered}.")
+        raise DisagreementError(f"The workers issued different operations in one exchange: {ordered}.")
     if not sums:
         return [GatheredPart(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
     (source,) = sources
@@ -152,7 +152,7 @@ def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
         return Total(sums[source].tensor.clone())
     shapes = {(p.tensor.shape, p.tensor.dtype, None if p.tail is None else p.tail.shape) for p in sums}
     if len(shapes) > 1:
-        raise DisagreementError(f"The workers brought tensors of different shape or dtype to one sum: {shapes}.")
+        raise DisagreementError(f"The workers passed tensors of different shape or dtype to one sum: {shapes}.")
     total = sums[0].tensor.clone()
     tail = None if sums[0].tail is None else sums[0].tail.clone()
     for payload in sums[1:]:

@@ -156,7 +156,7 @@ class HistoryWriter:
 
     def _give_up(self, why: str) -> None:
         self._is_over, self._why = True, why
-        _log.warning("Cannot write the history %s any further: %s. Training goes on without it.", self.path, why)
+        _log.warning("Cannot write the history %s any further: %s. Training continues without it.", self.path, why)
 
     def _write_why(self) -> None:
         """Have the file end with why nothing more is in it; once, and on the thread that writes."""

@@ -76,10 +76,10 @@ class RowJob:
     def parts(self) -> set[Part]:
         """The parts of this row, of all that a fault may take."""
         if self.served:
-            return {"a server", "room for newcomers", "others that go on"}
+            return {"a server", "room for new workers", "others that continue"}
         if self.elastic:
-            return {"room for newcomers", "others that go on"}
-        return {"others that go on"} if self.restarts else set()
+            return {"room for new workers", "others that continue"}
+        return {"others that continue"} if self.restarts else set()
 
     @property
     def restarts(self) -> bool:
@@ -104,7 +104,7 @@ class RowJob:
     @property
     def may_lose(self) -> set[int]:
         """Ranks that a fault takes away for so long that the others may go on without them."""
-        if "others that go on" not in self.parts or self.restarts:
+        if "others that continue" not in self.parts or self.restarts:
             return set()
         mine = [one for one in self.faults if one.target == "worker"]
         return {one.worker for one in mine if one.ends or (one.kind in SILENCING and one.changes_sum)}

@@ -68,7 +68,7 @@ def run(
     keep: Callable[[ResultFile], None] | None = None,
     fail: Callable[[str, OffbeatError], None] | None = None,
 ) -> ResultFile:
-    """Measure every row of a scenario. A row that fails is not run again; the others go on.
+    """Measure every row of a scenario. A row that fails is not run again; the others continue.
 
     Args:
         text: the scenario as it was written.

@@ -124,8 +124,8 @@ class LeasedLoader:
                 yield data
                 if self._loop != loop:
                     raise ModelError(
-                        f"Cannot go on with loop {loop} over this loader: loop {self._loop} has begun since, and "
-                        "batches are dealt out to one at a time. End one before the next, or use another loader in it."
+                        f"Cannot continue loop {loop} over this loader: loop {self._loop} has begun since, and "
+                        "batches go to one at a time. End one before the next, or use another loader in it."
                     )
                 self._draws(self)
             self._source.ended()

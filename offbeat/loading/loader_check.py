@@ -62,7 +62,7 @@ class LoaderCheck:
             )
             text += f"; the one it was given, {_name(given)}, was: {wrong}"
         else:
-            text += ": where batches come from otherwise, all workers may train on the same"
+            text += ": with batches from elsewhere, all workers may train on the same"
         self._tell(
             f"{text}, and run.progress stays 0. Loop over what is returned: model, optimizer, loader = "
             "run.prepare(model, optimizer, loader)."

@@ -286,9 +286,7 @@ class LoaderManager:
             return state
         epoch = position.epoch_of(state, number) if is_leased else state_checks.whole(state["epoch"], "epoch")
         if self._control.is_first:
-            _log.warning(
-                "The checkpoint's data was dealt out in another order, as its fabric does: epoch %d begins anew.", epoch
-            )
+            _log.warning("The checkpoint's data was in another order, that of its fabric: epoch %d begins anew.", epoch)
         if isinstance(loader, ShardedLoader):
             return {"epoch": epoch, "batch": 0}
         leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
@@ -299,8 +297,8 @@ class LoaderManager:
         present = self._control.members
         if tuple(then) != tuple(present) and self._control.is_first:
             _log.warning(
-                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
-                "what others had been dealt is dealt out again; %s.",
+                "The checkpoint was made by rank %s, and this run has rank %s: the position in the data carries over, "
+                "and what other workers had leased is leased again; %s.",
                 ", ".join(map(str, then)),
                 ", ".join(map(str, present)),
                 what_changes("global_batch" if self._plan.tuning is not None else self._plan.keeps),
@@ -397,7 +395,7 @@ class LoaderManager:
         server.sum(DEALING, (), self._waiter)
         if server.is_first:
             reply = server.client.set_data_state(position.for_coordinator(places))
-            self._waiter.wait(reply, WaitContext("the server to go on in the data", outlives=True))
+            self._waiter.wait(reply, WaitContext("the server to resume the data", outlives=True))
         return sources
 
     def to_server(self, server: ServerSession, sources: Mapping[int, ServerSource]) -> None:

@@ -66,7 +66,7 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     try:
         pool = msgspec.convert(plain["pool"], LeasePool, str_keys=True)
     except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
     return min(pool.at.values(), default=pool.epoch)
 
 
@@ -79,7 +79,7 @@ def workers_of(lease_state: str | bytes, loader: int) -> tuple[int, ...]:
     try:
         return tuple(sorted(msgspec.convert(_of_loader(lease_state, loader)["pool"], LeasePool, str_keys=True).at))
     except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
 
 
 def describe(state: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _of_loader(lease_state: str | bytes, loader: int) -> Any:
     try:
         return decode(msgspec.json.decode, lease_state)[str(loader)]["leases"]
     except (UnreadableError, KeyError, TypeError) as error:
-        raise ModelError(f"Cannot go on in the data: the checkpoint is damaged ({error}).") from error
+        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
 
 
 def _kept(leases: Leases, pool: LeasePool) -> dict[str, Any]:

@@ -261,8 +261,8 @@ class ReplicatedSource:
         present, then = self._book.members, tuple(sorted(pool.at))
         if then != present and self._control.rank == present[0]:
             _log.warning(
-                "The checkpoint was made by rank %s, and this run has rank %s: the place in the data carries over, and "
-                "what others had been dealt is dealt out again; %s.",
+                "The checkpoint was made by rank %s, and this run has rank %s: the position in the data carries over, "
+                "and what other workers had leased is leased again; %s.",
                 ", ".join(map(str, then)),
                 ", ".join(map(str, present)),
                 what_changes("global_batch" if self._tune is not None else self._sizes.keeps),

@@ -63,7 +63,7 @@ class ServerSource:
         assert batch.lease is not None
         if len(self._server.drawn) + len(self._server.used) >= MOST_USED:
             raise ModelError(
-                f"Cannot draw another batch: {MOST_USED} were drawn since the server was brought anything, and no "
+                f"Cannot draw another batch: {MOST_USED} were drawn since the last contribution was pushed, and no "
                 "contribution is computed from more. Step after fewer, and evaluate with a loader that is not prepared."
             )
         self._server.drawn.append((self._loader, batch.lease.number))
@@ -131,7 +131,7 @@ class ServerSource:
         client.reseed(self._hand, self.leases.seed)
         if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
             reply = client.set_data_state(place)
-            self._waiter.wait(reply, WaitContext("the server to go on in the data", outlives=True))
+            self._waiter.wait(reply, WaitContext("the server to resume the data", outlives=True))
 
     def _deal(self) -> Lease | EndOfEpoch:
         while True:

@@ -202,8 +202,8 @@ class ShardedLoader:
         if was_dealt is not is_dealt:  # who is alone draws in the loader's own order
             if batch and self._control.rank == 0:
                 _log.warning(
-                    "The checkpoint was made by %d workers, and this run has %d: the data is dealt out in another "
-                    "order, and epoch %d begins anew.",
+                    "The checkpoint was made by %d workers, and this run has %d: the data is in another order, "
+                    "and epoch %d begins anew.",
                     then, now, state["epoch"],
                 )  # fmt: skip
             return 0
@@ -211,13 +211,13 @@ class ShardedLoader:
             return batch
         if state.get("samples", shard.size) != shard.size:
             raise ModelError(
-                f"Cannot go on in the data with {shard.size} samples: the checkpoint was made with "
+                f"Cannot resume the data with {shard.size} samples: the checkpoint was made with "
                 f"{state['samples']!r}. Use the same dataset, or load only the model and the optimizer."
             )
         sizes = state_checks.counts(state.get("sizes", here if then == now else [here[0]] * then), "batch sizes", then)
         if batch > shard.size or not all(sizes):
             raise ModelError(
-                f"Cannot go on in the data behind {batch} batches of {sizes} samples: an epoch has {shard.size}. The "
+                f"Cannot resume the data behind {batch} batches of {sizes} samples: an epoch has {shard.size}. The "
                 "checkpoint is damaged: use another one."
             )
         if (then, sizes) == (now, here):
@@ -367,7 +367,7 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
     size = len(loader.dataset)  # type: ignore[arg-type]
     if size < world:
         raise ModelError(
-            f"Cannot deal out {size} samples to {world} workers: each needs at least one. Use fewer workers."
+            f"Cannot split {size} samples among {world} workers: each needs at least one. Use fewer workers."
         )
     shard = ShardSampler(size, rank, world, shuffle=isinstance(own, RandomSampler), seed=seed)
     batch_size, drop_last = batching_of(loader)
@@ -396,7 +396,7 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
     ):
         unknown = own if type(own) not in (RandomSampler, SequentialSampler) else loader.batch_sampler
         raise ModelError(
-            f"Cannot deal out a loader with {type(unknown).__name__}: offbeat cannot know which samples it draws. "
+            f"Cannot split a loader with {type(unknown).__name__}: offbeat cannot know which samples it draws. "
             "Give the loader a sampler for distributed data (with num_replicas and rank, such as DistributedSampler), "
             "or none."
         )
@@ -405,7 +405,7 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
     if len(own) != size or getattr(own, "replacement", False):
         how = "with replacement" if getattr(own, "replacement", False) else f"{len(own)} of {size}"
         raise ModelError(
-            f"Cannot deal out a loader whose {type(own).__name__} draws {how}: offbeat deals out each sample of the "
+            f"Cannot split a loader whose {type(own).__name__} draws {how}: offbeat uses each sample of the "
             "dataset once. Take a torch.utils.data.Subset, or a sampler for distributed data."
         )
     return own

@@ -15,7 +15,7 @@ import msgspec
 from offbeat.protocol.bounds import Count, Dtype, Model, Text
 
 LOADING = "what a checkpoint holds"
-DEALING = "the data to be dealt out by the server"
+DEALING = "the data to be leased by the server"
 REPLACED_IN = frozenset({LOADING, DEALING})  # questions; who asks them waits for what the first worker brings
 
 

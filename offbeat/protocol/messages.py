@@ -22,7 +22,7 @@ worker                                          shard (the coordinator is the fi
   | <----- Notice(text) ------------------------ |   something for people
   | <----- Refused(reason) --------------------- |   what the worker asked cannot be; the session ends
   | -- TellStatus(status) ---------------------> |   to the coordinator, for whoever looks
-  | -- LeaveAfter(step) -----------------------> |   to the coordinator: it was told to leave, and ends in order
+  | -- LeaveAfter(step) -----------------------> |   to the coordinator: it was asked to leave, and ends in order
 
 What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromChief`), is in `shards`. How
 another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see

@@ -139,7 +139,7 @@ class ModelOpened(msgspec.Struct, tag=True, frozen=True):
 
 
 class LeaveAfter(msgspec.Struct, tag=True, frozen=True):
-    """The worker was told to leave (SIGTERM), and says good-bye next.
+    """The worker was asked to leave (SIGTERM), and says good-bye next.
 
     Args:
         step: behind which one of its script it leaves.

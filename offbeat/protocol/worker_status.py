@@ -46,7 +46,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         values: what the script logged last, by name; also NaN.
         policy, fabric: of the plan that holds, as Python.
         events: the last ones.
-        left: it was told to leave, and did in order.
+        left: it was asked to leave, and did in order.
     """
 
     host: _Name = ""

@@ -6,6 +6,7 @@ Those records are one event here, with the workers that tell of it. Ends of work
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,8 @@ def job_events(records: Sequence[Record]) -> list[JobEvent]:
             _add(found, record)
         elif isinstance(record, EndRecord) and (record.error or record.left):
             ended = _ended(record)
-            if ended.what != "left" or not any(f"Rank {record.rank} was told to leave" in one.text for one in found):
+            asked = re.compile(rf"Rank {record.rank} was (asked|told) to leave")  # told: in records of before
+            if ended.what != "left" or not any(asked.search(one.text) for one in found):
                 found.append(ended)
     return sorted([*found, *_dropped(records)], key=lambda one: one.time_s)
 
@@ -112,10 +114,10 @@ def _add(found: list[JobEvent], record: EventRecord) -> None:
 
 def _ended(end: EndRecord) -> JobEvent:
     if end.left:
-        text = f"Rank {end.rank} was told to leave, and has left in order behind its step {end.steps}."
+        text = f"Rank {end.rank} was asked to leave, and left cleanly behind its step {end.steps}."
         return JobEvent(end.time_s, end.steps, "left", text, [end.rank])
     error = end.error or ""
     if error.startswith(_STOPPED):
-        text = f"Rank {end.rank} was told to stop ({error.partition(': ')[2] or 'Ctrl-C'}) after {end.steps} steps."
+        text = f"Rank {end.rank} was asked to stop ({error.partition(': ')[2] or 'Ctrl-C'}) after {end.steps} steps."
         return JobEvent(end.time_s, end.steps, "stopped", text, [end.rank])
     return JobEvent(end.time_s, end.steps, "ended", f"Rank {end.rank} ended with {error}", [end.rank], bad=True)

@@ -119,11 +119,11 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> RunOutcom
         return RunOutcome(False, "Nothing was recorded.")
     if len(ends) == len(everyone) and all(end.left for end in ends.values()):  # such as by Ctrl-C, where others go on
         was = "was" if len(ends) == 1 else "were"
-        text = f"{_all(len(ends))} {was} told to stop, and left in order after {_steps(ends.values())}."
+        text = f"{_all(len(ends))} {was} asked to stop, and left cleanly after {_steps(ends.values())}."
         return RunOutcome(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
         text = f"{_all(len(ends))} ended well after {_steps(ends.values())}"
-        text += ", though the job was told to stop." if _was_interrupted(records) else "."
+        text += ", though the job was asked to stop." if _was_interrupted(records) else "."
         return RunOutcome(True, text + _on_the_way(records))
     killed = {
         record.rank: record.text for record in records if isinstance(record, EventRecord) and record.what == "killed"
@@ -176,7 +176,7 @@ def _stopped(ends: Sequence[EndRecord], *, interrupted: bool) -> list[str]:
         return []
     were = "were" if len(ends) > 1 else "was"
     why = "by Ctrl-C or SIGTERM at the launcher" if interrupted else "by SIGTERM or Ctrl-C"
-    return [f"{_who(ends)} {were} told to stop after {_steps(ends)}, {why}."]
+    return [f"{_who(ends)} {were} asked to stop after {_steps(ends)}, {why}."]
 
 
 def _silent(silent: Sequence[int], workers: Mapping[int, WorkerTotals], *, nobody: bool) -> list[str]:

@@ -115,7 +115,7 @@ class ResourceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="resourc
 
 
 class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_only=True):
-    """A worker is done; `error` is what it died of, if it could still say so, and `left` if it was told to leave."""
+    """A worker is done; `error` is what it died of, if it could still say so, and `left` if it was asked to leave."""
 
     rank: int
     time_s: float

@@ -177,7 +177,7 @@ class Checkpoints:
             for name, part in (*self._parts.items(), ("run", self._run)):
                 part.load_state_dict(states[name])
             if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
-                _log.warning("Cannot go on from %s. Going on from %s.", _told(damaged), path.name)
+                _log.warning("Cannot resume from %s. Resuming from %s.", _told(damaged), path.name)
                 _put_aside(damaged)
             self._load_codec(path)
             if self._generators:
@@ -185,8 +185,8 @@ class Checkpoints:
             return True
         if damaged:
             raise ModelError(
-                f"Cannot go on from the checkpoints in {self._folder}: {_told(damaged)}. Move them away to begin anew, "
-                "or put a whole one there."
+                f"Cannot resume from the checkpoints in {self._folder}: {_told(damaged)}. Move them away to begin "
+                "anew, or put a whole one there."
             )
         return False
 
@@ -212,7 +212,7 @@ class Checkpoints:
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
             why = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
-            _log.warning("Cannot write the checkpoint %s: %s. Training goes on; those before it are kept.", path, why)
+            _log.warning("Cannot write the checkpoint %s: %s. Training continues; those before it are kept.", path, why)
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """Read a checkpoint; why it cannot be used, in words, if it cannot be."""
@@ -220,7 +220,7 @@ class Checkpoints:
             return states
         if states.keys() != {*self._parts, "run"}:
             raise ModelError(
-                f"Cannot go on from {path}: it holds {', '.join(sorted(states))[:200]}, and this script saves "
+                f"Cannot resume from {path}: it holds {', '.join(sorted(states))[:200]}, and this script saves "
                 f"{', '.join(sorted({*self._parts, 'run'}))}. Name the same parts, or use another folder."
             )
         return states
@@ -232,7 +232,7 @@ class Checkpoints:
         lacking = [rank for rank in range(run.world) if _world_of(_of_rank(path, rank)) != world]
         if lacking and run.is_first:
             _log.warning(
-                "Cannot go on with the random numbers of rank %s: they were not saved with %s. Their generators stay "
+                "Cannot restore the random numbers of rank %s: they were not saved with %s. Their generators stay "
                 "as the script has set them.",
                 ", ".join(map(str, lacking)),
                 path.name,
@@ -249,7 +249,7 @@ class Checkpoints:
         except ValueError as error:  # a ModelError as well
             why = f"cannot be taken over: {_line(error)}"
         _log.warning(
-            "Cannot go on with the random numbers of rank %d from %s, which %s. Its generators stay as the script has "
+            "Cannot restore the random numbers of rank %d from %s, which %s. Its generators stay as the script has "
             "set them.",
             run.rank,
             own.name,
@@ -265,8 +265,8 @@ class Checkpoints:
             return
         if run.is_first and (lost := sorted(saved - set(range(run.world)))):
             _log.warning(
-                "Cannot go on with the codec's state of rank %s: no worker has that rank now. What was not sent there "
-                "yet is in no update.",
+                "Cannot continue with the codec's state of rank %s: no worker has that rank now. What was not sent "
+                "there yet is in no update.",
                 ", ".join(map(str, lost)),
             )
         if run.is_first and (lacking := sorted(set(range(run.world)) - saved)):
@@ -396,7 +396,7 @@ def _contents(path: Path) -> dict[str, Any] | str:
         why = _line(error)
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in why:
             raise ModelError(
-                f"Cannot go on from {path}: {why}. Save only what torch.load(weights_only=True) takes, or allow the "
+                f"Cannot resume from {path}: {why}. Save only what torch.load(weights_only=True) takes, or allow the "
                 "class with torch.serialization.add_safe_globals."
             ) from error
         return f"holds no checkpoint ({why})"

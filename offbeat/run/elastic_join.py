@@ -157,7 +157,7 @@ class ElasticJoin:
         """Leave when done: wait until all are, or the others train without this worker.
 
         Args:
-            told_at: behind which of its steps, if it was told to leave.
+            told_at: behind which of its steps, if it was asked to leave.
 
         Raises:
             WorkerLostError, NetworkError: as `BlockingWait.wait`.
@@ -214,11 +214,9 @@ class ElasticJoin:
                 digest.update(bytes_of(tensor.contiguous().reshape(-1)))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
-        texts = self._control.texts("the comparison with newcomers", "" if mine is None else said)
+        texts = self._control.texts("the comparison with new workers", "" if mine is None else said)
         if mine is None and said not in texts.values():
-            raise PeerError(
-                "Cannot come in: this worker's parameters are not those of any that trains. Start it again."
-            )
+            raise PeerError("Cannot join: this worker's parameters are those of no worker of the job. Start it again.")
         return state
 
 

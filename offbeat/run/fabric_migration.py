@@ -69,7 +69,7 @@ class FabricMigration:
         """
         if self.due is not None:
             raise PlanError(
-                f"Cannot swap the plan now: all workers are about to go over to {short_name(self.due.fabric)}. "
+                f"Cannot swap the plan now: all workers are about to move to {short_name(self.due.fabric)}. "
                 "Try again when they have."
             )
         plan.check_world(len(self._control.members))

@@ -79,7 +79,7 @@ def drain() -> bool:
 
 
 def is_leaving(session: OpenSession) -> bool:
-    """Whether it was told to leave."""
+    """Whether it was asked to leave."""
     return session in _leaving
 
 

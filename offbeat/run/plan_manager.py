@@ -212,7 +212,7 @@ class PlanManager:
     def close(self) -> None:
         """The run is over."""
         if self._migration.due is not None:
-            self._tell(f"The run has ended before all went over to {short_name(self._migration.due.fabric)}.")
+            self._tell(f"The run has ended before all workers moved to {short_name(self._migration.due.fabric)}.")
         if self._migration.starting is not None:
             self._migration.starting.abandon()
 
@@ -227,7 +227,7 @@ class PlanManager:
             when = "when the server has been started"
         if self._data.leased:
             when = "where the next loop over the data begins"
-        text = f"All go over to {short_name(plan.fabric)} {when}."
+        text = f"All workers move to {short_name(plan.fabric)} {when}."
         if when != "now":
             self._tell(text)
         return text

@@ -212,7 +212,7 @@ class Run:
         """Join those that train, if this worker is to; from here on it trains."""
         session, context = self._session, self._session.context
         if session.membership is not None and session.membership.is_due:
-            context.log.newcomers(f"Rank {self.rank} is ready, and waits to be taken in behind one of their steps.")
+            context.log.newcomers(f"Rank {self.rank} is ready, and waits to be admitted behind one of their steps.")
             self._hooks.tell_of(joined := session.membership.join())
             session.plans.plan = joined.plan
             session.plans.joined(joined.ranks)
@@ -257,7 +257,7 @@ class Run:
         elif divides_by_all or raises:
             option = "divide_by_initial_world_size" if divides_by_all else "throw_on_early_termination"
             raise PlanError(
-                f"Cannot join with {option} at a server: it goes by what those bring that are there. Leave it out, or "
+                f"Cannot join with {option} at a server: the job's workers decide that. Leave it out, or "
                 "use ProcessGroup() - at `plan.fabric`."
             )
         else:

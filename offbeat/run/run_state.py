@@ -159,7 +159,7 @@ def _compare_plans(session: WorkerSession, written: str) -> None:
     session.plans.go_on_from(saved)
     for name, (here, there) in session.plan.diff(saved).items():
         _log.warning(
-            "The checkpoint was written with %s=%s; this run goes on with %s.",
+            "The checkpoint was written with %s=%s; this run continues with %s.",
             name, short_name(there), short_name(here),
         )  # fmt: skip
 

@@ -175,7 +175,7 @@ class WorkerSession:
         newcomer = JoinClient(store, rank, self.waiter, version=__version__)
         job = newcomer.ask(plan.to_toml(), lambda: ended(environment.store_file))
         if environment.is_first_here:
-            _log.warning("Rank %d has reached those that train, and prepares what they have.", rank)
+            _log.warning("Rank %d has reached the job, and prepares what its workers have.", rank)
         plan = Plan.from_toml(job.plan)
         return Meeting(plan, rank, began_with, began_with, True, store, False, newcomer, job)
 
@@ -350,7 +350,7 @@ class WorkerSession:
             told = " ".join(f"Rank {rank} {why.rstrip(' .')}." for rank, why in sorted(lost.items()))
             left = ", ".join(map(str, self.context.group.members))
             text = (
-                f"{told} What is left, rank {left}, goes on, and the step at hand is the mean of their gradients: "
+                f"{told} The others, rank {left}, continue, and the step at hand is the mean of their gradients: "
                 f"{changes}."
             )
         self.context.log.all("membership", text)
@@ -415,7 +415,7 @@ class WorkerSession:
             self._tell_pace()
             self.server.close(self.told_at)
         elif self.membership is not None and self.membership.is_outside:
-            _log.warning("This worker is done, and has not joined: prepare what those that train have.")
+            _log.warning("This worker is done, and has not joined: prepare what the job's workers have.")
         elif self.context.world > 1:
             self._tell_pace()
             self._record_given()

@@ -77,8 +77,8 @@ class UnevenInputs:
         for one in together:
             if isinstance(policy := one.plan.sync, LocalSGD):
                 raise PlanError(
-                    f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and who is done cannot "
-                    "know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."
+                    f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "
+                    "cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."
                 )
         self._divides_by_all, self._raises = divides_by_all, raises
         self._present, self._is_uneven = (), False
@@ -162,7 +162,7 @@ class UnevenInputs:
         if not self._has_told:
             self._has_told = True
             by = "all workers, as before" if self._divides_by_all else "the number of those that have one"
-            self._log.all("join", f"{ranks} before the others, which go on: sums of gradients are divided by {by}.")
+            self._log.all("join", f"{ranks} before the others, which continue: sums of gradients are divided by {by}.")
 
     # -- at the end ----------------------------------------------------------------------------------------------
 

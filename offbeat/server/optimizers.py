@@ -140,11 +140,11 @@ def check_hyper(spec: OptimizerSpec, groups: Sequence[Hyper], worker: int) -> No
         for key, value in _known(kind, now).items():
             if key not in before or _shape(kind, key, value) != _shape(kind, key, before[key]):
                 was = before.get(key, "unknown")
-                raise PeerError(f"Cannot go on with {key}={value!r} {where}: it was {was!r}.")
+                raise PeerError(f"Cannot continue with {key}={value!r} {where}: it was {was!r}.")
         for key in sorted(_known(kind, before).keys() - now.keys()):
-            raise PeerError(f"Cannot go on without {key} {where}: it was {before[key]!r}.")
+            raise PeerError(f"Cannot continue without {key} {where}: it was {before[key]!r}.")
         if why := _flaw(kind, now):
-            raise PeerError(f"Cannot go on {where}: {why}")
+            raise PeerError(f"Cannot continue {where}: {why}")
 
 
 def check_spec(spec: OptimizerSpec) -> None:

@@ -144,5 +144,5 @@ def check(fault: Fault, *, elastic: bool = False) -> None:
     if elastic and fault.kind in BLOCKED and fault.seconds > TIMEOUT_S:
         raise ScenarioError(
             f"Cannot simulate {fault.words} with Elastic: it is longer than the timeout of {TIMEOUT_S:g} s, so the "
-            "others go on, and that worker ends with an error. Choose fewer seconds (fault.seconds)."
+            "others continue, and that worker ends with an error. Choose fewer seconds (fault.seconds)."
         )

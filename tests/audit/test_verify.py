@@ -311,7 +311,7 @@ def test_a_coordinator_that_was_told_to_stop_need_not_make_what_it_decided_last(
 
     def stop(records: list[Any]) -> None:
         forget_to_make(records)
-        records[-1] = HistoryEnded("it was told to stop")
+        records[-1] = HistoryEnded("it was asked to stop")
 
     rewrite(job.coordinator, stop)
     result = verify(tmp_path)

@@ -202,7 +202,7 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
             os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
             assert soon(
                 lambda: (
-                    "Rank 1 was told to leave, and has left in order behind its step"
+                    "Rank 1 was asked to leave, and left cleanly behind its step"
                     in (tmp_path / "job/metrics.jsonl").read_text()
                 )
             )
@@ -213,10 +213,10 @@ def test_workers_join_without_a_server_and_one_that_is_told_to_end_loses_nothing
     told = [line.removeprefix("[3] ") for line in theirs.splitlines()]
     for begins in (
         "Reached the job: Elastic(), begun with 3 workers. Starting rank 3, 4, which join it.",
-        "Rank 3 has reached those that train, and prepares what they have.",
-        "Rank 3 is ready, and waits to be taken in behind one of their steps.",
+        "Rank 3 has reached the job, and prepares what its workers have.",
+        "Rank 3 is ready, and waits to be admitted behind one of their steps.",
         "Rank 3, 4 have joined at step ",
-        "Rank 1 was told to leave, and has left in order behind its step ",
+        "Rank 1 was asked to leave, and left cleanly behind its step ",
     ):
         assert sum(line.startswith(begins) for line in told) == 1, theirs
     assert sorted(i for rank in range(5) for i in used_by(tmp_path, rank)) == list(range(12000))

@@ -113,10 +113,10 @@ TOLD_TO_END = TRAIN.replace("range(4)", "range(40)").replace(
 @pytest.mark.parametrize(
     ("first", "says", "not_said"),
     [
-        ("pass", "rank 1 was told to end by SIGTERM, and left in order; the others go on.", "was killed"),
+        ("pass", "rank 1 was asked to end by SIGTERM, and left cleanly; the others continue.", "was killed"),
         (
             "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
-            "rank 1 was killed by SIGTERM; the others go on.",
+            "rank 1 was killed by SIGTERM; the others continue.",
             "in order",
         ),
     ],
@@ -155,7 +155,7 @@ def test_the_first_worker_too_leaves_in_order_however_long_the_others_go_on(
 ) -> None:
     code, output = offbeat("run", *plan, script(tmp_path, OUTLASTED), folder=tmp_path)
     assert code == 0, output
-    assert "rank 0 was told to end by SIGTERM, and left in order; the others go on." in output
+    assert "rank 0 was asked to end by SIGTERM, and left cleanly; the others continue." in output
     assert "was killed" not in output
 
 
@@ -176,7 +176,7 @@ def test_a_job_that_is_interrupted_did_not_end_well(tmp_path: Path) -> None:
         said += process.communicate(timeout=20)[0]
     assert process.returncode == 128 + signal.SIGINT
     assert "SIGINT: ending 2 workers." in said
-    assert "All 2 workers were told to stop, and left in order after" in said
+    assert "All 2 workers were asked to stop, and left cleanly after" in said
     assert "sentinel is gone" not in said
     assert "ended well" not in said
 
@@ -192,8 +192,8 @@ def test_what_is_refused_of_one_worker_is_not_overlooked(tmp_path: Path) -> None
     path = script(tmp_path, f"{REFUSED}\nprint('done', run.step)")
     code, output = offbeat("run", "-n", 2, "--sync", "ASP()", "--fabric", "ParameterServer()", path, folder=tmp_path)
     assert code == 2, output
-    assert "[1] offbeat: Cannot go on in group 0 of SGD, as rank 1 has it: Invalid learning rate: -1.0." in output
-    assert "rank 1 ended with exit code 2; the others go on." in output
+    assert "[1] offbeat: Cannot continue in group 0 of SGD, as rank 1 has it: Invalid learning rate: -1.0." in output
+    assert "rank 1 ended with exit code 2; the others continue." in output
     assert "[0] done 4" in output
     assert "rank 1 on " in output
 

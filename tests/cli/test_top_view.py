@@ -44,7 +44,7 @@ def test_80_columns_have_room_for_everything() -> None:
 
 
 def test_what_happened_to_the_server_is_told() -> None:
-    note = "The parameter server was restarted and goes on from version 40: update 41 is lost."
+    note = "The parameter server was restarted and resumes from version 40: update 41 is lost."
     assert "version 40: update 41 is lost." in " ".join(drawn(a_scene(note=note)).split())
     assert len(drawn(a_scene(*[seen(rank) for rank in range(50)], note=note)).splitlines()) <= 24
 
@@ -203,7 +203,7 @@ def test_what_happened_last_is_told_once_and_the_latest_last() -> None:
 
 
 def test_how_a_worker_ended() -> None:
-    words = {"gone": "gone", "left": "has left", "done": "is done", "evicted": "taken out", "failed": "gone (error)"}
+    words = {"gone": "gone", "left": "has left", "done": "is done", "evicted": "evicted", "failed": "gone (error)"}
     assert {phase: state(seen(0, phase=phase)) for phase in words} == words
 
 

@@ -120,7 +120,7 @@ def test_who_brings_nothing_is_not_dealt_to_without_end() -> None:
         one.enrol(worker)
     for _ in range(8191):
         one.dealer.take(0, 0)
-    with pytest.raises(PeerError, match=r"rank 0: it holds 8192 batches of loader 0 and has brought none"):
+    with pytest.raises(PeerError, match=r"rank 0: it holds 8192 batches of loader 0 and has pushed none"):
         one.dealer.take(0, 0)
     assert one.dealer.take(1, 0), "others are"
     assert one.dealer.announce(0, (0, 0), [(0, 2)] * 4000), "one of its own"
@@ -353,5 +353,5 @@ def test_a_restarted_server_goes_on_in_the_data() -> None:
 
 @pytest.mark.parametrize("plain", [{"0": {}}, {"x": 1}, [1], {"0": {"about": 3}}])
 def test_a_damaged_place_in_the_data_is_refused(plain: object) -> None:
-    with pytest.raises(PeerError, match="Cannot go on in the data"):
+    with pytest.raises(PeerError, match="Cannot resume the data"):
         LeaseManager(lambda plan: None, lambda: 0.0).restore(plain)

@@ -133,7 +133,7 @@ def test_a_damaged_place_is_refused_or_goes_on(which: int, data: st.DataObject) 
 @given(plain=anything | anything.map(lambda inner: {"0": inner}))
 def test_any_json_is_refused_in_a_sentence(plain: Any) -> None:
     dealer = begun(None).dealer
-    with pytest.raises(PeerError, match="Cannot go on in the data"):
+    with pytest.raises(PeerError, match="Cannot resume the data"):
         dealer.load(plain)
     go_on(dealer)
 
@@ -178,5 +178,5 @@ def test_what_would_stop_the_coordinator_later_is_refused(path: tuple[str, ...],
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    with pytest.raises(PeerError, match="Cannot go on"):
+    with pytest.raises(PeerError, match="Cannot resume"):
         begun(BatchTuning()).dealer.load(plain)

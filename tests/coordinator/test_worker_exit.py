@@ -75,7 +75,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
 def test_who_was_told_to_leave_is_said_to_have_left(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), job.ending():
         job.links.clients[1].close(41)
-    text = "Rank 1 was told to leave, and has left in order behind its step 41: 2 workers go on; each keeps its batch"
+    text = "Rank 1 was asked to leave, and left cleanly behind its step 41: 2 workers continue; each keeps its batch"
     assert caplog.text.count(text) == 1
     assert [text in " ".join(job.told[rank]) for rank in range(3)] == [True, False, True]
     assert (job.seen()[1].phase, job.seen()[1].applied) == ("left", 1)
@@ -91,7 +91,7 @@ def test_who_is_done_is_not_told_of(job: Job, caplog: pytest.LogCaptureFixture) 
 def test_all_are_told_why_one_is_lost(job: Job) -> None:
     with job.ending():
         job.links.kill(1)
-    assert [text for text in job.told[0] if text.startswith("Rank 1 is gone: It was killed. The others go on; ")]
+    assert [text for text in job.told[0] if text.startswith("Rank 1 is gone: It was killed. The others continue; ")]
     assert job.told[0] == job.told[2]
     assert job.seen()[1].phase == "gone"
 
@@ -101,7 +101,7 @@ def test_all_are_told_why_one_is_taken_out(job: Job, caplog: pytest.LogCaptureFi
     slow = job.workers[1]
     with caplog.at_level(logging.WARNING), job.ending():
         slow.client.exchange(0, [torch.ones(block.numel) for block in slow.blocks], about=slow.about(1.0, step=41))
-    text = "Rank 1 is taken out at version 4: it kept the others waiting for too long, by TooSlow()"
+    text = "Rank 1 is evicted at version 4: it kept the others waiting for too long, by TooSlow()"
     assert text in caplog.text
     assert "Rank 1 is gone" not in caplog.text, "that it hangs up then is no news"
     assert [text in " ".join(job.told[rank]) for rank in range(3)] == [True, False, True]
@@ -115,7 +115,7 @@ def test_what_comes_of_one_that_was_taken_out_is_refused_with_the_cause() -> Non
     assert lead is not None
     lead._job.evicted[0, 7] = "it kept the others waiting for too long, by ASP()"
     with pytest.raises(
-        Exception, match=r"Rank 7 was taken out of model 0: it kept the others waiting for too long, by"
+        Exception, match=r"Rank 7 was evicted from model 0: it kept the others waiting for too long, by"
     ):
         lead._job.model(0, 7)
     with pytest.raises(Exception, match=r"Rank 8 does not take part in model 0\."):

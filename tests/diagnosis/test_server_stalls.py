@@ -139,6 +139,6 @@ def test_a_server_that_says_nothing_is_named(tmp_path: Path, number: signal.Sign
     if number == signal.SIGSTOP:
         assert [result["error"] for result in results] == ["", ""], "it went on, and so did they"
     else:
-        assert all("Cannot come back to the job" in result["error"] for result in results)
+        assert all("Cannot reconnect to the job" in result["error"] for result in results)
     (stall, _) = read_stalls(tmp_path, 0.0)
     assert stall.server

@@ -54,8 +54,8 @@ def test_a_full_disk_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> N
         time.sleep(0.25)
     file.close()
     assert caplog.messages == [
-        "Cannot write metrics to /dev/full at present: No space left on device. Training goes on; up to 65536 records "
-        "are kept in memory.",
+        "Cannot write metrics to /dev/full at present: No space left on device. Training continues; up to 65536 "
+        "records are kept in memory.",
         "The last metrics are not in /dev/full: No space left on device. 3 records are missing.",
     ]
 

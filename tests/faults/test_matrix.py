@@ -96,7 +96,7 @@ def story_of(folder: Path, case: Case) -> Story:
     story = Story(case.faults, folder, codes=[0, -9, 0])
     story.held = {0: one, 2: msgspec.structs.replace(one, rank=2)}
     story.known = [applied(rank, step) for rank, done in ((0, 3), (1, 2), (2, 3)) for step in range(done)]
-    story.lines = [Line(FIRED_S + 0.4, "shard 0", "offbeat: Rank 1 is gone: it hung up. The others go on.")]
+    story.lines = [Line(FIRED_S + 0.4, "shard 0", "offbeat: Rank 1 is gone: it hung up. The others continue.")]
     log = [Fired(number=n, fault=fault, time_s=FIRED_S) for n, fault in enumerate(case.faults)]
     cell.log_of(folder).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in log))
     return story
@@ -129,7 +129,9 @@ def _unused(story: Story, fate: Fate = "dropped") -> None:
 
 def _said(story: Story) -> None:
     _unused(story, "lost")
-    story.lines.append(Line(FIRED_S + 1, "shard 0", "Contribution 1 of rank 2 (32 samples) is lost: it came in part."))
+    story.lines.append(
+        Line(FIRED_S + 1, "shard 0", "Contribution 1 of rank 2 (32 samples) is lost: only a part arrived.")
+    )
 
 
 def _twice(story: Story) -> None:

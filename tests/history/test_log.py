@@ -244,7 +244,7 @@ def test_a_full_disk_ends_nothing_but_the_recording_if_it_stays_full(
     assert said[1:] == [
         f"The history {writer.path} is written again; nothing is missing in it."
         if ends == "with room"
-        else f"Cannot write the history {writer.path} any further: No space left on device. Training goes on without "
+        else f"Cannot write the history {writer.path} any further: No space left on device. Training continues without "
         "it."
     ]
     found = list(HistoryLog(writer.path))

@@ -196,7 +196,7 @@ def test_show_says_what_run_would_refuse(
     assert "Cannot build a lab as user 1000" in refused[0]
     assert "Cannot build 300 hosts: a lab has at most 250" in refused[1]
     assert any("needs root, pyroute2 and 301 namespaces, and /dev/net/tun for links" in line for line in lines)
-    assert "left out of ddp: sigkill of worker 0 at its step 5, which takes others that go on" in lines
+    assert "left out of ddp: sigkill of worker 0 at its step 5, which takes others that continue" in lines
     with pytest.raises(NetworkError, match="as user 1000"):
         runner.run(*(cli.read_scenario(tmp_path / "many.toml")), tmp_path, command="", tell=lambda row, repeat: None)
 

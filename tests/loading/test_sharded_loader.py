@@ -65,9 +65,9 @@ def refusals() -> list[str]:
 def test_a_sampler_that_draws_otherwise_is_refused() -> None:
     for told in run_workers(2, refusals):
         assert [text[:64] for text in told] == [
-            "Cannot deal out a loader whose RandomSampler draws with replacem",
-            "Cannot deal out a loader whose RandomSampler draws 10 of 20: off",
-            "Cannot deal out a loader whose SequentialSampler draws 5 of 20: ",
+            "Cannot split a loader whose RandomSampler draws with replacement",
+            "Cannot split a loader whose RandomSampler draws 10 of 20: offbea",
+            "Cannot split a loader whose SequentialSampler draws 5 of 20: off",
         ]
 
 

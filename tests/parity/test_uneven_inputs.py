@@ -124,8 +124,8 @@ def test_join_lets_workers_make_different_numbers_of_steps(tmp_path: Path) -> No
             assert all(torch.equal(a, b) for a, b in zip(ours["momentum"], first["momentum"], strict=True))
     by = [text for result in results for text in result["offbeat False"]["told"] if "before the others" in text]
     assert by == [
-        "Rank 1 is done before the others, which go on: sums of gradients are divided by the number of those that have "
-        "one."
+        "Rank 1 is done before the others, which continue: sums of gradients are divided by the number of those that "
+        "have one."
     ]
     for by_all in (False, True):
         verdict = verify(tmp_path / str(by_all))

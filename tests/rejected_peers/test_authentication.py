@@ -84,11 +84,11 @@ def test_a_shard_that_nobody_named(tmp_path: Path, keeps: bool) -> None:
         with pytest.raises(NetworkError) as caught:
             start_shard(second)
         assert str(caught.value) == (
-            f"Cannot start a parameter server: Cannot serve beside {job.address}: it refused. Cannot take in another "
+            f"Cannot start a parameter server: Cannot serve beside {job.address}: it refused. Cannot admit another "
             "shard: the workers of this job named 1, and all are here. To use more, start the workers anew with the "
             "addresses of all."
         )
-        wait_for(lambda: "Cannot take in another shard" in job.log(), "it is not logged")
+        wait_for(lambda: "Cannot admit another shard" in job.log(), "it is not logged")
         job.goes_on()
         assert "is gone" not in job.log()
     finally:

@@ -49,7 +49,7 @@ def test_another_layout(job: Job) -> None:
     other = "0123456789abcdef"
     messages, said, address = opened(job, layout=other)
     says = (
-        f"Cannot take in rank 0: its layout is {other!r}, that of the job here is {details().layout!r}. Start every "
+        f"Cannot admit rank 0: its layout is {other!r}, that of the job here is {details().layout!r}. Start every "
         "worker with the same plan, the same seed, the same model and the same optimizer."
     )
     assert messages == [Refused(says, disagrees=True)]
@@ -115,8 +115,8 @@ def test_other_details(job: Job, name: str) -> None:
 
 def test_a_rank_that_is_here(job: Job) -> None:
     _, said, address = opened(job, rank=1)
-    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
-    in_log(job, address, "Cannot take in rank 1")
+    assert "Cannot admit rank 1: one is here already, from 127.0.0.1:" in said
+    in_log(job, address, "Cannot admit rank 1")
     job.goes_on()
 
 

@@ -63,8 +63,8 @@ def test_the_rank_of_a_worker_that_is_here(job: Job, life: int | None, secret: b
     """All workers are told the name of the server's life: it tells nobody apart."""
     changes = {} if life is None else {"life": life}
     _, said, address = opened(job, rank=GOOD[0], back=back_of(job, secret=secret, **changes))
-    assert "Cannot take in rank 1: one is here already, from 127.0.0.1:" in said
-    in_log(job, address, "Cannot take in rank 1")
+    assert "Cannot admit rank 1: one is here already, from 127.0.0.1:" in said
+    in_log(job, address, "Cannot admit rank 1")
     job.goes_on()
 
 
@@ -73,7 +73,7 @@ def test_the_secret_of_another_rank(job: Job) -> None:
     assert one != other
     assert len(one) == len(other) == 16
     _, said, _ = opened(job, rank=GOOD[0], back=back_of(job, secret=other))
-    assert "Cannot take in rank 1: one is here already" in said
+    assert "Cannot admit rank 1: one is here already" in said
     job.goes_on()
 
 
@@ -87,7 +87,7 @@ def test_the_rank_of_a_worker_that_was_here(job: Job) -> None:
     in_log(job, address, "Rank 0 is gone")
     for wrong in (b"", b"x" * 16):
         _, said, _ = opened(job, rank=BAD, back=back_of(job, clock=number, secret=wrong))
-        assert "Cannot take in rank 0 as the one that was here before: it does not know what that one was told" in said
+        assert "Cannot admit rank 0 as the one that was here before: it does not know the secret of that one" in said
     _, said, _ = opened(job, rank=BAD, layout="x")  # nobody's secret changes by one that is refused
     assert "Cannot train with rank 0" in said or "layout" in said
     again = Heard()
@@ -125,7 +125,7 @@ def test_another_worker_than_the_first(job: Job, message: Any, body: bytes, what
     address = own_address(link)
     job.loop.call(link.send, pack(message), body)
     assert heard.over.wait(10)
-    assert f"Cannot take {what} from rank 3: rank 0 brings what one brings for all." in str(heard.error)
+    assert f"Cannot take {what} from rank 3: rank 0 is the one that sends it for all." in str(heard.error)
     in_log(job, address, f"Cannot take {what} from rank 3")
     job.goes_on()
 
@@ -220,7 +220,7 @@ def test_what_the_others_do_not_wait_for_is_refused(server: Job, refusal: str) -
 def test_a_learning_rate_of_its_own(job: Job) -> None:
     link, heard, number = join(job)
     job.loop.call(link.send, pack(announce(number, hyper=({**HYPER[0], "lr": 1e9},), weight=0.0)))
-    says = "Rank 0 brings other hyper-parameters for its step 0 than rank"
+    says = "Rank 0 uses other hyper-parameters in its step 0 than rank"
     wait_for(lambda: any(isinstance(m, Notice) and m.text.startswith(says) for m in heard.messages), "it is not told")
     in_log_of_all(job, says)
     in_log_of_all(job, "lr=1e+09 and not 0.5.")
@@ -236,11 +236,9 @@ def test_schedules() -> None:
     same, other = ({"lr": 0.1, "momentum": 0.9},), ({"lr": 0.2, "momentum": 0.9},)
     one = HyperparameterCheck()
     assert one.hear(0, 1, same) == one.hear(1, 1, same) == one.hear(0, 2, other) == ""
-    assert "Rank 1 brings other hyper-parameters for its step 2 than rank 0 did: lr=0.1 and not 0.2." in one.hear(
-        1, 2, same
-    )
+    assert "Rank 1 uses other hyper-parameters in its step 2 than rank 0: lr=0.1 and not 0.2." in one.hear(1, 2, same)
     assert one.hear(1, 2, same) == "", "said once"
-    assert "step 2 than rank 0 did: momentum=0.5 and not 0.9." in one.hear(2, 2, ({**other[0], "momentum": 0.5},))
+    assert "step 2 than rank 0: momentum=0.5 and not 0.9." in one.hear(2, 2, ({**other[0], "momentum": 0.5},))
     assert "lr='" + "x" * 36 + "... and not 0.1" in one.hear(3, 1, ({"lr": "x" * 99, "momentum": 0.9},))
     for step in range(1000):
         one.hear(0, 5 + step, same)
@@ -285,7 +283,7 @@ def test_what_waits_goes_with_its_worker() -> None:
         return answers
 
     job.workers = {0, 1}
-    with pytest.raises(PeerError, match="rank 0 brings what one brings for all"):
+    with pytest.raises(PeerError, match="rank 0 is the one that sends it for all"):
         want(1, 7)
     want(0, 1)
     assert done(0, 1) == [], "the other trains on"

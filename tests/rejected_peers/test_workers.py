@@ -46,7 +46,7 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
     ),
     "a contribution twice": (
         lambda n: [(announce(n), b""), (announce(n), b"")],
-        "Cannot take contribution {n} of rank 0: it is pushing, and number {n} is next",
+        "Cannot accept contribution {n} of rank 0: it is pushing, and number {n} is next",
     ),
     "a wrong dtype": (
         lambda n: [(announce(n), b""), (part(n, dtype="int64"), bytes(56))],
@@ -78,27 +78,27 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
     ),
     "another flag": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "nesterov": None},)), b"")],
-        "Cannot go on with nesterov=None in group 0 of SGD, as rank 0 has it: it was False",
+        "Cannot continue with nesterov=None in group 0 of SGD, as rank 0 has it: it was False",
     ),
     "no number": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "lr": (1.0, 2.0)},)), b"")],
-        "Cannot go on with lr=(1.0, 2.0) in group 0 of SGD, as rank 0 has it: it was 0.5",
+        "Cannot continue with lr=(1.0, 2.0) in group 0 of SGD, as rank 0 has it: it was 0.5",
     ),
     "a number out of range": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "momentum": -1.0},)), b"")],
-        "Cannot go on in group 0 of SGD, as rank 0 has it: Invalid momentum value: -1.0",
+        "Cannot continue in group 0 of SGD, as rank 0 has it: Invalid momentum value: -1.0",
     ),
     "a rate that is none": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "lr": float("nan")},)), b"")],
-        "Cannot go on in group 0 of SGD, as rank 0 has it: lr=nan is not finite.",
+        "Cannot continue in group 0 of SGD, as rank 0 has it: lr=nan is not finite.",
     ),
     "a rate without end": (
         lambda n: [(announce(n, hyper=({**HYPER[0], "lr": float("inf")},)), b"")],
-        "Cannot go on in group 0 of SGD, as rank 0 has it: lr=inf is not finite.",
+        "Cannot continue in group 0 of SGD, as rank 0 has it: lr=inf is not finite.",
     ),
     "no rate": (
         lambda n: [(announce(n, hyper=({k: v for k, v in HYPER[0].items() if k != "lr"},)), b"")],
-        "Cannot go on without lr in group 0 of SGD, as rank 0 has it: it was 0.5.",
+        "Cannot continue without lr in group 0 of SGD, as rank 0 has it: it was 0.5.",
     ),
     "a weight that is none": (lambda n: [(announce(n, weight=float("nan")), b"")], "Expected `float` >= 0.0"),
     "a step it was not let go for": (
@@ -143,7 +143,7 @@ def test_a_worker_that_goes_mad(job: Job, name: str) -> None:
     refused = [message.reason for message in heard.messages if isinstance(message, Refused)]
     assert [says in reason for reason in refused] == [True] * (name in TOLD)
     in_log(job, address, f"Rank 0 is gone: Lost the link of rank 0 with {address}: ")
-    in_log(job, address, "The others go on; each keeps its batch")
+    in_log(job, address, "The others continue; each keeps its batch")
     job.goes_on()
 
 
@@ -175,6 +175,6 @@ def test_who_asks_and_does_not_listen(job: Job) -> None:
             link.send(pack(GetStatus(number)))
 
     job.loop.call(ask_and_ask)
-    in_log(job, address, "it asks for what it does not take in")
+    in_log(job, address, "it asks for more than it reads")
     job.loop.call(link.abort)
     job.goes_on()

@@ -18,7 +18,7 @@ from tests.report.fake_records import end, start, step, write
 if TYPE_CHECKING:
     from pathlib import Path
 
-GONE = "Rank 1 is gone: it hung up. The others go on."
+GONE = "Rank 1 is gone: it hung up. The others continue."
 
 
 def event(rank: int, at_s: float, what: str, text: str, number: int = 5, **more: Any) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def test_what_happens_again_is_another_event(tmp_path: Path) -> None:
 
 def test_leaving_in_order_is_told_once_by_whoever_tells_it_best(tmp_path: Path) -> None:
     left = end(1, 50) | {"left": True}
-    said = event(0, 10.2, "server", "Rank 1 was told to leave, and has left in order behind its step 50: 2 go on.")
+    said = event(0, 10.2, "server", "Rank 1 was asked to leave, and left cleanly behind its step 50: 2 go on.")
     assert [text for _, _, text, _ in told(tmp_path, left, said)] == [said["text"]]
     assert [text for _, _, text, _ in told(tmp_path, left)] == [
-        "Rank 1 was told to leave, and has left in order behind its step 50."
+        "Rank 1 was asked to leave, and left cleanly behind its step 50."
     ]
 
 
@@ -65,11 +65,11 @@ def test_ctrl_c_reads_as_what_it_was(tmp_path: Path) -> None:
     records = [*steps(3), event(OF_JOB, 9, "interrupted", "SIGINT: ending 3 workers.", -1), *ends]
     write(tmp_path, records)
     assert conclusion(tmp_path) == [
-        "Ranks 0, 1 and 2 were told to stop after 50 steps, by Ctrl-C or SIGTERM at the launcher."
+        "Ranks 0, 1 and 2 were asked to stop after 50 steps, by Ctrl-C or SIGTERM at the launcher."
     ]
     text = page(Records(tmp_path / "metrics.jsonl").all(), title="x")
     assert "KeyboardInterrupt" not in text
-    assert "Rank 0 was told to stop (SIGTERM) after 50 steps." in text
+    assert "Rank 0 was asked to stop (SIGTERM) after 50 steps." in text
 
 
 def test_a_worker_known_to_be_killed_is_said_to_be(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_all_ended_well(tmp_path: Path) -> None:
 def test_a_job_whose_workers_were_all_told_to_leave_did_not_come_to_its_end(tmp_path: Path) -> None:
     ends = [end(rank, 6) | {"left": True} for rank in (0, 1)]
     assert how(tmp_path, [*trained(6, 6), *ends]) == RunOutcome(
-        True, "All 2 workers were told to stop, and left in order after 6 steps."
+        True, "All 2 workers were asked to stop, and left cleanly after 6 steps."
     )
     assert how(tmp_path, [*trained(6, 6), ends[0], end(1, 6)]).text == "All 2 workers ended well after 6 steps."
 
@@ -61,7 +61,7 @@ def test_a_job_whose_workers_were_all_told_to_leave_did_not_come_to_its_end(tmp_
 def test_a_job_that_was_told_to_stop_as_its_workers_ended(tmp_path: Path) -> None:
     said = {"kind": "event", "rank": -1, "step": -1, "time_s": 111.0, "what": "interrupted", "text": "SIGTERM: ending."}
     assert how(tmp_path, [*trained(6, 6), end(0, 6), end(1, 6), said]).text == (
-        "All 2 workers ended well after 6 steps, though the job was told to stop."
+        "All 2 workers ended well after 6 steps, though the job was asked to stop."
     )
 
 
@@ -98,7 +98,7 @@ def test_who_raised_is_named_before_who_waited_for_it(tmp_path: Path) -> None:
     found = how(tmp_path, [*trained(6, 6, 6), *ends])
     assert found == RunOutcome(
         False,
-        "Rank 1 ended after 6 steps with ValueError: a bad batch. Rank 2 was told to stop after 6 steps, "
+        "Rank 1 ended after 6 steps with ValueError: a bad batch. Rank 2 was asked to stop after 6 steps, "
         "by SIGTERM or Ctrl-C. Rank 0 gave up waiting after 6 steps (WorkerLostError).",
     )
 

@@ -93,8 +93,8 @@ def test_one_that_is_damaged_is_passed_over_and_named(
     train(tmp_path / "parts", STEPS)
     damage(tmp_path / "parts/run-000004.pt", how)
     assert train(tmp_path / "parts", STEPS) == (True, whole[STEPS - 1 : -1], 2 * STEPS - 1)
-    assert "Cannot go on from run-000004.pt, which" in caplog.text
-    assert "Going on from run-000003.pt." in caplog.text
+    assert "Cannot resume from run-000004.pt, which" in caplog.text
+    assert "Resuming from run-000003.pt." in caplog.text
     assert train(tmp_path / "parts", 1)[1] == whole[-1:], "what was damaged does not count as the newest any more"
 
 
@@ -168,7 +168,7 @@ def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
 
     monkeypatch.setattr(torch, "save", full)
     assert train(tmp_path, STEPS)[2] == 2 * STEPS
-    assert "run-000005.pt: No space left on device. Training goes on" in caplog.text
+    assert "run-000005.pt: No space left on device. Training continues" in caplog.text
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
 
 
@@ -309,5 +309,5 @@ def test_of_several_workers_one_writes_and_all_load(tmp_path: Path) -> None:
     for rank in range(2):
         assert first[rank][0] == whole[rank][0][:STEPS]
         assert second[rank][0] == whole[rank][0][STEPS - 1 :]
-    said = [text for _, told in second for text in told if "Going on from run-000003.pt" in text]
+    said = [text for _, told in second for text in told if "Resuming from run-000003.pt" in text]
     assert len(said) == 1, "by the first worker alone"

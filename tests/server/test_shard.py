@@ -228,7 +228,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     (seen,) = look.scenes[0].workers
     assert (seen.applied, seen.dropped) == (1, 1)
     assert told == [
-        "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are dealt out again."
+        "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are leased again."
     ]
 
 

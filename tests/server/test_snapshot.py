@@ -153,7 +153,7 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
         assert not archive.write(snapshot(2), SnapshotId(1, 7))
         assert not archive.write(snapshot(3), SnapshotId(1, 7))
     assert len(calls) == 2, "the fault was injected"
-    assert caplog.text.count("No space left on device. The job goes on") == 1
+    assert caplog.text.count("No space left on device. The job continues") == 1
     assert list(archive.held) == [SnapshotId(1, 7)]
     assert not list(tmp_path.glob("*.part"))
     with caplog.at_level(logging.WARNING):

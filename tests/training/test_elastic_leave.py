@@ -63,7 +63,7 @@ def test_who_leaves_stops_nobody_and_what_it_gave_counts_once(how: str, tmp_path
     (first, _, said), (second, _, _) = results[0], results[2]
     assert first == second
     assert len(first) > AT + 10
-    told = f"was told to leave, and has left in order behind its step {AT}."
+    told = f"was asked to leave, and left cleanly behind its step {AT}."
     end = "is done, and takes no further part." if how == "before its step" else told
     assert sum(f"Rank 1 {end}" in text for text in said) == 1, said
     used = (json.loads((tmp_path / f"used-{rank}").read_text()) for rank in range(3))

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint with other workers than made it: the place in the data carries over, and that is said."""
+"""A checkpoint resumed with other workers than made it: the position in the data carries over, and that is said."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def test_the_place_in_the_data_carries_over(fabric: str, before: int, after: int
     seen = Counter(sample for used, _ in [*first, *second] for sample in used)
     assert seen == Counter(range(SAMPLES))
     (text,) = [text for _, said in second for text in said if "The checkpoint was made by" in text]
-    assert "the place in the data carries over" in text
+    assert "the position in the data carries over" in text
     assert "the learning rate" in text

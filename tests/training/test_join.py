@@ -235,9 +235,9 @@ def come(folder: str, how: str, steps: int) -> tuple[list[float], float, str]:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("model", "the model differs from that of those that train"),
-        ("optimizer", "the optimizer differs from that of those that train"),
-        ("seed", "the seed differs from that of those that train"),
+        ("model", "the model differs from that of the job's workers"),
+        ("optimizer", "the optimizer differs from that of the job's workers"),
+        ("seed", "the seed differs from that of the job's workers"),
         pytest.param("plan", "Cannot join with another plan", marks=pytest.mark.slow),
     ],
 )
@@ -325,7 +325,7 @@ def test_who_runs_another_version_or_is_not_understood_is_told(tmp_path: Path) -
         newcomers.set(f"{number}/hello", hello)
     server._looked_s -= 2.0  # it looks once a second
     assert not server.wants_vote(looks=True)
-    for number, says in enumerate(["Cannot join with offbeat 2: those that train run 1"] + ["another offbeat"] * 3):
+    for number, says in enumerate(["Cannot join with offbeat 2: the job runs 1"] + ["another offbeat"] * 3):
         answer = json.loads(newcomers.get(f"{number}/answer"))
         assert says in answer["refusal"]
         assert answer["job"] is None

@@ -302,7 +302,7 @@ def odd_loops() -> list[str]:
 def test_two_loops_at_a_time_and_endless_ones_are_ended_in_a_sentence() -> None:
     results = run_workers(2, odd_loops)
     for twice, endless, _ in results:
-        assert re.match("Cannot go on with loop 1 over this loader: loop 2 has begun since", twice)
+        assert re.match("Cannot continue loop 1 over this loader: loop 2 has begun since", twice)
         assert re.match("Cannot draw another batch: 4096 were drawn since", endless)
     seen = Counter(int(index) for *_, of_worker in results for index in of_worker.split())
     assert seen == Counter(range(SAMPLES)), "what was only peeked at is dealt again"
@@ -334,9 +334,9 @@ def test_other_loaders_work_or_are_refused_in_a_sentence() -> None:
     assert first[:4] == second[:4]
     assert [text.partition(":")[0] for text in first[:4]] == [
         "Cannot prepare a loader without batches",
-        "Cannot deal out 0 samples",
+        "Cannot lease 0 samples",
         "Cannot lease batches of a loader without batches",
-        "Cannot deal out a loader with list",
+        "Cannot split a loader with list",
     ]
     assert sorted(first[4] + second[4]) == [1], "one sample for two workers"
     assert sorted(first[5] + second[5]) == [3, 3, 3]

@@ -83,7 +83,7 @@ def test_what_does_not_count_is_reported_as_lost(
     assert results[0][1] == len(kills), "the fault was injected"
     texts = told(tmp_path, 0)
     assert len(texts) == len(kills)
-    assert all(text.startswith("The parameter server was restarted and goes on from version") for text in texts)
+    assert all(text.startswith("The parameter server was restarted and resumes from version") for text in texts)
     (rounds,) = {count for count, _ in results}
     assert 2 * rounds + lost_in(texts) == 2 * STEPS
     wait_for_end(tmp_path / "server")
@@ -123,7 +123,7 @@ def test_if_the_newest_snapshot_is_damaged_all_go_on_from_the_one_before(
     assert (tmp_path / "hit").exists(), "the fault was injected"
     texts = told(tmp_path, 0)
     assert texts
-    assert all(text.startswith("The parameter server was restarted and goes on from version") for text in texts)
+    assert all(text.startswith("The parameter server was restarted and resumes from version") for text in texts)
     (rounds,) = {count for count, _ in results}
     assert 2 * rounds + lost_in(texts) == sum(steps for _, steps in results)
 
@@ -135,7 +135,7 @@ def test_a_shard_that_is_told_to_stop_is_started_again(tmp_path: Path, shards: i
     results = run_workers(2, with_kills, tmp_path, ASP(), {13: 0}, shards, signal.SIGTERM, timeout_s=290)
     assert results[0][1] == 1, "the fault was injected"
     (text,) = told(tmp_path, 0)
-    assert text.startswith("The parameter server was restarted and goes on from version")
+    assert text.startswith("The parameter server was restarted and resumes from version")
     assert "nothing is lost." in text
     assert {count for count, _ in results} == {STEPS}
 
@@ -176,7 +176,7 @@ def killed_without_snapshots(folder: Path) -> tuple[str, float]:
 
 def test_nobody_waits_for_a_server_that_will_not_come_back(tmp_path: Path) -> None:
     for said, waited_s in run_workers(2, killed_without_snapshots, tmp_path):
-        assert "Cannot come back to the job" in said
+        assert "Cannot reconnect to the job" in said
         assert re.search(r"[^.?][.?] Either it has ended, or its parameter server was killed", said)
         assert waited_s < 15
 
@@ -307,5 +307,5 @@ def end(run: offbeat.Run) -> None:
 @pytest.mark.slow
 def test_a_job_that_has_ended_meanwhile_is_said_in_a_sentence(tmp_path: Path) -> None:
     _, said = run_workers(2, stopped_for_too_long, tmp_path, timeout_s=110)
-    assert "Cannot come back to the job" in said
+    assert "Cannot reconnect to the job" in said
     assert "Either it has ended" in said

@@ -182,6 +182,6 @@ def test_a_server_that_is_set_back_learns_from_its_workers_which_plan_holds(tmp_
     assert [mine for mine, _, _ in results] == ["SSP(bound=2)"] * 2
     assert [policies for _, policies, _ in results] == [["SSP(bound=2)"]] * 2
     texts = told(tmp_path, 0)
-    assert any("The parameter server was restarted and goes on from version" in text for text in texts), "it fired"
+    assert any("The parameter server was restarted and resumes from version" in text for text in texts), "it fired"
     (rounds,) = {count for _, _, count in results}
     assert 0 < rounds <= STEPS

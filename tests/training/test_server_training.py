@@ -299,7 +299,7 @@ def with_a_rate_that_is_none() -> tuple[str, list[float]]:
 
 def test_who_brings_what_cannot_be_is_told_and_does_not_come_back() -> None:
     (fine, moved), (said, _) = run_workers(2, with_a_rate_that_is_none)
-    assert said == "Cannot go on in group 0 of SGD, as rank 1 has it: lr=nan is not finite."
+    assert said == "Cannot continue in group 0 of SGD, as rank 1 has it: lr=nan is not finite."
     assert not fine
     assert all(map(math.isfinite, moved))
 

@@ -200,7 +200,7 @@ def test_both_directions_while_everything_is_cut() -> None:
                 link.send(*frame)
                 far.send(*frame)
                 if number % 20 == 19:
-                    await until(lambda: link.counters.reconnects == number // 20, "it does not come back")  # noqa: B023
+                    await until(lambda: link.counters.reconnects == number // 20, "it does not return")  # noqa: B023
                     await asyncio.sleep(random.Random(number).random() * 0.002)
                     proxy.cut_all()
             await until(lambda: len(taker.frames) == len(server.one.frames) == 200, "not all arrive")
@@ -647,12 +647,12 @@ def test_a_frame_that_is_refused_ends_the_session_with_the_reason() -> None:
     async def story() -> None:
         async with serving() as server:
             link = await dial(server.address, taker := Taker())
-            server.one.refuses = PeerError("Cannot take in bucket 9: there are 4.")
+            server.one.refuses = PeerError("Cannot admit bucket 9: there are 4.")
             link.send(b"bucket 9", b"values")
             await until(lambda: taker.losses, "it is not told")
-            assert str(server.one.losses[0]).endswith("Cannot take in bucket 9: there are 4.")
+            assert str(server.one.losses[0]).endswith("Cannot admit bucket 9: there are 4.")
             assert "ended the session" in str(taker.losses[0])
-            assert str(taker.losses[0]).endswith("Cannot take in bucket 9: there are 4.")
+            assert str(taker.losses[0]).endswith("Cannot admit bucket 9: there are 4.")
 
     play(story)
 

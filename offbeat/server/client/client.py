@@ -588,7 +588,7 @@ class Client:
             case TransferDone(number=number):
                 self.transfers.done(number)
             case Evicted(reason=reason):
-                self.lose(NetworkError(f"The server went on without this worker: {reason}."), self._route.entry)
+                self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._route.entry)
             case PlanProposed(number=number, plan=plan):
                 digest, refusal, passed = self._judge(plan)
                 self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed))

@@ -99,7 +99,7 @@ class ShardConnections:
             return " ".join(filter(None, map(_trouble_with, tuple(self.links))))
         if not self._loss:
             return ""
-        again = "it does not come back" if self._is_closed else "it is being dialled again"
+        again = "it does not return" if self._is_closed else "it is being dialled again"
         return f"The parameter server was lost {self._now_s() - self._lost_s:.1f} s ago, and {again}. {self._loss}"
 
     def progressed(self) -> None:
@@ -133,7 +133,7 @@ class ShardConnections:
             self._is_closed = True
             self._traveller.fail(error)
             return
-        _log.warning("Rank %d has lost the parameter server (%s) It tries to come back.", self._rank, error)
+        _log.warning("Rank %d has lost the parameter server (%s) It tries to reconnect.", self._rank, error)
         if self._coming is None or self._coming.done():
             self._coming = asyncio.get_running_loop().create_task(self._come_back(error))
 
@@ -154,7 +154,7 @@ class ShardConnections:
                     self._is_closed = True
                     self._traveller.fail(
                         NetworkError(
-                            f"Cannot come back to the job ({error}): {_sentence(reason)} Either it has "
+                            f"Cannot reconnect to the job ({error}): {_sentence(reason)} Either it has "
                             "ended, or its parameter server was killed and nobody has started it again."
                         )
                     )

@@ -110,7 +110,7 @@ class LeaseQueues:
         """
         hand = self._hands.get(message.loader)
         if hand is None:
-            raise PeerError(f"The server deals out data of loader {message.loader}, which this worker has not.")
+            raise PeerError(f"The server leases data of loader {message.loader}, which this worker has not.")
         if not hand.has_begun:
             hand.keep_all_but(message.void)
         if message.afresh:

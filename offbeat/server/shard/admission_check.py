@@ -45,7 +45,7 @@ def compare(rank: int, theirs: ModelInfo, ours: ModelInfo) -> None:
         if there != here:
             where = _line(theirs.plan, ours.plan) if what == "plan" else _parameter(theirs, ours)
             raise DisagreementError(
-                f"Cannot take in rank {rank}: its {what} is {there!r}, that of the job here is {here!r}"
+                f"Cannot admit rank {rank}: its {what} is {there!r}, that of the job here is {here!r}"
                 f"{where if what in ('plan', 'layout') else ''}. Start every worker with the same plan, the same seed, "
                 "the same model and the same optimizer."
             )

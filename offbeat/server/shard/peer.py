@@ -109,7 +109,7 @@ class Peer:
             PeerError: if answers pile up, because it does not take them in.
         """
         if self._unseen >= _MOST_UNSEEN:
-            raise PeerError("Cannot answer this peer: it asks for what it does not take in.")
+            raise PeerError("Cannot answer this peer: it asks for more than it reads.")
         self._unseen += 1
         if self.link.is_open:
             self.link.send(pack(message), body, self._on_seen)
@@ -121,10 +121,10 @@ class Peer:
         """Send the optimizer's state.
 
         Raises:
-            PeerError: if it has not taken in what it fetched before.
+            PeerError: if it has not read what it fetched before.
         """
         if self._is_fetching:
-            raise PeerError("Cannot send this peer the optimizer's state: it has not taken in what it fetched before.")
+            raise PeerError("Cannot send this peer the optimizer's state: it has not read what it fetched before.")
         self._is_fetching = True
         for piece, body in pieces:
             self.say(piece, body)
@@ -260,7 +260,7 @@ class Peer:
             return
         if table.expects(push, block):
             if not shard.may_push(table.model, push):
-                raise PeerError(f"Cannot take contribution {push[1]} of rank {self.rank}: it has not been granted.")
+                raise PeerError(f"Cannot accept contribution {push[1]} of rank {self.rank}: it has not been granted.")
         elif expected is not None and (shard.coordinates or not table.is_past(push)):
             # To other shards the coordinator's word may be quicker than what the worker had still on its way.
             raise PeerError(

@@ -208,7 +208,7 @@ class Shard:
             if begin.snapshot is not None:
                 self._restore(SnapshotId(*begin.snapshot))
         except PeerError as error:
-            _log.error("Cannot go on from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
+            _log.error("Cannot resume from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
             raise
         self.begun.set()
         waiting, self._waiting = self._waiting, {}
@@ -243,7 +243,7 @@ class Shard:
         theirs = [{SnapshotId(*one) for one in enlist.held} for enlist in self._held.values()]
         common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
         if held and not common:
-            _log.error("Cannot go on: no snapshot is there on every shard.")
+            _log.error("Cannot continue: no snapshot is on every shard.")
         least = max([0 if self._archive is None else self._archive.least, *(e.least for e in self._held.values())])
         self._marks.number_from(least)
         chosen = (common[0].number, common[0].life) if common else None
@@ -253,10 +253,10 @@ class Shard:
 
     def _enlist(self, guest: Peer, enlist: RegisterShard) -> None:
         if guest in self._shards:
-            raise PeerError("Cannot take in this shard for a second time.")
+            raise PeerError("Cannot admit this shard for a second time.")
         if count := self._has_all(enlist):
             refusal = (
-                f"Cannot take in another shard: the workers of this job named {count}, and all are here. To use more, "
+                f"Cannot admit another shard: the workers of this job named {count}, and all are here. To use more, "
                 "start the workers anew with the addresses of all."
             )
             guest.say(Refused(refusal))
@@ -304,7 +304,7 @@ class Shard:
         is_same = self._make_room(guest, details.back)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
-            raise PeerError("Cannot go on: this shard of the parameter server was restarted without a snapshot.")
+            raise PeerError("Cannot continue: this shard of the parameter server was restarted without a snapshot.")
         is_first = table is None
         if table is None:
             if self._tables and guest.rank not in self._guests:
@@ -616,11 +616,11 @@ class Shard:
         secret = self._secrets.get(guest.rank)
         is_same = secret is not None and back is not None and hmac.compare_digest(back.secret, secret)
         if there is not None and there.link.connected and not is_same:
-            raise PeerError(f"Cannot take in rank {guest.rank}: one is here already, from {there.link.peer}.")
+            raise PeerError(f"Cannot admit rank {guest.rank}: one is here already, from {there.link.peer}.")
         if secret is not None and back is not None and back.life == self.life and not is_same:
             raise PeerError(
-                f"Cannot take in rank {guest.rank} as the one that was here before: it does not know what that one was "
-                "told when it was taken in. Another process has this rank, or had it since."
+                f"Cannot admit rank {guest.rank} as the one that was here before: it does not know the secret of that "
+                "one. Another process has this rank, or had it since."
             )
         if there is not None:
             # Its process is gone, and this is the one that follows it.

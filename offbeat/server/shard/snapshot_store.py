@@ -114,7 +114,7 @@ class SnapshotStore:
             self._remove(part)
             if not self._failed:
                 _log.warning(
-                    "Cannot write a snapshot to %s: %s. The job goes on; if this server is killed now, more is lost.",
+                    "Cannot write a snapshot to %s: %s. The job continues; if this server is killed now, more is lost.",
                     self._folder,
                     error.strerror,
                 )
