@@ -306,7 +306,7 @@ def test_a_snapshot_of_nothing_of_an_impossible_shape_is_refused() -> None:
     header = msgspec.msgpack.encode(snapshot(1).header)
     what = msgspec.msgpack.encode((0, 5, "w", "momentum", "float32", (0, 1 << 39, 1 << 39)))
     with pytest.raises(PeerError, match="an empty tensor says it is of shape"):
-        read(io.BytesIO(head(b"", header) + header + head(what)))
+        read(io.BytesIO(head(b"", header, version=4) + header + head(what, version=4)))
 
 
 @pytest.mark.parametrize("what", ["a pipe", "a device", "a folder", "nowhere", "itself"])

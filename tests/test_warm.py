@@ -113,7 +113,7 @@ def test_it_ends_as_a_new_interpreter_does(popen: Any, text: str, code: int, say
 
 
 @pytest.mark.parametrize("popen", POPENS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGUSR2])
 def test_signals_reach_it(popen: Any, number: int, tmp_path: Path) -> None:
     sleeps = script(tmp_path, "import time; print('here'); time.sleep(30)")
     with start(popen, sleeps, env=clean_environment()) as process:

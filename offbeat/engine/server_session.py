@@ -57,20 +57,22 @@ class ServerPlans:
         self.sync_point = SyncPoint()
         self._stays = stays
 
-    def judge(self, plan: str) -> tuple[str, str, int]:
+    def judge(self, plan: str) -> tuple[str, str, int, int]:
         """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+
+        And how many contributions it had pushed at the last of them.
 
         If it is to leave the server, it passes no other place until it hears what becomes of it.
         """
         try:
             new = self.present.swapped(plan, whole=True)
         except PlanError as error:
-            return "", str(error), 0
+            return "", str(error), 0, 0
         if new.is_served:
-            return new.digest, "", 0
+            return new.digest, "", 0, 0
         if refusal := self._stays(new):
-            return "", refusal, 0
-        return new.digest, "", self.sync_point.freeze()
+            return "", refusal, 0, 0
+        return new.digest, "", *self.sync_point.freeze()
 
     def adopt(self, plan: str, text: str, place: int | None = None) -> None:
         """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""

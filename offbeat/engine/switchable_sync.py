@@ -87,6 +87,11 @@ class SwitchableSync:
         return self._active.step
 
     @property
+    def number(self) -> int:
+        """The number of the next contribution, as policies count."""
+        return self._gradients.number
+
+    @property
     def sync(self) -> bool:
         """False while gradients are only accumulated."""
         return self._active.sync

@@ -31,15 +31,15 @@ class SyncPoint:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._passed = 0
+        self._passed = self._pushed = 0
         self._is_frozen = False
         self._at: int | None = None
 
-    def freeze(self) -> int:
-        """Pass no place until `settle`; how many were passed before."""
+    def freeze(self) -> tuple[int, int]:
+        """Pass no place until `resume`; how many were passed before, and the contributions at the last of them."""
         with self._changed:
             self._is_frozen = True
-            return self._passed
+            return self._passed, self._pushed
 
     def resume(self, at: int | None = None) -> None:
         """Go on.
@@ -51,8 +51,11 @@ class SyncPoint:
             self._is_frozen, self._at = False, self._at if at is None else at
             self._changed.notify_all()
 
-    def reached(self, waiter: BlockingWait) -> bool:
+    def reached(self, waiter: BlockingWait, pushed: int = 0) -> bool:
         """A place is about to be passed; whether all meet here.
+
+        Args:
+            pushed: contributions of this worker so far.
 
         Raises:
             NetworkError: if the server is gone.
@@ -63,7 +66,7 @@ class SyncPoint:
                 if self._is_frozen:
                     continue
                 reached = self._at == self._passed
-                self._passed += 1
+                self._passed, self._pushed = self._passed + 1, pushed
                 if reached:
                     self._at = None
                 return reached

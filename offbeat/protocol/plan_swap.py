@@ -53,12 +53,15 @@ class PlanAgreement(msgspec.Struct, tag=True, frozen=True):
         digest: of the plan as it read it; "" if it cannot go by it.
         refusal: why not.
         place: how many places of its script it has passed where all could leave the server.
+        pushed: how many contributions it had pushed at the last of them; one that was pushed since is of a step that
+            is not over.
     """
 
     number: Count
     digest: _Digest
     refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     place: Count = 0
+    pushed: Count = 0
 
 
 class AdoptPlan(msgspec.Struct, tag=True, frozen=True):

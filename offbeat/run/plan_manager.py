@@ -206,8 +206,10 @@ class PlanManager:
         """Migrate here to a server, or away from it, if that is due."""
         if self._migration.due is not None:
             self._go_over()
-        elif self.server is not None and self.server.plans.sync_point.reached(self._waiter):
-            self._leave_server(self.server)
+        elif self.server is not None:
+            pushed = sum(one.number for one in self._models.synchronizers)
+            if self.server.plans.sync_point.reached(self._waiter, pushed):
+                self._leave_server(self.server)
 
     def close(self) -> None:
         """The run is over."""

@@ -225,8 +225,8 @@ class Reader:
         _check_start(start)
         if version not in self._versions:
             raise PeerError(
-                f"Cannot read from this peer: it speaks version {version} of the protocol, this is version {VERSION}. "
-                "Run the same offbeat everywhere."
+                f"Cannot read from this peer: it speaks version {version} of the protocol, this is version "
+                f"{max(self._versions)}. Run the same offbeat everywhere."
             )
         if flags > 1 or kind not in _KINDS:
             raise PeerError(f"Cannot read from this peer: it sent a frame of kind {kind} with flags {flags}.")

@@ -37,6 +37,15 @@ def test_all_meet_at_the_first_place_that_nobody_has_passed() -> None:
     assert proposal.place == 7
 
 
+@pytest.mark.parametrize(("second", "are_level"), [((3, 5), True), ((4, 5), False), ((3, 4), False)])
+def test_who_is_within_a_step_is_not_level_with_who_is_behind_it(second: tuple[int, int], are_level: bool) -> None:
+    """As many contributions, of more steps: the last one was pushed in a step that is not over."""
+    proposal = PlanProposal(1, PLAN, "", [], 0.0, ["rank 0"], waiting={0, 1})
+    for worker, (place, pushed) in enumerate(((3, 5), second)):
+        proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place, pushed=pushed))
+    assert (len(proposal.places) == 1) == are_level
+
+
 class Judge:
     """A worker's plans: goes by all that can be, or says why not."""
 
@@ -44,10 +53,10 @@ class Judge:
         self.present, self.refusal, self.digest = PLAN, "", ""
         self.adopted: list[Policy] = []
 
-    def judge(self, plan: str) -> tuple[str, str, int]:
+    def judge(self, plan: str) -> tuple[str, str, int, int]:
         if self.refusal:
-            return "", self.refusal, 0
-        return self.digest or self.present.swapped(plan).digest, "", 0
+            return "", self.refusal, 0, 0
+        return self.digest or self.present.swapped(plan).digest, "", 0, 0
 
     def adopt(self, plan: str, text: str, border: int | None) -> None:
         self.present = Plan.from_toml(plan)

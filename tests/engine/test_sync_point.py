@@ -22,7 +22,7 @@ def test_all_meet_where_none_has_been() -> None:
     for point, ahead in zip(points, (2, 7, 0), strict=True):
         for _ in range(ahead):
             assert not point.reached(WAITER)
-    at = max(point.freeze() for point in points)
+    at = max(point.freeze()[0] for point in points)
     for point in points:
         point.resume(at)
     assert [passed(point) for point in points] == [5, 0, 7]
@@ -31,13 +31,16 @@ def test_all_meet_where_none_has_been() -> None:
 
 def test_no_place_is_passed_while_all_agree() -> None:
     point, seen = SyncPoint(), list[bool]()
-    assert point.freeze() == 0
+    assert point.freeze() == (0, 0)
+    point.resume()
+    assert not point.reached(WAITER, pushed=3)
+    assert point.freeze() == (1, 3)
     thread = threading.Thread(target=lambda: seen.append(point.reached(WAITER)))
     thread.start()
     assert not point.done()
     assert not point.wait(timedelta(milliseconds=50))
     assert not seen
-    point.resume(0)
+    point.resume(1)
     thread.join(5)
     assert seen == [True]
 

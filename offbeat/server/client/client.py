@@ -77,9 +77,10 @@ _MOST_ANSWERED = 16
 class PlanJudge(Protocol):
     """The judge of which plans a worker can go by. Called on the event loop's thread."""
 
-    def judge(self, plan: str) -> tuple[str, str, int]:
-        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; and how many places were passed.
+    def judge(self, plan: str) -> tuple[str, str, int, int]:
+        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; how many places were passed.
 
+        And how many contributions had been pushed at the last of them.
         Under a plan without a server no place is passed from now on, until something is adopted, or `let_go`.
         """
 
@@ -590,8 +591,8 @@ class Client:
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._route.entry)
             case PlanProposed(number=number, plan=plan):
-                digest, refusal, passed = self._judge(plan)
-                self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed))
+                digest, refusal, passed, pushed = self._judge(plan)
+                self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed, pushed))
             case AdoptPlan():
                 self._adopt(message)
             case SwapResult(number=number, refusal=refusal):
@@ -601,8 +602,8 @@ class Client:
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
-    def _judge(self, plan: str) -> tuple[str, str, int]:
-        return ("", "it can go by no other", 0) if self._plans is None else self._plans.judge(plan)
+    def _judge(self, plan: str) -> tuple[str, str, int, int]:
+        return ("", "it can go by no other", 0, 0) if self._plans is None else self._plans.judge(plan)
 
     def _adopt(self, adopt: AdoptPlan) -> None:
         for place in self._places.values():
