@@ -52,9 +52,7 @@ class PlanSwaps:
         self._read_plan, self._out, self._adopted, self._now_s = read_plan, out, adopted, now_s
         self.present: DecidingParts | None = None
         self.count = 0  # of swaps, in all lives of the server
-        self.are_level = (
-            False  # workers about to leave had passed as many places, with as many contributions
-        )
+        self.are_level = False  # workers about to leave had passed as many places, with as many contributions
         self._before: DecidingParts | None = None  # what holds again if not all leave who are about to
         self._proposal: PlanProposal | None = None
         self._proposals = 0
