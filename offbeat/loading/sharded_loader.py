@@ -229,9 +229,9 @@ class ShardedLoader:
         again = f", but for {twice} samples that come twice" if twice > 0 else ""
         if self._control.rank == 0:
             _log.warning(
-                "The checkpoint was made by %d workers with batches of %s, and this run has %d with %s: the place in "
-                "the data carries over%s. Each keeps its batch, so that a step has as many samples more or fewer; the "
-                "learning rate is as it was saved.",
+                "The checkpoint was made by %d workers with batches of %s, and this run has %d with %s: the position "
+                "in the data carries over%s. Each keeps its batch, so that a step has as many samples more or fewer; "
+                "the learning rate is as it was saved.",
                 then, _listed(sizes), now, _listed(here), again,
             )  # fmt: skip
         return skip

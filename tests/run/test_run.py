@@ -188,7 +188,7 @@ def refusals(samples: int, batch: int) -> str:
 
 
 def test_a_loader_shorter_than_the_workers() -> None:
-    assert all("Cannot lease 2 samples to 3 workers" in text for text in run_workers(3, refusals, 2, 1))
+    assert all("Cannot split 2 samples among 3 workers" in text for text in run_workers(3, refusals, 2, 1))
 
 
 def test_a_loader_with_batches_for_some_only() -> None:

@@ -62,7 +62,7 @@ def test_a_worker_that_is_killed_is_left_out_of_the_mean(lost: int) -> None:
         assert moves[:4] == [before] * 4  # it died behind its part of step 3
         assert moves[4:] == pytest.approx([after] * 4)
         assert worst_s < 1.5, worst_s
-        said_of = [text for text in said if f"Rank {lost} died" in text and "goes on" in text]
+        said_of = [text for text in said if f"Rank {lost} died" in text and ", continue, " in text]
         assert len(said_of) == (rank == left[0]), said
 
 
