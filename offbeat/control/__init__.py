@@ -1,10 +1,11 @@
-"""Who decides that another policy decides?
+"""Controllers: the parts of a plan that have another policy decide while training.
 
-A person does, with `run.swap` or `offbeat swap`; or a controller does, which is a part of the plan.
+A person swaps the policy with `run.swap` or `offbeat swap`; a controller does it by what it is told of the job.
 
 * `controller` - the nouns: what a controller is told, and what it answers
 * `event_metrics` - what it is told with a server, kept from what happens to workers and what is decided about them
 * `round_metrics` - what it is told without one, kept from how long each worker computed between two exchanges
+* `round_controller` - asks the controller where there is no server, as `offbeat.coordinator` does with one
 * `metrics_history` - what both keep: readings, swaps, and the pace under each policy
 * `threshold` - looser while workers wait for each other, tighter again when they would not
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
@@ -16,6 +17,7 @@ simulator.
 from offbeat.control.by_progress import ByProgress
 from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
 from offbeat.control.event_metrics import EventMetrics
+from offbeat.control.round_controller import RoundController
 from offbeat.control.round_metrics import RoundMetrics
 from offbeat.control.threshold import WaitThreshold
 
@@ -28,6 +30,7 @@ __all__ = [
     "Metrics",
     "Pace",
     "Reading",
+    "RoundController",
     "RoundMetrics",
     "Swap",
     "WaitThreshold",

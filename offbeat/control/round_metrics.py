@@ -34,10 +34,10 @@ class RoundMetrics:
         at_s: when the first policy began to decide.
 
     >>> from offbeat.sync import BSP
-    >>> book = RoundMetrics()
+    >>> metrics = RoundMetrics()
     >>> for second in range(5):
-    ...     book.hear(float(second), {0: [1.0], 1: [0.5]}, samples=8, looks_back_s=4.0)
-    >>> book.metrics(BSP(), step=5).waiting(2.0)
+    ...     metrics.hear(float(second), {0: [1.0], 1: [0.5]}, samples=8, looks_back_s=4.0)
+    >>> metrics.metrics(BSP(), step=5).waiting(2.0)
     0.25
     """
 
@@ -59,10 +59,10 @@ class RoundMetrics:
         """
         # What somebody did before it was heard of for the first time, such as to start, is no part of a step.
         known = {rank: steps_s for rank, steps_s in times.items() if rank in self._waited_s}
-        for books, waits in ((self._waited_s, _at_the_end(known)), (self._would_s, _in_every_step(known))):
-            mine = {rank: books.get(rank, 0.0) + waits.get(rank, 0.0) for rank in times}
-            books.clear()
-            books.update(mine)
+        for totals_s, waits in ((self._waited_s, _at_the_end(known)), (self._would_s, _in_every_step(known))):
+            mine = {rank: totals_s.get(rank, 0.0) + waits.get(rank, 0.0) for rank in times}
+            totals_s.clear()
+            totals_s.update(mine)
         for rank, steps_s in known.items():
             each_s = add_up(steps_s) / max(1, len(steps_s))
             before_s = self._computing_s.get(rank, each_s)

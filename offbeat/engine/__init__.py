@@ -23,8 +23,8 @@
 * `nonfinite` - NaN and Inf where other workers go on without them; `worker_questions` - who is at another batch, whose
   gradient is NaN
 * `control_group` - collective questions beside the data's path: are we the same, who has data
-* `plan_vote` - how workers without a server come to another plan; `round_controller` - asks the plan's controller
-  there; `step_times` - how long each worker computes, told in the trailers of exchanges
+* `plan_vote` - how workers without a server come to another plan; `step_times` - how long each worker computes, told in
+  the trailers of exchanges
 * `join` - how workers come to a job without a server; `state_transfer` - what they are handed
 * `server_session` - how a worker reaches its server, and its questions to all through it; `server_launch` - a server
   beside the workers; `sync_point` - the place of the script where all leave it again
@@ -42,7 +42,6 @@ from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
 from offbeat.engine.plan_vote import PlanVote
-from offbeat.engine.round_controller import RoundController
 from offbeat.engine.server_launch import addresses_of, start_beside
 from offbeat.engine.server_session import connect, leave_file
 from offbeat.engine.state_transfer import hand_over
@@ -64,7 +63,6 @@ __all__ = [
     "LeaveBarrier",
     "MetricsFile",
     "PlanVote",
-    "RoundController",
     "StatusReporter",
     "StepMetrics",
     "SwitchableSync",

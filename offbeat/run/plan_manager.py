@@ -10,7 +10,8 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from offbeat.engine import PlanVote, RoundController, addresses_of, connect, start_beside
+from offbeat.control import RoundController
+from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.run.fabric_migration import FabricMigration
@@ -61,7 +62,7 @@ class PlanManager:
         self._control, self._waiter, self._clock = context.control, context.waiter, context.clock
         self._migration = FabricMigration(context, models, data, factory)
         self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._migration.check)
-        self._controller = RoundController(context.clock.now_s)
+        self._controller = RoundController(context.clock.now_s())
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -143,7 +144,10 @@ class PlanManager:
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
         """Go by it from now on."""
-        self._controller.adopts(self.plan, plan, by_controller=by_controller)
+        if plan.controller != self.plan.controller:
+            self._controller.replaced()
+        if plan.sync != self.plan.sync:
+            self._controller.swapped(self.plan.sync, self._context.clock.now_s(), by_controller=by_controller)
         self.plan = plan
         if self.server is None:
             self._context.history.record_plan(plan)
@@ -166,7 +170,7 @@ class PlanManager:
         if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
         step, samples = self._models.synchronizers[0].step, self._context.metrics.last_samples
-        if not self._controller.stepped(controller, step, samples, step_times):
+        if not self._controller.stepped(controller, step, samples, step_times, self._context.clock.now_s()):
             return
         if looks and self._migration.due is None and not self._vote.is_due:
             decision = self._controller.ask(controller, self.plan.sync)

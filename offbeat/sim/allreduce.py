@@ -73,8 +73,8 @@ def play(
         controller: has another policy than `policy` decide.
     """
     world = len(courses)
-    steered = SimulatedController(policy, controller)
-    played, circle = SimResult.of(world), SimulatedGroup(world, links, faults or Faults())
+    driver = SimulatedController(policy, controller)
+    played, group = SimResult.of(world), SimulatedGroup(world, links, faults or Faults())
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
         tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
@@ -82,66 +82,67 @@ def play(
     clock_s = [0.0] * world
     held_s = dict.fromkeys(range(world), 0.0)  # behind the exchange of the step before
     for step in range(steps):
-        for rank in circle.strike(step, clock_s, computed=False, played=played):
+        for rank in group.strike(step, clock_s, computed=False, played=played):
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
-        counts = dict.fromkeys(circle.here, batch)
+        counts = dict.fromkeys(group.here, batch)
         if tune is not None and tuning is not None:
             if step % _TOLD_EVERY == 0:
                 for told in untold:
                     least_s = min(wait_s for _, _, wait_s in told.values())
                     for rank, (count, compute_s, wait_s) in told.items():
-                        if rank in circle.here:
+                        if rank in group.here:
                             tuning = tune.observe(tuning, rank, count, compute_s, least_s, wait_s - least_s)
                 untold.clear()
             tuning, counts = tune.plan(tuning, step)
-        took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in circle.here}
+        took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in group.here}
         begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
-        what = steered.contributes(step)
+        what = driver.contributes(step)
         # Bad luck strikes behind the backward pass. Gradients are exchanged by then, changes are not yet.
         after_s = {rank: lost_s if what == "gradient" else 0.0 for rank, (_, lost_s) in took.items()}
-        before_s = {rank: own_s[rank] - after_s[rank] for rank in circle.here}
-        for rank in circle.here:
-            clock_s[rank] = circle.computed_s(rank, begun_s[rank], before_s[rank])
-        late_s = {rank: clock_s[rank] - begun_s[rank] - before_s[rank] for rank in circle.here}
+        before_s = {rank: own_s[rank] - after_s[rank] for rank in group.here}
+        for rank in group.here:
+            clock_s[rank] = group.computed_s(rank, begun_s[rank], before_s[rank])
+        late_s = {rank: clock_s[rank] - begun_s[rank] - before_s[rank] for rank in group.here}
         gone: Collection[int] = ()
         if what != "gradient":
             computed_s = list(clock_s)
-            gone = circle.strike(step, clock_s, computed=True, played=played)
-            late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in circle.here}
+            gone = group.strike(step, clock_s, computed=True, played=played)
+            late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in group.here}
         if what is not None:
             end_s = 0.0
             for bucket in buckets:
                 ready_s = max(
                     begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
-                    for rank in circle.here
+                    for rank in group.here
                 )
-                end_s = circle.exchange(max(end_s, ready_s), bucket.size_bytes)
-            for rank in circle.here:
+                end_s = group.exchange(max(end_s, ready_s), bucket.size_bytes)
+            for rank in group.here:
                 stepping_s = max(end_s, clock_s[rank])
-                clock_s[rank] = circle.computed_s(rank, stepping_s, after_s[rank]) + _STEP_S
-        steered.stepped({rank: before_s[rank] + late_s[rank] + held_s[rank] for rank in circle.here}, batch)
+                clock_s[rank] = group.computed_s(rank, stepping_s, after_s[rank]) + _STEP_S
+        computing_s = {rank: before_s[rank] + late_s[rank] + held_s[rank] for rank in group.here}
         held_s = {rank: after_s.get(rank, 0.0) for rank in range(world)}
         if what == "gradient":
             stepped_s = list(clock_s)
-            gone = circle.strike(step, clock_s, computed=True, played=played)
+            gone = group.strike(step, clock_s, computed=True, played=played)
             held_s = {rank: held_s[rank] + clock_s[rank] - stepped_s[rank] for rank in range(world)}
         for rank in gone:
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
-        waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in circle.here}
-        untold.append({rank: (counts[rank], own_s[rank], waits_s[rank]) for rank in circle.here})
-        for rank in circle.here:
+        waits_s = {rank: clock_s[rank] - begun_s[rank] - own_s[rank] for rank in group.here}
+        untold.append({rank: (counts[rank], own_s[rank], waits_s[rank]) for rank in group.here})
+        for rank in group.here:
             played.step_s[rank].append(clock_s[rank] - begun_s[rank])
             played.samples[rank].append(counts[rank])
             played.waited_s[rank].append(waits_s[rank])
-        if what is not None and (swap := steered.exchanged(min(clock_s[rank] for rank in circle.here))) is not None:
-            end_s = circle.confer(max(clock_s[rank] for rank in circle.here))
-            for rank in circle.here:
+        exchanged_at_s = None if what is None else min(clock_s[rank] for rank in group.here)
+        if (swap := driver.stepped(step + 1, computing_s, batch, exchanged_at_s)) is not None:
+            end_s = group.confer(max(clock_s[rank] for rank in group.here))
+            for rank in group.here:
                 played.step_s[rank][-1] += end_s - clock_s[rank]
                 played.waited_s[rank][-1] += end_s - clock_s[rank]
                 clock_s[rank] = end_s
-            steered.adopt(swap, step + 1, end_s)
+            driver.adopt(swap, step + 1, end_s)
             played.swaps.append((end_s, swap.sync, swap.reason))
-        steered.ask(step + 1)
+        driver.ask()
     return played
 
 
