@@ -402,7 +402,7 @@ def look(run: offbeat.Run) -> str:
     assert run._session.server is not None
     answer = run._session.server.client.look()
     answer.wait(timedelta(seconds=5))
-    return answer.scenes[0].pace
+    return answer.model_statuses[0].pace
 
 
 PLANS: dict[str, Callable[[], offbeat.Plan]] = {
@@ -450,7 +450,7 @@ def test_a_checkpoint_knows_the_place_in_leased_data(tmp_path: Path) -> None:
     assert seen == Counter(range(SAMPLES))
 
 
-def crowded_between_averages() -> list[int]:
+def out_of_memory_between_averages() -> list[int]:
     """The last of four batches does not fit; three steps have been taken from those before."""
     seen = []
     with offbeat.init(offbeat.Plan(sync=LocalSGD(8), fabric=SERVER)) as run:
@@ -465,7 +465,7 @@ def crowded_between_averages() -> list[int]:
 
 
 def test_what_local_steps_have_used_is_not_computed_again() -> None:
-    seen = Counter(itertools.chain.from_iterable(run_workers(2, crowded_between_averages)))
+    seen = Counter(itertools.chain.from_iterable(run_workers(2, out_of_memory_between_averages)))
     assert seen == Counter(range(64))
 
 
@@ -504,7 +504,7 @@ def test_batches_that_cannot_be_tuned_are_refused() -> None:
         assert second.startswith("Cannot leave out a batch that others cannot be given")
 
 
-def crowded(folder: str) -> tuple[list[int], list[int], list[int]]:
+def out_of_memory(folder: str) -> tuple[list[int], list[int], list[int]]:
     """Batches above 5 do not fit into this worker's memory."""
     seen, sizes, trained = [], [], []
     with offbeat.init(offbeat.Plan(sync=BSP(), fabric=SERVER, tuning=BatchTuning()), run_dir=folder) as run:
@@ -521,7 +521,7 @@ def crowded(folder: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def test_a_batch_that_does_not_fit_is_computed_by_others(tmp_path: Path) -> None:
-    results = run_workers(2, crowded, str(tmp_path))
+    results = run_workers(2, out_of_memory, str(tmp_path))
     seen = Counter(itertools.chain.from_iterable(of_worker for of_worker, _, _ in results))
     assert seen == Counter(range(200))
     records = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]

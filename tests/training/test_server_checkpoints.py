@@ -205,7 +205,7 @@ def with_another_plan() -> list[str]:
 
 
 def test_data_that_is_dealt_out_otherwise_begins_its_epoch_anew() -> None:
-    """Trained on in test_changed_fabric.py."""
+    """Trained on in test_resume.py."""
     first, second = run_workers(2, with_another_plan)
     assert sum(text.endswith("epoch 0 begins anew.") for text in first) == 1
     assert not any(text.endswith("begins anew.") for text in second)  # rank 0 tells for all
@@ -373,26 +373,3 @@ def test_a_load_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> N
     verdict = recorded(tmp_path)
     assert verdict.holds, ended(verdict)
     assert verdict.replaced == 1
-
-
-def goes_on(state: Any) -> tuple[list[int], Any, list[str]]:
-    said = listen()
-    with offbeat.init(offbeat.Plan(fabric=ParameterServer())) as run:
-        parts = data_of(run, "momentum")
-        if state is not None:
-            run.load_state_dict(state)
-        seen = go_through(parts, 1, stop=2 if state is None else None)
-        run.settle()
-        state = run.state_dict()
-        run.settle()
-    return seen, state, said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(100)
-def test_with_other_workers_it_is_said_what_carries_over() -> None:
-    first = run_workers(3, goes_on, None, timeout_s=45)
-    second = run_workers(2, goes_on, first[0][1], timeout_s=45)
-    assert Counter(sample for seen, _, _ in [*first, *second] for sample in seen) == dict.fromkeys(range(50), 1)
-    (text,) = [text for _, _, said in second for text in said if "The checkpoint was made by" in text]
-    assert text.startswith("The checkpoint was made by rank 0, 1, 2, and this run has rank 0, 1: the place in the data")

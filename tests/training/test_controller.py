@@ -1,4 +1,4 @@
-"""A controller in real processes without a server: all go over at the same step, and one after another may ask it."""
+"""A controller in real processes: all go over together; it outlives the worker that asks it, and hears of who hangs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,20 +17,20 @@ from torch import nn
 
 import offbeat
 from offbeat.control import ByProgress, WaitThreshold
-from offbeat.sync import BSP, LocalSGD, OuterSGD
+from offbeat.sync import ASP, BSP, SSP, LocalSGD, OuterSGD
 from offbeat.wire import swap_request
 from tests.training.test_join import wait_for
+from tests.training.test_swap import LR, emitted
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from offbeat.control import Controller
     from offbeat.fabric import FabricSpec
 
 FABRICS: dict[str, Callable[[], FabricSpec]] = {
-    "gloo": offbeat.ProcessGroup,
+    "group": offbeat.ProcessGroup,
     "elastic": offbeat.Elastic,
     "server": offbeat.ParameterServer,
 }
@@ -41,9 +42,9 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def join(fabric: str, controller: Controller, folder: Path | None = None) -> offbeat.Run:
+def join(fabric: str, controller: Controller, folder: Path | None = None, timeout: timedelta = TIMEOUT) -> offbeat.Run:
     plan = offbeat.Plan(sync=controller.policies[0], fabric=FABRICS[fabric](), controller=controller)
-    return offbeat.init(plan, timeout=TIMEOUT, run_dir=folder)
+    return offbeat.init(plan, timeout=timeout, run_dir=folder)
 
 
 def digest(model: nn.Module) -> str:
@@ -56,12 +57,13 @@ def changes(seen: Sequence[str]) -> list[tuple[int, str]]:
 
 
 SCHEDULE = ByProgress((BSP(), LocalSGD(4), LocalSGD(2, outer=OuterSGD()), BSP()), at=(0.25, 0.5, 0.75), steps=40)
+SERVER_SCHEDULE = ByProgress((BSP(), SSP(2), LocalSGD(2)), at=(0.25, 0.5), steps=40)
 
 
 def go_by(fabric: str, folder: Path, taken_over_at: int | None) -> tuple[list[str], list[str], list[str], str]:
     """Which policy decided behind each step, digests, what was said, and the controller at the end."""
     said, seen, digests = listen(), [], []
-    with join(fabric, SCHEDULE, folder) as run:
+    with join(fabric, SERVER_SCHEDULE if fabric == "server" else SCHEDULE, folder) as run:
         torch.manual_seed(0)
         model = nn.Linear(20, 3)
         prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
@@ -72,13 +74,15 @@ def go_by(fabric: str, folder: Path, taken_over_at: int | None) -> tuple[list[st
             prepared(torch.randn(4, 20)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if fabric == "server":
+                time.sleep(0.02)  # a swap takes as long as it takes, not so many steps
             seen.append(repr(run.plan.sync))
             digests.append(digest(model))
         run.settle()
         return seen, [*digests, digest(model)], said, repr(run.plan.controller)
 
 
-@pytest.mark.parametrize("fabric", ["gloo", slow("elastic")])
+@pytest.mark.parametrize("fabric", ["group", slow("elastic")])
 def test_a_schedule_goes_on_at_the_same_step_everywhere_and_always(fabric: str, tmp_path: Path) -> None:
     first = run_workers(3, go_by, fabric, tmp_path / "first", None)
     for seen, digests, said, controller in first:
@@ -104,20 +108,29 @@ def test_a_schedule_goes_on_at_the_same_step_everywhere_and_always(fabric: str, 
     assert [one[:2] for one in again] == [one[:2] for one in first], "to the bit"
 
 
-@pytest.mark.parametrize("at", [slow(2), 9, slow(10)])  # with 9 and 10 both want something at the same time
-def test_a_person_takes_over(at: int, tmp_path: Path) -> None:
-    results = run_workers(3, go_by, "gloo", tmp_path, at)
+@pytest.mark.parametrize(
+    ("fabric", "at"),
+    [slow("group", 2), ("group", 9), slow("group", 10), ("server", 30)],  # with 9 and 10 both want something at once
+)
+def test_a_person_takes_over(fabric: str, at: int, tmp_path: Path) -> None:
+    results = run_workers(3, go_by, fabric, tmp_path, at, timeout_s=60)
     for seen, digests, _, controller in results:
         assert changes(seen)[-1][1] == repr(LocalSGD(3))
         assert changes(seen)[-1][0] <= at + 5
         assert controller == "None"
         assert digests[-1] == results[0][1][-1]
-    assert "ByProgress(" in results[0][2][-1]
-    assert "has let go of it" in results[0][2][-1]
+        if fabric == "server":
+            (_, began), (loose_at, loose), (local_at, local), _ = changes(seen)
+            assert [began, loose, local] == [repr(policy) for policy in SERVER_SCHEDULE.policies]
+            assert 10 <= loose_at < 20 <= local_at
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    swaps = [one["text"] for one in events if one["kind"] == "event" and one["what"] == "swap"]
+    assert "ByProgress(" in swaps[-1]
+    assert "has let go of it" in swaps[-1]
 
 
 def test_one_that_is_alone_goes_by_its_schedule_too(tmp_path: Path) -> None:
-    ((seen, _, _, controller),) = run_workers(1, go_by, "gloo", tmp_path, None)
+    ((seen, _, _, controller),) = run_workers(1, go_by, "group", tmp_path, None)
     assert [policy for _, policy in changes(seen)] == [*map(repr, SCHEDULE.policies)]
     assert controller == repr(SCHEDULE)
 
@@ -146,7 +159,7 @@ def be_asked_from_outside(fabric: str, folder: Path) -> tuple[str, str, str]:
     return repr(run.plan.sync), repr(run.plan.controller), "" if granted is None else granted.text
 
 
-@pytest.mark.parametrize("fabric", ["gloo", slow("elastic")])
+@pytest.mark.parametrize("fabric", ["group", slow("elastic")])
 def test_who_swaps_from_outside_takes_over_as_well(fabric: str, tmp_path: Path) -> None:
     results = run_workers(2, be_asked_from_outside, fabric, tmp_path)
     for policy, controller, _ in results:
@@ -170,7 +183,7 @@ def be_late(fabric: str, late: int, folder: Path) -> tuple[list[str], list[str]]
     return seen, said
 
 
-@pytest.mark.parametrize("fabric", [slow("gloo"), "elastic"])
+@pytest.mark.parametrize("fabric", [slow("group"), "elastic"])
 def test_who_is_late_makes_the_policy_looser_until_it_is_not(fabric: str, tmp_path: Path) -> None:
     results = run_workers(3, be_late, fabric, 1, tmp_path, timeout_s=50)
     for seen, _ in results:
@@ -274,7 +287,7 @@ def go_on(fabric: str, folder: Path, stop: int | None) -> tuple[list[str], list[
 
 
 @pytest.mark.parametrize(
-    ("fabric", "stop"), [slow("gloo", 5), slow("gloo", 10), ("gloo", 17), slow("elastic", 26), slow("gloo", 36)]
+    ("fabric", "stop"), [slow("group", 5), slow("group", 10), ("group", 17), slow("elastic", 26), slow("group", 36)]
 )
 def test_a_resumed_job_goes_on_where_the_controller_was(fabric: str, stop: int, tmp_path: Path) -> None:
     whole = run_workers(2, go_on, fabric, tmp_path, None)
@@ -283,3 +296,49 @@ def test_a_resumed_job_goes_on_where_the_controller_was(fabric: str, stop: int, 
         assert len({*whole[rank][0]}) == 2, "it has swapped"
         assert before[rank][0] + after[rank][0] == whole[rank][0]
         assert before[rank][1] + after[rank][1] == whole[rank][1], "to the bit"
+
+
+WORLD, STEPS, STOPS_AT = 3, 80, 20
+
+
+def stop_oneself(folder: Path) -> tuple[torch.Tensor, list[str]]:
+    """Rank 1 stops itself between two steps; rank 0 has it go on once another policy decides."""
+    rank = int(os.environ["RANK"])
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    model, seen = nn.Linear(3000, 1, bias=False), []
+    nn.init.zeros_(model.weight)
+    # It does not go back: with ASP rounds keep their size when others are done, so that the sum is exact.
+    controller = WaitThreshold(above=0.5, below=1e-9, window_s=1.0, least_s=1.0)
+    with join("server", controller, folder, timedelta(seconds=20)) as run:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        to_go_on = rank == 0
+        for step in range(STEPS):
+            (model.weight * emitted(rank, step)).sum().backward()
+            time.sleep(0.02)
+            if rank == 1 and step == STOPS_AT:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(repr(run.plan.sync))
+            if to_go_on and step >= STOPS_AT and run.plan.sync == ASP() and is_stopped(folder):
+                os.kill(int((folder / "pid1").read_text()), signal.SIGCONT)
+                to_go_on = False
+        run.settle()
+        return model.weight.detach().clone().flatten(), seen
+
+
+def is_stopped(folder: Path) -> bool:
+    stat = Path(f"/proc/{(folder / 'pid1').read_text()}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_stopped_worker_is_not_waited_for_and_nothing_is_lost(tmp_path: Path) -> None:
+    """At a server; it makes the policy looser, though it cannot answer."""
+    results = run_workers(WORLD, stop_oneself, tmp_path, timeout_s=50)
+    everything = torch.stack([emitted(rank, step) for rank in range(WORLD) for step in range(STEPS)])
+    for weight, _ in results:
+        torch.testing.assert_close(weight, -LR * everything.sum(0) / WORLD, rtol=1e-3, atol=1e-3)
+    assert repr(ASP()) in results[0][1], "rank 1 was stopped then, and had not answered"
+    said = (tmp_path / "metrics.jsonl").read_text()
+    assert "ASP() decides when workers may go on, not BSP() any more" in said
+    assert "of the last 1 s were spent waiting for others, above 50%" in said
