@@ -56,7 +56,7 @@ class BatchSource(Protocol):
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Return batches that were asked for and are not used; the last ones that were asked for, in order."""
 
-    def crowded(self) -> None:
+    def out_of_memory(self) -> None:
         """Handle that there was no memory for the batch at hand: others compute it, and later ones are smaller."""
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:

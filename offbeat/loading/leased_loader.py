@@ -187,9 +187,9 @@ class LeasedLoader:
         """Go on without these workers; the last `unused` batches of the loop are in no step yet."""
         self._source.lost(ranks, unused=unused)
 
-    def crowded(self) -> None:
+    def out_of_memory(self) -> None:
         """Handle that there was no memory for the batch at hand."""
-        self._source.crowded()
+        self._source.out_of_memory()
 
     def explain(self) -> str:
         """Say which worker paces the rounds and why; "" if somebody else knows."""

@@ -178,7 +178,7 @@ class LoaderManager:
             loader.joined(ranks)
         return what_changes(self._keeps)
 
-    def crowded(self) -> None:
+    def out_of_memory(self) -> None:
         """Handle that there was no memory for the batch at hand.
 
         Raises:
@@ -190,7 +190,7 @@ class LoaderManager:
                 "and a prepared DataLoader over a dataset with a length."
             )
         for loader in self.leased:
-            loader.crowded()
+            loader.out_of_memory()
         for synchronizer in self._models.synchronizers:
             synchronizer.accounting.give_up()
         self._metrics.give_up()
@@ -275,10 +275,8 @@ class LoaderManager:
         """One loader's place; where its data was dealt out in another order, the epoch begins anew."""
         loader, is_leased = self.loaders[number], "epoch" not in state
         if isinstance(loader, LeasedLoader) and is_leased:
-            if "place" not in state:
-                return state
-            if isinstance(loader.source, ServerSource):
-                self._tell_who_made_it(position.workers_of(state["place"], number))
+            self._tell_who_made_it(position.workers_of(state, number))
+            if "place" not in state or isinstance(loader.source, ServerSource):
                 return state
             leases = dataclasses.replace(loader.source.leases, seed=seed % SEEDS)
             return position.for_workers(state["place"], number, leases, is_held=False)
@@ -293,7 +291,7 @@ class LoaderManager:
         return position.beginning(leases, epoch, self._control.members)
 
     def _tell_who_made_it(self, then: Sequence[int]) -> None:
-        """Tell, as the first worker, what carries over to other workers than those that were at the server."""
+        """Tell, as the first worker, what carries over to other workers than made the checkpoint."""
         present = self._control.members
         if tuple(then) != tuple(present) and self._control.is_first:
             _log.warning(

@@ -30,14 +30,14 @@ def for_workers(
 ) -> dict[str, Any]:
     """Convert the coordinator's position to that of one loader's `ReplicatedSource`.
 
-    There all are in the same epoch: who was ahead of the others in the books would leave them without data for good.
+    There all are in the same epoch: a worker that was ahead of the others would leave them without data for good.
 
     Args:
-        books: the coordinator's, when all workers have given back what they have not drawn. What they hold then is in
-            gradients that they have, and counts as used.
+        lease_state: the coordinator's, when all workers have given back what they have not drawn. What they hold then
+            is in gradients that they have, and counts as used.
         leases: how the dataset is dealt out.
         is_held: False if nobody has those gradients any more: then it is dealt out again.
-        epoch: in which all draw next; None for that in which the last of them is, going by the books.
+        epoch: in which all draw next; None for that in which the last of them is.
 
     Raises:
         ModelError: if that is damaged, or of other data.
@@ -62,24 +62,17 @@ def epoch_of(state: Mapping[str, Any], loader: int) -> int:
     Raises:
         ModelError: if that is damaged.
     """
-    plain = state["leases"] if "leases" in state else _of_loader(state["place"], loader)
-    try:
-        pool = msgspec.convert(plain["pool"], LeasePool, str_keys=True)
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
+    pool = _pool_of(state, loader)
     return min(pool.at.values(), default=pool.epoch)
 
 
-def workers_of(lease_state: str | bytes, loader: int) -> tuple[int, ...]:
-    """The workers that have leases in the coordinator's books.
+def workers_of(state: Mapping[str, Any], loader: int) -> tuple[int, ...]:
+    """The workers that had leases of one loader.
 
     Raises:
-        ModelError: if they are damaged.
+        ModelError: if what was kept is damaged.
     """
-    try:
-        return tuple(sorted(msgspec.convert(_of_loader(lease_state, loader)["pool"], LeasePool, str_keys=True).at))
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
+    return tuple(sorted(_pool_of(state, loader).at))
 
 
 def describe(state: Mapping[str, Any]) -> str:
@@ -114,6 +107,14 @@ def for_coordinator(places: Mapping[int, tuple[RegisterLoader, Leases, Mapping[s
 def progress_of(plain: Any, samples: int) -> float:
     """Epochs that were dealt, going by a pool in dicts, lists and numbers."""
     return msgspec.convert(plain["pool"], LeasePool, str_keys=True).reached(samples)
+
+
+def _pool_of(state: Mapping[str, Any], loader: int) -> LeasePool:
+    try:
+        plain = state["leases"] if "leases" in state else _of_loader(state["place"], loader)
+        return msgspec.convert(plain["pool"], LeasePool, str_keys=True)
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise ModelError(f"Cannot resume the data: the checkpoint is damaged ({error}).") from error
 
 
 def _of_loader(lease_state: str | bytes, loader: int) -> Any:

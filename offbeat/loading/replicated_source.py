@@ -1,8 +1,8 @@
-"""Batches that all workers work out alike: each keeps the same books, so nobody has to deal them out.
+"""Batches that all workers work out alike: each keeps the same state of the leases, so nobody has to deal them out.
 
 For fabrics on which every step is everybody's. Now and then the workers tell each other how long their steps took; from
-that each computes all batches of the next steps, and takes its own. The books are a function of what was told, so they
-are equal everywhere, bit for bit.
+that each computes all batches of the next steps, and takes its own. The state is a function of the workers' reports, so
+it is equal everywhere, bit for bit.
 
 Where the others go on without a worker that is lost, each knows the round in which that first lacked, from the exchange
 that it was lost in, and tells it. Whoever does not answer is dealt nothing more; what it had been dealt from that round
@@ -12,14 +12,13 @@ on goes to the others. So the leases of some rounds are kept open, until their s
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from offbeat.batching import Lease, LeasePool, TuningState, even_batches, what_changes
+from offbeat.batching import Lease, LeasePool, TuningState, even_batches
 from offbeat.engine import state_checks
 from offbeat.errors import ModelError
 from offbeat.loading.batch_source import Batch
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from offbeat.batching import BatchTuning, Keeps, Leases
     from offbeat.engine.control_group import ControlGroup
 
-_log = logging.getLogger("offbeat")
 # Steps between two exchanges of times: each is a collective of its own, and plans need no more.
 _REPORT_EVERY = 5
 _MOST_TIMINGS = 256
@@ -58,7 +56,7 @@ _read_report = msgspec.json.Decoder(StepReport).decode
 
 
 @dataclass(frozen=True)
-class LeaseBook:
+class LeaseState:
     """The knowledge that all workers share; immutable.
 
     Args:
@@ -90,10 +88,10 @@ class BatchSizes(NamedTuple):
 
 
 class LeaseStep(NamedTuple):
-    """The book before a batch was taken, and after."""
+    """The state before a batch was taken, and after."""
 
-    before: LeaseBook
-    after: LeaseBook
+    before: LeaseState
+    after: LeaseState
 
 
 class ReplicatedSource:
@@ -123,8 +121,8 @@ class ReplicatedSource:
         self._sizes, self._total = sizes, sizes.mean * control.world
         self._kept, self._world = kept, control.world
         tuning = None if tune is None else tune.init(self._total, together=True, floor=sizes.least)
-        self._book = self._join(LeaseBook(leases.init(), tuning, ()), control.members)
-        self._at = self._book  # behind the last batch that the loop has
+        self._lease_state = self._join(LeaseState(leases.init(), tuning, ()), control.members)
+        self._at = self._lease_state  # behind the last batch that the loop has
         self._drawn: deque[int] = deque(maxlen=_MOST_DRAWN)  # rounds of the last batches that the loop has
         self._lost: dict[int, int] = {}
         self._is_over = False  # the loop has been told the end of the epoch
@@ -135,19 +133,19 @@ class ReplicatedSource:
         """Take this worker's part of the next step. Collective."""
         if self._before:
             return self._before.popleft()
-        if self._book.round % _REPORT_EVERY == 0:
+        if self._lease_state.round % _REPORT_EVERY == 0:
             self._exchange_reports()
-        book = self._book
-        pool, tuning, parts = self._deal(book)
+        lease_state = self._lease_state
+        pool, tuning, parts = self._deal(lease_state)
         if not parts:
-            self._book = dataclasses.replace(book, pool=pool, tuning=tuning, over=frozenset())
+            self._lease_state = dataclasses.replace(lease_state, pool=pool, tuning=tuning, over=frozenset())
             self._is_over = True
             return None
-        over = frozenset(book.members) - parts.keys()
-        dealt = tuple((book.round, rank, lease.number) for rank, lease in parts.items())
-        after = LeaseBook(pool, tuning, book.members, book.round + 1, over, book.open + dealt)
-        self._book = self._use(after, before=after.round - self._kept)
-        mark = LeaseStep(book, self._book)
+        over = frozenset(lease_state.members) - parts.keys()
+        dealt = tuple((lease_state.round, rank, lease.number) for rank, lease in parts.items())
+        after = LeaseState(pool, tuning, lease_state.members, lease_state.round + 1, over, lease_state.open + dealt)
+        self._lease_state = self._use(after, before=after.round - self._kept)
+        mark = LeaseStep(lease_state, self._lease_state)
         mine = parts.get(self._control.rank)
         mean = sum(lease.count for lease in parts.values()) / len(parts)
         return Batch(mine, 0.0 if mine is None else mine.count / mean, min(parts), mark)
@@ -155,7 +153,7 @@ class ReplicatedSource:
     @property
     def is_through(self) -> bool:
         """Whether nothing more can be asked for in this epoch, as far as this worker knows."""
-        return self._is_over or not self._deal(self._book)[2]
+        return self._is_over or not self._deal(self._lease_state)[2]
 
     def drawn(self, batch: Batch) -> None:
         """The loop has it."""
@@ -165,25 +163,27 @@ class ReplicatedSource:
 
     def ended(self) -> None:
         """The next epoch begins."""
-        self._at, self._is_over = self._book, False
+        self._at, self._is_over = self._lease_state, False
         self.progress = max(self.progress, self._reached())
 
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Go back to before the first of these; all workers leave the loop at the same batch."""
         if batches:
-            before, now = batches[0].mark.before, self._book
-            book = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
-            self._book = self._at = self._admit(book, set(now.members) - book.pool.at.keys())
+            before, now = batches[0].mark.before, self._lease_state
+            lease_state = dataclasses.replace(before, tuning=now.tuning, members=now.members, round=now.round)
+            self._lease_state = self._at = self._admit(lease_state, set(now.members) - lease_state.pool.at.keys())
             self._is_over = False
             self._before.clear()
 
     def joined(self, ranks: Iterable[int]) -> None:
         """Admit these workers from the next batch on that is asked for. On all workers at the same place."""
-        ranks, tuning = sorted(ranks), self._book.tuning
+        ranks, tuning = sorted(ranks), self._lease_state.tuning
         for rank in ranks:
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
-        book = self._admit(self._book, ranks)
-        self._book = dataclasses.replace(book, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
+        lease_state = self._admit(self._lease_state, ranks)
+        self._lease_state = dataclasses.replace(
+            lease_state, tuning=tuning, members=tuple(sorted({*lease_state.members, *ranks}))
+        )
 
     def hand_over(self, asked: Sequence[Batch]) -> dict[str, Any]:
         """Collect what a new worker has to know, in dicts, lists and numbers.
@@ -192,7 +192,7 @@ class ReplicatedSource:
             asked: for these the loader has asked, and the loop does not have them.
         """
         return {
-            "books": self._plain(self._book),
+            "books": self._plain(self._lease_state),
             "at": self._plain(self._at),
             "asked": [[one.first, self._plain(one.mark.before), self._plain(one.mark.after)] for one in asked],
             "over": self._is_over,
@@ -205,7 +205,7 @@ class ReplicatedSource:
         Raises:
             ModelError: if it is of another dataset, or does not add up.
         """
-        self._book, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
+        self._lease_state, self._at = self._from_plain(state["books"]), self._from_plain(state["at"])
         for first, before, after in state["asked"]:
             mark = LeaseStep(self._from_plain(before), self._from_plain(after))
             self._before.append(Batch(None, 0.0, int(first), mark))
@@ -220,7 +220,7 @@ class ReplicatedSource:
         for rank in ranks:
             self._lost.setdefault(rank, first)
 
-    def crowded(self) -> None:
+    def out_of_memory(self) -> None:
         """Refuse: it is not supported here.
 
         Raises:
@@ -233,7 +233,7 @@ class ReplicatedSource:
 
     def explain(self) -> str:
         """Say which worker paces the rounds and why."""
-        tuning = self._book.tuning
+        tuning = self._lease_state.tuning
         return "" if self._tune is None or tuning is None else self._tune.explain(tuning)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,40 +255,32 @@ class ReplicatedSource:
         round_ = state_checks.whole(state["round"], "round in the data")
         over = frozenset(state_checks.whole(rank, "rank whose data has ended") for rank in state["over"])
         self.leases = dataclasses.replace(self.leases, seed=seed)
-        pool, tuning = self.leases.from_plain(state["leases"]), self._book.tuning
+        pool, tuning = self.leases.from_plain(state["leases"]), self._lease_state.tuning
         if self._tune is not None and state["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(state["tuning"], self._total), self._sizes.least)
-        present, then = self._book.members, tuple(sorted(pool.at))
-        if then != present and self._control.rank == present[0]:
-            _log.warning(
-                "The checkpoint was made by rank %s, and this run has rank %s: the position in the data carries over, "
-                "and what other workers had leased is leased again; %s.",
-                ", ".join(map(str, then)),
-                ", ".join(map(str, present)),
-                what_changes("global_batch" if self._tune is not None else self._sizes.keeps),
-            )
-        book = LeaseBook(pool, tuning, then, round_, over)
+        present, then = self._lease_state.members, tuple(sorted(pool.at))
+        lease_state = LeaseState(pool, tuning, then, round_, over)
         for rank in set(then) - set(present):
-            book = self._leave(book, rank)
-        self._book = self._at = self._join(book, [rank for rank in present if rank not in then])
+            lease_state = self._leave(lease_state, rank)
+        self._lease_state = self._at = self._join(lease_state, [rank for rank in present if rank not in then])
         self.progress = self._reached()
 
-    def _plain(self, book: LeaseBook) -> dict[str, Any]:
-        tuning = book.tuning
+    def _plain(self, lease_state: LeaseState) -> dict[str, Any]:
+        tuning = lease_state.tuning
         return {
-            "leases": self.leases.to_plain(book.pool),
+            "leases": self.leases.to_plain(lease_state.pool),
             "tuning": None if self._tune is None or tuning is None else self._tune.to_plain(tuning),
-            "members": book.members,
-            "round": book.round,
-            "over": sorted(book.over),
-            "open": book.open,
+            "members": lease_state.members,
+            "round": lease_state.round,
+            "over": sorted(lease_state.over),
+            "open": lease_state.open,
         }
 
-    def _from_plain(self, plain: Mapping[str, Any]) -> LeaseBook:
-        tuning = self._book.tuning
+    def _from_plain(self, plain: Mapping[str, Any]) -> LeaseState:
+        tuning = self._lease_state.tuning
         if self._tune is not None and plain["tuning"] is not None:
             tuning = self._tune.with_floor(self._tune.from_plain(plain["tuning"], self._total), self._sizes.least)
-        return LeaseBook(
+        return LeaseState(
             self.leases.from_plain(plain["leases"]),
             tuning,
             tuple(plain["members"]),
@@ -297,13 +289,13 @@ class ReplicatedSource:
             tuple((int(round), int(rank), int(number)) for round, rank, number in plain["open"]),
         )
 
-    def _admit(self, book: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
+    def _admit(self, lease_state: LeaseState, ranks: Iterable[int]) -> LeaseState:
         """Lease to these, too, in the epoch in which the others are."""
-        at = dict(book.pool.at)
-        epoch = min(at.values(), default=book.pool.epoch)
+        at = dict(lease_state.pool.at)
+        epoch = min(at.values(), default=lease_state.pool.epoch)
         for rank in ranks:
             at[rank] = epoch
-        return dataclasses.replace(book, pool=dataclasses.replace(book.pool, at=at))
+        return dataclasses.replace(lease_state, pool=dataclasses.replace(lease_state.pool, at=at))
 
     def _reached(self) -> float:
         return self._at.pool.reached(self.leases.samples)
@@ -313,23 +305,25 @@ class ReplicatedSource:
         mine = StepReport(tuple(self._take_timings())[-_MOST_TIMINGS:], self._lost)
         texts = self._control.texts("how long the steps took", msgspec.json.encode(mine).decode())
         reports = {rank: _read_report(text) for rank, text in texts.items()}
-        book = self._learn(self._book, {rank: one.timings for rank, one in reports.items()})
-        tuning = book.tuning
-        for rank in book.members:
+        lease_state = self._learn(self._lease_state, {rank: one.timings for rank, one in reports.items()})
+        tuning = lease_state.tuning
+        for rank in lease_state.members:
             if rank not in reports and self._tune is not None and tuning is not None:
                 tuning = self._tune.leave(tuning, rank)
-        book = dataclasses.replace(book, tuning=tuning, members=tuple(r for r in book.members if r in reports))
-        for rank in book.pool.at.keys() - set(book.members):
+        lease_state = dataclasses.replace(
+            lease_state, tuning=tuning, members=tuple(r for r in lease_state.members if r in reports)
+        )
+        for rank in lease_state.pool.at.keys() - set(lease_state.members):
             # Not before somebody knows: some may have been loading ahead when they noticed.
             if lacked := [one.lost[rank] for one in reports.values() if rank in one.lost]:
-                book = self._leave(book, rank, since=max(lacked))
-        self._book = book
+                lease_state = self._leave(lease_state, rank, since=max(lacked))
+        self._lease_state = lease_state
 
-    def _learn(self, book: LeaseBook, reports: Mapping[int, Sequence[Timing]]) -> LeaseBook:
+    def _learn(self, lease_state: LeaseState, reports: Mapping[int, Sequence[Timing]]) -> LeaseState:
         """Learn how fast the machines are."""
-        tuning = book.tuning
+        tuning = lease_state.tuning
         if self._tune is None or tuning is None:
-            return book
+            return lease_state
         for step in zip(*reports.values(), strict=False):
             # Who waits least waits for nobody: that is how long it takes to send.
             transfer_s = min(timing.wait_s for timing in step)
@@ -337,47 +331,55 @@ class ReplicatedSource:
                 if timing.samples:
                     blocked_s = timing.wait_s - transfer_s
                     tuning = self._tune.observe(tuning, rank, timing.samples, timing.compute_s, transfer_s, blocked_s)
-        return dataclasses.replace(book, tuning=tuning)
+        return dataclasses.replace(lease_state, tuning=tuning)
 
-    def _deal(self, book: LeaseBook) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
+    def _deal(self, lease_state: LeaseState) -> tuple[LeasePool, TuningState | None, dict[int, Lease]]:
         """Lease each member's part of this round; nobody gets anything where the epoch ends."""
-        pool, parts = book.pool, dict[int, Lease]()
-        tuning, counts = self._counts(book)
-        for rank in book.members:
-            if rank not in book.over:
+        pool, parts = lease_state.pool, dict[int, Lease]()
+        tuning, counts = self._counts(lease_state)
+        for rank in lease_state.members:
+            if rank not in lease_state.over:
                 count = min(counts[rank], self.leases.samples)
                 pool, deal = self.leases.take(pool, rank, count, now_s=0.0, least=self._sizes.least)
                 if isinstance(deal, Lease):
                     parts[rank] = deal
         return pool, tuning, parts
 
-    def _counts(self, book: LeaseBook) -> tuple[TuningState | None, dict[int, int]]:
+    def _counts(self, lease_state: LeaseState) -> tuple[TuningState | None, dict[int, int]]:
         """The batch of each member in this round."""
-        if self._tune is not None and book.tuning is not None:
-            return self._tune.plan(book.tuning, book.round)
-        return None, even_batches(self._sizes.mean, self._world, book.members, self._sizes.keeps)
+        if self._tune is not None and lease_state.tuning is not None:
+            return self._tune.plan(lease_state.tuning, lease_state.round)
+        return None, even_batches(self._sizes.mean, self._world, lease_state.members, self._sizes.keeps)
 
-    def _use(self, book: LeaseBook, *, before: int) -> LeaseBook:
+    def _use(self, lease_state: LeaseState, *, before: int) -> LeaseState:
         """Take the leases of the rounds before this one for used; but for those of who is lost."""
-        there = set(book.members)
-        used = {one for one in book.open if one[0] < before and one[1] in there}
-        pool, _ = self.leases.acknowledge(book.pool, [number for _, _, number in used])
-        return dataclasses.replace(book, pool=pool, open=tuple(one for one in book.open if one not in used))
+        there = set(lease_state.members)
+        used = {one for one in lease_state.open if one[0] < before and one[1] in there}
+        pool, _ = self.leases.acknowledge(lease_state.pool, [number for _, _, number in used])
+        return dataclasses.replace(
+            lease_state, pool=pool, open=tuple(one for one in lease_state.open if one not in used)
+        )
 
-    def _join(self, book: LeaseBook, ranks: Iterable[int]) -> LeaseBook:
-        pool, tuning = book.pool, book.tuning
+    def _join(self, lease_state: LeaseState, ranks: Iterable[int]) -> LeaseState:
+        pool, tuning = lease_state.pool, lease_state.tuning
         for rank in ranks:
             pool = self.leases.join(pool, rank)
             tuning = None if self._tune is None or tuning is None else self._tune.join(tuning, rank)
-        return dataclasses.replace(book, pool=pool, tuning=tuning, members=tuple(sorted({*book.members, *ranks})))
-
-    def _leave(self, book: LeaseBook, rank: int, since: int = 0) -> LeaseBook:
-        """Give the leases of a worker from round `since` on to the others."""
-        used = [number for round, whose, number in book.open if whose == rank and round < since]
-        pool, _ = self.leases.acknowledge(book.pool, used)
-        pool, tuning = self.leases.lose(pool, rank), book.tuning
-        tuning = None if self._tune is None or tuning is None else self._tune.leave(tuning, rank)
-        members = tuple(other for other in book.members if other != rank)
         return dataclasses.replace(
-            book, pool=pool, tuning=tuning, members=members, open=tuple(one for one in book.open if one[1] != rank)
+            lease_state, pool=pool, tuning=tuning, members=tuple(sorted({*lease_state.members, *ranks}))
+        )
+
+    def _leave(self, lease_state: LeaseState, rank: int, since: int = 0) -> LeaseState:
+        """Give the leases of a worker from round `since` on to the others."""
+        used = [number for round, whose, number in lease_state.open if whose == rank and round < since]
+        pool, _ = self.leases.acknowledge(lease_state.pool, used)
+        pool, tuning = self.leases.lose(pool, rank), lease_state.tuning
+        tuning = None if self._tune is None or tuning is None else self._tune.leave(tuning, rank)
+        members = tuple(other for other in lease_state.members if other != rank)
+        return dataclasses.replace(
+            lease_state,
+            pool=pool,
+            tuning=tuning,
+            members=members,
+            open=tuple(one for one in lease_state.open if one[1] != rank),
         )

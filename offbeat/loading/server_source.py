@@ -94,12 +94,12 @@ class ServerSource:
         """The epoch in which this worker draws next."""
         return self._hand.begins
 
-    def crowded(self) -> None:
+    def out_of_memory(self) -> None:
         """Ask for less; what was drawn since the last step is given back, and so is what was dealt out beforehand."""
         server = self._server
         drawn = [number for loader, number in server.drawn if loader == self._loader]
         server.drawn = [(loader, number) for loader, number in server.drawn if loader != self._loader]
-        server.client.crowded(self._hand, self._count, drawn)
+        server.client.out_of_memory(self._hand, self._count, drawn)
 
     def lost(self, ranks: Iterable[int], *, unused: int) -> None:
         """Do nothing: the server knows."""
