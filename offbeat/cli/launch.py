@@ -351,14 +351,14 @@ class Launch:
         partial[:] = rest
         if not data:
             self._selector.unregister(stream)
-            lines += [rest] if rest else []
-        if len(partial) > _MOST_LINE_BYTES:
+        if partial and (not data or len(partial) > _MOST_LINE_BYTES):
             lines.append(bytes(partial))
             partial.clear()
-        self._say(worker, [line.decode(errors="replace").rstrip("\r") for line in lines])
+        self._say(worker, lines)
         return bool(data)
 
-    def _say(self, worker: Worker, lines: list[str]) -> None:
+    def _say(self, worker: Worker, raw: list[bytes]) -> None:
+        lines = [line.decode(errors="replace").rstrip("\r") for line in raw]
         worker.tail.extend(lines)
         if lines:  # all at once: a script that prints much waits for us
             self._console.print("\n".join(f"[{worker.rank}] {line}" for line in lines), markup=False)
@@ -369,6 +369,8 @@ class Launch:
             worker, partial = key.data
             while self._take(key.fileobj, worker, partial):  # type: ignore[arg-type]
                 pass
+            if partial:  # there is no end of file where a process that the worker started has its output open still
+                self._say(worker, [bytes(partial)])
         for worker in self._workers:
             assert worker.process.stdout is not None
             worker.process.stdout.close()

@@ -39,6 +39,13 @@ def test_much_output_without_end_of_line(tmp_path: Path) -> None:
     assert max(map(len, output.splitlines())) < 2_000_000
 
 
+def test_a_last_line_without_end_while_a_child_has_the_output_open(tmp_path: Path) -> None:
+    child = "import subprocess\nsubprocess.Popen(['sleep', '3'])\n"
+    code, output = offbeat("run", "--workers", 1, script(tmp_path, f"{child}print('the end', end='')"), folder=tmp_path)
+    assert code == 0
+    assert "[0] the end\n" in output
+
+
 def test_training_leaves_a_run_folder(tmp_path: Path) -> None:
     code, output = offbeat("run", "--run-dir", "out", script(tmp_path, TRAIN), folder=tmp_path)
     assert code == 0, output
