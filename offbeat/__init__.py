@@ -1,5 +1,22 @@
 """offbeat trains PyTorch models data-parallel on clusters that are not perfect.
 
+A run goes by its `plan`, made of parts: when workers may go on (`sync`), what is sent (`codec`), where it is summed
+(`fabric`), how batches are dealt (`batching`), who swaps the policy (`control`).
+
+* what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
+* training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions
+* processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived
+* behind and before a run: `history`, `audit`, `report`; `sim` - in virtual time; `lab` - on real links
+
+Beside them stand the nouns that rooms share:
+
+* a model: `layout` - parameters in flat buckets; `tensors` - as bytes; `payload` - what is exchanged; `pending` - an
+  exchange under way; `rng` - random generators; `model_profiles` - sizes of well-known networks
+* a cluster: `topology` - hosts and links; `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` -
+  faults
+* a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
+* text and files: `toml_reader`, `safe_read` - what may be damaged; `short_name` - of a part; `float_sum` - exact sums
+
 Names are loaded when they are first used, so that the parts that need no torch (the wire, the command line) start fast.
 """
 
