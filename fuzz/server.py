@@ -22,9 +22,9 @@ with atheris.instrument_imports(include=["offbeat.server", "offbeat.sync"]):
     from tests.server.garbage_peer import torment
 
 DECODERS = (
-    messages.from_guest,
+    messages.from_peer,
     messages.details_of,
-    messages.from_chief,
+    messages.from_coordinator,
     messages.to_worker,
     messages.statuses_of,
 )

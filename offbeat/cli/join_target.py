@@ -102,19 +102,19 @@ def look_for(where: str, workers: int) -> JoinTarget:
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
         with StatusClient(target, timedelta() if done else None) as onlooker:
-            scenes = onlooker.look(_PATIENCE_S)
+            model_statuses = onlooker.look(_PATIENCE_S)
     except JobEnded:
-        scenes = ()
+        model_statuses = ()
     except NetworkError as error:
         if not done:
             raise
         raise _over(target.folder) from error
-    if not scenes or not all(scene.started for scene in scenes):
+    if not model_statuses or not all(model_status.started for model_status in model_statuses):
         raise NetworkError(
             f"Cannot join the job at {where}: it does not train now. Try again while its workers do; `offbeat top` "
             "shows them."
         )
-    began_with = scenes[0].world
+    began_with = model_statuses[0].world
     newcomers = Path(target.folder) / "newcomers" if target.folder else None
     try:
         # A server that was restarted has forgotten ranks that nobody has come with yet; the folder has not.
@@ -134,11 +134,13 @@ def look_for(where: str, workers: int) -> JoinTarget:
         "OFFBEAT_AUTHORITY": target.authority,
     }
     try:
-        plan = Plan.from_toml(scenes[0].plan)
+        plan = Plan.from_toml(model_statuses[0].plan)
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
-    training, updates = len(scenes[0].present), scenes[0].version
-    found = f"{scenes[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
+    training, updates = len(model_statuses[0].present), model_statuses[0].version
+    found = (
+        f"{model_statuses[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
+    )
     run_folder = Path(target.folder) if target.folder else None
     return JoinTarget(environment, first_rank, plan, _history(folder), run_folder, found)
 

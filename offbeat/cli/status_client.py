@@ -20,7 +20,7 @@ from offbeat.diagnosis.hub_client import enter
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.protocol.messages import pack, status_reply_of
 from offbeat.protocol.status import GetStatus
-from offbeat.report.hub_status import scene_of
+from offbeat.report.hub_status import model_status_of
 from offbeat.report.records import has_ended
 from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.message_stream import MessageStream
@@ -181,7 +181,7 @@ class _StatusReceiver(ABC):
         self.answers = 0
         self._number = 0
         self._asked = False
-        self._scenes: tuple[ModelStatus, ...] | None = None
+        self._model_statuses: tuple[ModelStatus, ...] | None = None
         self._end: Exception | None = None
         self._told = asyncio.Event()  # something has come, or nothing will
         self._over = asyncio.Event()
@@ -195,29 +195,29 @@ class _StatusReceiver(ABC):
         """Leave."""
 
     async def look(self, patience_s: float) -> tuple[ModelStatus, ...] | None:
-        """The scenes; None if they did not come in time."""
+        """The status of all models; None if they did not come in time."""
         if not self._asked and self._end is None:
-            self._asked, self._number, self._scenes = True, self._number + 1, None
+            self._asked, self._number, self._model_statuses = True, self._number + 1, None
             self._told.clear()
             self.ask(self._number)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._told.wait(), patience_s)
         if self._end is not None:
             raise self._end
-        if self._scenes is not None:
+        if self._model_statuses is not None:
             self._asked = False
-        return self._scenes
+        return self._model_statuses
 
     async def rest(self, seconds: float) -> None:
         """Wait for so long, or until the link has ended."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
 
-    def seen(self, number: int, scenes: tuple[ModelStatus, ...]) -> None:
+    def seen(self, number: int, model_statuses: tuple[ModelStatus, ...]) -> None:
         """The answer to the question of that number."""
         if number == self._number:
             self.answers += 1
-            self._scenes = scenes
+            self._model_statuses = model_statuses
             self._told.set()
 
     def ended(self, error: OffbeatError | None) -> None:
@@ -283,7 +283,7 @@ class _HubLine(_StatusReceiver):
                     return
                 if not isinstance(message, Overview):
                     raise PeerError(f"The hub sent {type(message).__name__}, which is not for an onlooker.")
-                self.seen(message.number, (scene_of(message),))
+                self.seen(message.number, (model_status_of(message),))
             self.ended(NetworkError("The connection to the hub of the workers broke."))
         except PeerError as error:
             self.ended(error)

@@ -80,7 +80,7 @@ def top(
             else:
                 _follow(onlooker, show, every_s)
     except JobEnded:
-        typer.echo(last_lines(show.view.scenes), err=json)
+        typer.echo(last_lines(show.view.model_statuses), err=json)
     except KeyboardInterrupt:
         pass  # the way to leave
     finally:
@@ -92,17 +92,19 @@ def _leave(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def last_lines(scenes: Sequence[ModelStatus]) -> str:
+def last_lines(model_statuses: Sequence[ModelStatus]) -> str:
     """The last lines about a job that has ended.
 
     Args:
-        scenes: that were seen last.
+        model_statuses: that were seen last.
     """
-    if not scenes:
+    if not model_statuses:
         return "The job has ended."
-    several = len(scenes) > 1
-    made = listed([f"{s.version:,} {s.counts}{f' of model {s.model}' if several else ''}" for s in scenes])
-    return f"The job has ended. When last seen it had made {made} in {lasting(max(s.running_s for s in scenes))}."
+    several = len(model_statuses) > 1
+    made = listed([f"{s.version:,} {s.counts}{f' of model {s.model}' if several else ''}" for s in model_statuses])
+    return (
+        f"The job has ended. When last seen it had made {made} in {lasting(max(s.running_s for s in model_statuses))}."
+    )
 
 
 class _Show:
@@ -121,16 +123,16 @@ class _Show:
     def print(self) -> None:
         """Print the latest status."""
         if self.json:
-            typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.view.scenes}).decode())
+            typer.echo(msgspec.json.encode({"time_s": time.time(), "scenes": self.view.model_statuses}).decode())
         else:
             self.console.print(self.view)
 
 
 def _once(onlooker: JobOnlooker, show: _Show) -> None:
-    scenes = onlooker.look(_PATIENCE_S)
-    if scenes is None:
+    model_statuses = onlooker.look(_PATIENCE_S)
+    if model_statuses is None:
         raise NetworkError(f"Cannot look at the job: it has not answered for {_PATIENCE_S:g} s. Try again.")
-    show.view.add(scenes)
+    show.view.add(model_statuses)
     show.print()
 
 
@@ -180,7 +182,7 @@ def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, por
     looks = _looks(onlooker, show.view, interval_s)
     while not next(looks):
         pass
-    figures = Figures(show.view.scenes, time.time())
+    figures = Figures(show.view.model_statuses, time.time())
     registry = CollectorRegistry()  # the usual one tells of this process
     registry.register(figures)
     try:
@@ -193,7 +195,7 @@ def _serve(onlooker: JobOnlooker, show: _Show, interval_s: float, bind: str, por
         typer.echo(f"serving figures at http{'s' if tls else ''}://{address}/metrics until the job ends, or Ctrl-C")
         for answered in looks:
             if answered:
-                figures.latest = (show.view.scenes, time.time())
+                figures.latest = (show.view.model_statuses, time.time())
     finally:
         server.shutdown()
         server.server_close()
@@ -204,11 +206,11 @@ def _looks(onlooker: JobOnlooker, view: TopView, interval_s: float) -> Iterator[
     answered_s = time.monotonic()
     while True:
         began_s = time.monotonic()
-        scenes = onlooker.look(min(interval_s, _INTERVAL_S))
-        if scenes is None:
+        model_statuses = onlooker.look(min(interval_s, _INTERVAL_S))
+        if model_statuses is None:
             view.silent_s = time.monotonic() - answered_s
         else:
             answered_s = time.monotonic()
-            view.add(scenes)
-        yield scenes is not None
+            view.add(model_statuses)
+        yield model_statuses is not None
         onlooker.rest(began_s + interval_s - time.monotonic())

@@ -66,22 +66,22 @@ class TopView:
     """The screen for the latest status; remembers a few before it to measure how fast the job goes."""
 
     def __init__(self) -> None:
-        self.scenes: tuple[ModelStatus, ...] = ()
+        self.model_statuses: tuple[ModelStatus, ...] = ()
         self.looked = False
         self.silent_s = 0.0  # for how long there has been no answer
         self.seen_at_s = 0.0  # in seconds since 1970
         self._before: dict[int, deque[ModelStatus]] = {}
 
-    def add(self, scenes: tuple[ModelStatus, ...]) -> None:
+    def add(self, model_statuses: tuple[ModelStatus, ...]) -> None:
         """Take in what has just been seen."""
-        self.scenes, self.looked, self.silent_s, self.seen_at_s = scenes, True, 0.0, time.time()
-        for scene in scenes:
-            past = self._before.setdefault(scene.model, deque())
-            if past and (scene.fabric != past[-1].fabric or scene.running_s < past[-1].running_s):
+        self.model_statuses, self.looked, self.silent_s, self.seen_at_s = model_statuses, True, 0.0, time.time()
+        for model_status in model_statuses:
+            past = self._before.setdefault(model_status.model, deque())
+            if past and (model_status.fabric != past[-1].fabric or model_status.running_s < past[-1].running_s):
                 past.clear()  # it is another server, or none any more: updates and steps are counted anew
-            past.append(scene)
+            past.append(model_status)
             # One look of at least that age stays, or the one before this.
-            while len(past) > 2 and scene.running_s - past[1].running_s >= _SPAN_S:
+            while len(past) > 2 and model_status.running_s - past[1].running_s >= _SPAN_S:
                 past.popleft()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -97,30 +97,36 @@ class TopView:
         """
         parts: list[RenderableType] = []
         if self.silent_s > _PATIENCE_S:
-            who = "hub of the workers" if any(scene.fabric for scene in self.scenes) else "server"
+            who = "hub of the workers" if any(model_status.fabric for model_status in self.model_statuses) else "server"
             parts.append(Text(f"The {who} has not answered for {lasting(self.silent_s)}.", "red"))
-        if self.looked and not self.scenes:
+        if self.looked and not self.model_statuses:
             parts.append(Text("The server is running, but no worker has joined yet."))
         room = None
         if height is not None:
-            notes = sum(-(-len(scene.note) // (width or len(scene.note))) for scene in self.scenes if scene.note)
-            notes += sum(bool(how_far(scene)) + len(self._events(scene)) for scene in self.scenes)
-            room = max(1, (height - len(parts) - notes) // max(1, len(self.scenes)) - _FURNITURE)
-        for scene in self.scenes:
-            parts += [Text()] if scene is not self.scenes[0] else []
-            parts.append(self._head(scene))
-            parts += [Text(far)] if (far := how_far(scene, width)) else []
-            parts.append(_table(scene, width, room))
-            pace = pacemaker(scene)
+            notes = sum(
+                -(-len(model_status.note) // (width or len(model_status.note)))
+                for model_status in self.model_statuses
+                if model_status.note
+            )
+            notes += sum(
+                bool(how_far(model_status)) + len(self._events(model_status)) for model_status in self.model_statuses
+            )
+            room = max(1, (height - len(parts) - notes) // max(1, len(self.model_statuses)) - _FURNITURE)
+        for model_status in self.model_statuses:
+            parts += [Text()] if model_status is not self.model_statuses[0] else []
+            parts.append(self._head(model_status))
+            parts += [Text(far)] if (far := how_far(model_status, width)) else []
+            parts.append(_table(model_status, width, room))
+            pace = pacemaker(model_status)
             parts += [Text(pace)] if pace else []
-            parts += [Text(printable(scene.note), "yellow")] if scene.note else []
-            parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(scene)]
+            parts += [Text(printable(model_status.note), "yellow")] if model_status.note else []
+            parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(model_status)]
         return Group(*parts)
 
-    def _events(self, scene: ModelStatus) -> list[str]:
+    def _events(self, model_status: ModelStatus) -> list[str]:
         """The last events, the latest last; what several workers report alike is shown once."""
         found: dict[str, tuple[float, str, list[int]]] = {}
-        for seen in scene.workers:
+        for seen in model_status.workers:
             for event in seen.status.events if seen.status is not None else ():
                 what = event.text.rpartition(" (")[0] or event.text  # in brackets is how long it took each
                 at_s, text, ranks = found.setdefault(what, (event.time_s, event.text, []))
@@ -132,16 +138,18 @@ class TopView:
             for at_s, text, ranks in last
         ]
 
-    def _head(self, scene: ModelStatus) -> Text:
-        model = f"model {scene.model}: " if len(self.scenes) > 1 else ""
-        where = f" on {printable(scene.fabric)}" if scene.fabric else ""
-        text = Text.assemble((f"{model}{printable(scene.policy)}{where}", "bold"))
-        then = self._before[scene.model][0]
-        now = f"{scene.updates_per_s(then):,.1f}/s now, " if then is not scene else ""
-        text.append(f"  {scene.version:,} {scene.counts} ({now}{scene.updates_per_s():,.1f}/s in all)")
-        text.append(f", running for {lasting(scene.running_s)}")
-        if not scene.started:
-            text.append(f"; {len(scene.present)} workers are here, it begins with the last", "yellow")
+    def _head(self, model_status: ModelStatus) -> Text:
+        model = f"model {model_status.model}: " if len(self.model_statuses) > 1 else ""
+        where = f" on {printable(model_status.fabric)}" if model_status.fabric else ""
+        text = Text.assemble((f"{model}{printable(model_status.policy)}{where}", "bold"))
+        then = self._before[model_status.model][0]
+        now = f"{model_status.updates_per_s(then):,.1f}/s now, " if then is not model_status else ""
+        text.append(
+            f"  {model_status.version:,} {model_status.counts} ({now}{model_status.updates_per_s():,.1f}/s in all)"
+        )
+        text.append(f", running for {lasting(model_status.running_s)}")
+        if not model_status.started:
+            text.append(f"; {len(model_status.present)} workers are here, it begins with the last", "yellow")
         return text
 
 
@@ -167,19 +175,19 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def how_far(scene: ModelStatus, width: int | None = None) -> str:
+def how_far(model_status: ModelStatus, width: int | None = None) -> str:
     """Say in one line how far the training is and how fast, as far as the workers report it; "" if they do not.
 
     Args:
         width: that there is room for; what does not fit is left out, the last first. None for no limit.
     """
-    here = [seen.status for seen in scene.present if seen.status is not None]
+    here = [seen.status for seen in model_status.present if seen.status is not None]
     if not here:
         return ""
     parts = [*_place(here)]
     parts += [
         f"{printable(name)} {value_of(name, statistics.fmean(values))}"
-        for name in _names(scene)[:3]
+        for name in _names(model_status)[:3]
         if (values := [status.values[name] for status in here if name in status.values])
     ]
     if any(status.samples for status in here):
@@ -237,9 +245,11 @@ def sized(count_bytes: float) -> str:
     return f"{count_bytes:.1f} {unit}" if unit == "GB" else f"{count_bytes:.0f} {unit}"
 
 
-def _names(scene: ModelStatus) -> list[str]:
+def _names(model_status: ModelStatus) -> list[str]:
     """The names of what the workers' scripts log; the loss first."""
-    return list(dict.fromkeys(name for seen in scene.workers if seen.status is not None for name in seen.status.values))
+    return list(
+        dict.fromkeys(name for seen in model_status.workers if seen.status is not None for name in seen.status.values)
+    )
 
 
 def state(seen: WorkerStatus) -> str:
@@ -250,11 +260,11 @@ def state(seen: WorkerStatus) -> str:
     return f"{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
 
 
-def _table(scene: ModelStatus, width: int | None, room: int | None) -> RenderableType:
-    if not scene.workers:
+def _table(model_status: ModelStatus, width: int | None, room: int | None) -> RenderableType:
+    if not model_status.workers:
         return Text("No worker takes part.")
-    shown = _that_matter(scene, room)
-    columns = _that_fit(_columns(scene, shown), width)
+    shown = _that_matter(model_status, room)
+    columns = _that_fit(_columns(model_status, shown), width)
     table = Table.grid(padding=(0, _GAP, 0, 0))
     for column in columns:
         left = column.heading == "state"
@@ -266,14 +276,14 @@ def _table(scene: ModelStatus, width: int | None, room: int | None) -> Renderabl
         words[1].stylize(_STYLES.get(seen.phase, ""))
         table.add_row(*words)
     ranks = {seen.worker for seen in shown}
-    rest = Counter(seen.phase for seen in scene.workers if seen.worker not in ranks)
+    rest = Counter(seen.phase for seen in model_status.workers if seen.worker not in ranks)
     if not rest:
         return table
     told = ", ".join(f"{count} {printable(phase)}" for phase, count in rest.most_common())
     return Group(table, Text(f"and {sum(rest.values())} more: {told}", "dim"))
 
 
-def _columns(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
+def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
     """All columns, in their order."""
 
     def column(priority: int, heading: str, cells: list[str], width: int = 0) -> _TopColumn:
@@ -283,28 +293,28 @@ def _columns(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopCo
         column(0, "rank", [str(w.worker) for w in workers]),
         column(0, "state", [state(w) for w in workers], len("computing for 12.3 s")),
         column(1, "step", [str(w.made) for w in workers], 6),
-        *_said(scene, workers),
-        column(3, "ahead", ["" if w.gone or scene.fabric else str(scene.ahead(w)) for w in workers]),
+        *_said(model_status, workers),
+        column(3, "ahead", ["" if w.gone or model_status.fabric else str(model_status.ahead(w)) for w in workers]),
         column(3, "stale", [f"{w.staleness:.1f}" if w.applied else "" for w in workers]),
         column(5, "worst", [str(w.worst) if w.applied else "" for w in workers]),
-        column(4, "waits", ["" if w.gone else f"{scene.waiting_share(w):.0%}" for w in workers]),
+        column(4, "waits", ["" if w.gone else f"{model_status.waiting_share(w):.0%}" for w in workers]),
         column(7, "batch", [f"{w.samples:.6g}" if w.samples and not w.gone else "" for w in workers]),
-        column(8, "applied", ["" if scene.fabric else str(w.applied) for w in workers]),
+        column(8, "applied", ["" if model_status.fabric else str(w.applied) for w in workers]),
     ]
     # Without a server nothing is stale, or brought by one.
     columns = [one for one in columns if one.priority < _MAY_BE_EMPTY or any(one.cells)]
     # Most policies never drop, and most jobs never lose.
-    if any(w.dropped for w in scene.workers):
+    if any(w.dropped for w in model_status.workers):
         columns.append(column(6, "dropped", [str(w.dropped) for w in workers]))
-    if any(w.lost for w in scene.workers):
+    if any(w.lost for w in model_status.workers):
         columns.append(column(6, "lost", [str(w.lost) for w in workers]))
     return columns
 
 
-def _said(scene: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
+def _said(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
     """The columns of what the workers report themselves; empty columns if they do not."""
     said = [None if w.gone else w.status for w in workers]
-    names = _names(scene)
+    names = _names(model_status)
     first = names[0] if names else "loss"
     values = [None if one is None else one.values.get(first) for one in said]
     rates = ["" if one is None or not one.samples else f"{one.samples_per_s:,.0f}" for one in said]
@@ -331,9 +341,9 @@ def _that_fit(columns: Sequence[_TopColumn], width: int | None) -> list[_TopColu
     return [column for place, column in enumerate(columns) if place in chosen]
 
 
-def _that_matter(scene: ModelStatus, room: int | None) -> list[WorkerStatus]:
+def _that_matter(model_status: ModelStatus, room: int | None) -> list[WorkerStatus]:
     """The workers in order of rank, as many as there is room for: the slowest, and no others who are gone."""
-    workers = sorted(scene.workers, key=lambda seen: seen.worker)
+    workers = sorted(model_status.workers, key=lambda seen: seen.worker)
     if room is None or len(workers) <= room:
         return workers
     # One line less: it says how many there are besides. A step that is lasting now may be longer than any before.

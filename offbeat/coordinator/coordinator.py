@@ -154,7 +154,7 @@ class Coordinator:
         pace, present = self._leases.explain(), self._swaps.present
         plan = "" if present is None else present.to_toml()
         return tuple(
-            one.runner.scene(
+            one.runner.status(
                 number,
                 at_s,
                 world=len(one.ranks),

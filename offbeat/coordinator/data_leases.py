@@ -102,7 +102,7 @@ class LoaderLeases:
 
 
 @dataclass
-class Brought:
+class UsedLeases:
     """A contribution, and what it was computed from.
 
     Args:
@@ -138,8 +138,8 @@ class LeaseManager:
     ) -> None:
         self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
         self._decks: dict[int, LoaderLeases] = {}
-        self._brought: dict[tuple[int, Push], Brought] = {}
-        self._last: dict[int, Brought] = {}  # by worker: for its next leases, and to learn how fast it is
+        self._used_leases: dict[tuple[int, Push], UsedLeases] = {}
+        self._last: dict[int, UsedLeases] = {}  # by worker: for its next leases, and to learn how fast it is
 
     # -- workers come and go -------------------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ class LeaseManager:
         Args:
             unclear: contributions, by model, that may have arrived; `whole` or `withdrawn` follows.
         """
-        for (model, push), brought in list(self._brought.items()):
-            if push[0] == worker and not brought.whole and (model, push) not in unclear:
+        for (model, push), used_leases in list(self._used_leases.items()):
+            if push[0] == worker and not used_leases.whole and (model, push) not in unclear:
                 self._retract(model, push)
         self._last.pop(worker, None)
         for deck in self._decks.values():
@@ -207,50 +207,50 @@ class LeaseManager:
         for loader, number in used:
             by_loader.setdefault(loader, []).append(number)
         used_of = {loader: len(numbers) for loader, numbers in by_loader.items()}
-        brought = Brought({}, used_of, {}, computing_s)
+        used_leases = UsedLeases({}, used_of, {}, computing_s)
         valid = True
         for loader, numbers in by_loader.items():
             deck = self._deck(loader, push[0])
             held = deck.pool.held
-            brought.samples[loader] = sum(held[n].lease.count for n in numbers if n in held)
+            used_leases.samples[loader] = sum(held[n].lease.count for n in numbers if n in held)
             deck.pool, fine = deck.leases.deliver(deck.pool, push[0], numbers)
             valid &= fine
-            brought.numbers[loader] = tuple(numbers) if fine else ()
-        self._last[push[0]] = brought
+            used_leases.numbers[loader] = tuple(numbers) if fine else ()
+        self._last[push[0]] = used_leases
         if not valid:
-            for loader, kept in brought.numbers.items():
+            for loader, kept in used_leases.numbers.items():
                 deck = self._decks[loader]
                 deck.pool = deck.leases.give_back(deck.leases.retract(deck.pool, push[0], kept), push[0], kept)
         elif by_loader:
-            self._brought[(model, push)] = brought
+            self._used_leases[(model, push)] = used_leases
         return valid
 
     def applied(self, model: int, push: Push) -> None:
         """The contribution is in an update."""
-        brought = self._brought.get((model, push))
-        if brought is not None:
-            brought.applied = True
-            self._close_if_done(model, push, brought)
+        used_leases = self._used_leases.get((model, push))
+        if used_leases is not None:
+            used_leases.applied = True
+            self._close_if_done(model, push, used_leases)
 
     def whole(self, model: int, push: Push) -> None:
         """The contribution has arrived."""
-        brought = self._brought.get((model, push))
-        if brought is not None:
-            brought.whole = True
-            self._close_if_done(model, push, brought)
+        used_leases = self._used_leases.get((model, push))
+        if used_leases is not None:
+            used_leases.whole = True
+            self._close_if_done(model, push, used_leases)
 
     def withdrawn(self, model: int, push: Push) -> None:
         """The contribution was in an update, and has not arrived; its worker is gone."""
-        if (model, push) in self._brought:
+        if (model, push) in self._used_leases:
             for loader, numbers in self._retract(model, push).items():
                 deck = self._decks[loader]
                 deck.pool = deck.leases.give_back(deck.pool, push[0], numbers)
 
     def dropped(self, model: int, push: Push) -> None:
         """The contribution is not used."""
-        brought = self._brought.pop((model, push), None)
-        if brought is not None:
-            self._acknowledge(brought, dropped=True)
+        used_leases = self._used_leases.pop((model, push), None)
+        if used_leases is not None:
+            self._acknowledge(used_leases, dropped=True)
 
     def stepped(self, worker: int, transfer_s: float, blocked_s: float) -> None:
         """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others."""
@@ -308,7 +308,7 @@ class LeaseManager:
             if deck.tuning is not None:
                 deck.tuning = dataclasses.replace(deck.tuning, together=is_together)
 
-    def crowded(self, worker: int, loader: int, count: int) -> None:
+    def out_of_memory(self, worker: int, loader: int, count: int) -> None:
         """The worker had no memory for so many samples.
 
         Raises:
@@ -379,7 +379,7 @@ class LeaseManager:
         except OffbeatError as error:
             self._decks = before
             raise PeerError(str(error)) from error
-        self._brought.clear()
+        self._used_leases.clear()
         self._last.clear()
         dealt = {}
         for loader, deck in self._decks.items():
@@ -396,9 +396,9 @@ class LeaseManager:
 
     def _plain(self, loader: int, deck: LoaderLeases) -> dict[str, Any]:
         pool = deck.pool
-        for (_, push), brought in self._brought.items():
-            numbers = brought.numbers.get(loader, ())
-            if brought.applied:
+        for (_, push), used_leases in self._used_leases.items():
+            numbers = used_leases.numbers.get(loader, ())
+            if used_leases.applied:
                 pool, _ = deck.leases.acknowledge(pool, numbers)
             else:
                 pool = deck.leases.retract(pool, push[0], numbers)
@@ -472,19 +472,19 @@ class LeaseManager:
 
     def _retract(self, model: int, push: Push) -> dict[int, tuple[int, ...]]:
         """Retract what was announced and did not arrive; the leases that it was computed from, by loader."""
-        numbers_of = self._brought.pop((model, push)).numbers
+        numbers_of = self._used_leases.pop((model, push)).numbers
         for loader, numbers in numbers_of.items():
             deck = self._decks[loader]
             deck.pool = deck.leases.retract(deck.pool, push[0], numbers)
         return numbers_of
 
-    def _close_if_done(self, model: int, push: Push, brought: Brought) -> None:
-        if brought.applied and brought.whole:
-            del self._brought[(model, push)]
-            self._acknowledge(brought, dropped=False)
+    def _close_if_done(self, model: int, push: Push, used_leases: UsedLeases) -> None:
+        if used_leases.applied and used_leases.whole:
+            del self._used_leases[(model, push)]
+            self._acknowledge(used_leases, dropped=False)
 
-    def _acknowledge(self, brought: Brought, *, dropped: bool) -> None:
-        for loader, numbers in brought.numbers.items():
+    def _acknowledge(self, used_leases: UsedLeases, *, dropped: bool) -> None:
+        for loader, numbers in used_leases.numbers.items():
             deck = self._decks[loader]
             deck.pool, fine = deck.leases.acknowledge(deck.pool, numbers, dropped=dropped)
             assert fine, f"leases {numbers} were delivered, and are gone"

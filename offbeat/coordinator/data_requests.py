@@ -52,7 +52,7 @@ class DataRequests:
             case ReturnLease(loader=loader, numbers=numbers):
                 self._leases.give_back(worker, loader, numbers)
             case MemoryExhausted(loader=loader, count=count):
-                self._leases.crowded(worker, loader, count)
+                self._leases.out_of_memory(worker, loader, count)
 
     def refill(self, workers: Iterable[int]) -> None:
         """Lease to released workers as much as their last contributions used."""

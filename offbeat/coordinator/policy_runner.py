@@ -199,7 +199,7 @@ class PolicyRunner:
         self.logbook.hear(event, actions, self.state)
         return actions
 
-    def scene(
+    def status(
         self,
         model: int,
         now_s: float,

@@ -180,15 +180,17 @@ class ServerSession:
             waiter.wait(look, WaitContext("a last look at the server", outlives=True))
         except OffbeatError:
             return "", ""
-        counts = [(one, scene) for scene in look.scenes for one in scene.workers if one.dropped or one.lost]
+        statuses = look.model_statuses
         notices = [
-            f"rank {one.worker}{f' with model {scene.model}' if len(look.scenes) > 1 else ''}: {one.applied:,} applied"
+            f"rank {one.worker}{f' with model {status.model}' if len(statuses) > 1 else ''}: {one.applied:,} applied"
             + (f", {one.dropped:,} dropped" if one.dropped else "")
             + (f", {one.lost:,} lost" if one.lost else "")
-            for one, scene in counts
+            for status in statuses
+            for one in status.workers
+            if one.dropped or one.lost
         ]
         fate = f"Not all contributions were applied. {'; '.join(notices).capitalize()}." if notices else ""
-        return " ".join(scene.pace for scene in look.scenes if scene.pace), fate
+        return " ".join(status.pace for status in statuses if status.pace), fate
 
     def swap(self, plan: str, waiter: BlockingWait) -> None:
         """Have another plan hold for all workers.

@@ -153,8 +153,8 @@ SAYS: dict[str, tuple[type, ...]] = {
 }
 
 _encode = msgspec.msgpack.Encoder().encode
-_from_guest = msgspec.msgpack.Decoder(FromWorker | FromShard | ReserveRanks).decode
-_from_chief = msgspec.msgpack.Decoder(FromChief).decode
+_from_peer = msgspec.msgpack.Decoder(FromWorker | FromShard | ReserveRanks).decode
+_from_coordinator = msgspec.msgpack.Decoder(FromChief).decode
 _to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 _details = msgspec.msgpack.Decoder(ModelInfo).decode
 _status_reply = msgspec.msgpack.Decoder(StatusReply).decode
@@ -200,23 +200,23 @@ def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStat
     return reply.number, statuses_of(memoryview(body))
 
 
-def from_guest(metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
+def from_peer(metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
     """Read a message from a worker, an onlooker or an operator, or from another shard to the coordinator.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromWorker | FromShard | ReserveRanks = _read(_from_guest, metadata, "this peer")
+    message: FromWorker | FromShard | ReserveRanks = _read(_from_peer, metadata, "this peer")
     return message
 
 
-def from_chief(metadata: bytes) -> FromChief:
+def from_coordinator(metadata: bytes) -> FromChief:
     """Read a message from the coordinator to another shard.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromChief = _read(_from_chief, metadata, "the coordinator")
+    message: FromChief = _read(_from_coordinator, metadata, "the coordinator")
     return message
 
 

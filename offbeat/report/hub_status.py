@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _MOST_TEXT = 16  # of a phase
 
 
-def scene_of(overview: Overview) -> ModelStatus:
+def model_status_of(overview: Overview) -> ModelStatus:
     """Make the status of a model from an overview.
 
     A step of all is an update; of several models the steps are those of the first.

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from offbeat.protocol.status import ModelStatus
 
 
-def pacemaker(scene: ModelStatus) -> str:
+def pacemaker(model_status: ModelStatus) -> str:
     """Say which worker paces the rounds, in one sentence; "" if there is too little to compare."""
-    if scene.pace:
-        return scene.pace
-    known = [seen for seen in scene.present if seen.step_s]
+    if model_status.pace:
+        return model_status.pace
+    known = [seen for seen in model_status.present if seen.step_s]
     if len(known) < 2:
         return ""
     slowest = max(known, key=lambda seen: seen.step_s)

@@ -75,7 +75,7 @@ _FIGURES = (
     _Figure(
         "ahead_steps",
         "Steps that it is ahead of the slowest worker's contributions.",
-        lambda scene, w: scene.ahead(w),
+        lambda model_status, w: model_status.ahead(w),
     ),
     _Figure(
         "lead_steps_max",
@@ -114,19 +114,19 @@ class Figures:
     """The collector of `prometheus_client`, asked again at each scrape.
 
     Args:
-        scenes: that were seen last; later ones are put into `latest`.
+        model_statuses: that were seen last; later ones are put into `latest`.
         seen_at_s: when, in seconds since 1970.
     """
 
-    def __init__(self, scenes: Sequence[ModelStatus], seen_at_s: float) -> None:
-        self.latest = (scenes, seen_at_s)  # exchanged whole, because scrapes come on threads of their own
+    def __init__(self, model_statuses: Sequence[ModelStatus], seen_at_s: float) -> None:
+        self.latest = (model_statuses, seen_at_s)  # exchanged whole, because scrapes come on threads of their own
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
         return families(*self.latest)
 
 
-def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric]:
+def families(model_statuses: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric]:
     """The figures of all models and workers, as `prometheus_client` takes them.
 
     Args:
@@ -144,12 +144,12 @@ def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric
     started = GaugeMetricFamily(
         "offbeat_started", "Whether all workers of the beginning have joined.", labels=["model"]
     )
-    for scene in scenes:
-        model = (str(scene.model),)
-        policy.add_metric(model, {"policy": scene.policy})
-        updates.add_metric(model, scene.version)
-        running.add_metric(model, scene.running_s)
-        started.add_metric(model, scene.started)
+    for model_status in model_statuses:
+        model = (str(model_status.model),)
+        policy.add_metric(model, {"policy": model_status.policy})
+        updates.add_metric(model, model_status.version)
+        running.add_metric(model, model_status.running_s)
+        started.add_metric(model, model_status.started)
     yield from (policy, updates, running, started)
 
     about = ["model", "worker"]
@@ -157,7 +157,7 @@ def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric
     contributions = CounterMetricFamily(
         "offbeat_worker_contributions", "What became of the worker's contributions.", labels=[*about, "outcome"]
     )
-    for labels, _, seen in _workers(scenes):
+    for labels, _, seen in _workers(model_statuses):
         for name in PHASES:
             phase.add_metric((*labels, name), seen.phase == name)
         for outcome in ("applied", "dropped", "lost"):
@@ -165,7 +165,7 @@ def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric
     logged = GaugeMetricFamily(
         "offbeat_worker_logged", "What the worker's script logged last, by name.", labels=[*about, "name"]
     )
-    for labels, _, seen in _workers(scenes):
+    for labels, _, seen in _workers(model_statuses):
         said = None if seen.gone else seen.status
         for name, number in (said.values if said is not None else {}).items():
             logged.add_metric((*labels, name), number)
@@ -174,15 +174,15 @@ def families(scenes: Sequence[ModelStatus], seen_at_s: float) -> Iterator[Metric
     for figure in _FIGURES:
         kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
         family = kind(f"offbeat_worker_{figure.name}", figure.help, labels=about)
-        for labels, scene, seen in _workers(scenes):
-            known = None if seen.gone and not figure.stays else figure.of(scene, seen)
+        for labels, model_status, seen in _workers(model_statuses):
+            known = None if seen.gone and not figure.stays else figure.of(model_status, seen)
             if known is not None:
                 family.add_metric(labels, known)
         yield family
 
 
-def _workers(scenes: Iterable[ModelStatus]) -> Iterator[tuple[tuple[str, str], ModelStatus, WorkerStatus]]:
+def _workers(model_statuses: Iterable[ModelStatus]) -> Iterator[tuple[tuple[str, str], ModelStatus, WorkerStatus]]:
     """Each worker of each model, with its labels."""
-    for scene in scenes:
-        for seen in scene.workers:
-            yield (str(scene.model), str(seen.worker)), scene, seen
+    for model_status in model_statuses:
+        for seen in model_status.workers:
+            yield (str(model_status.model), str(seen.worker)), model_status, seen

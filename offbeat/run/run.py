@@ -286,7 +286,7 @@ class Run:
         Raises:
             ModelError: where all workers compute each step together, and one cannot be left out.
         """
-        self._session.data.crowded()
+        self._session.data.out_of_memory()
 
     # -- while training ------------------------------------------------------------------------------------------
 

@@ -124,28 +124,28 @@ class Hybrid:
         """Ask the outer policy: a turn is one of a group."""
         return self.outer.slots_over(hosts) if isinstance(self.outer, TakesTurns) else None
 
-    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
+    def check_workers(self, groups: Sequence[Sequence[int]], path: str, what: str) -> None:
         """Refuse groups that cannot be made of these workers, and what the two policies refuse."""
-        there = max(map(len, crowds))
+        there = max(map(len, groups))
         if isinstance(self.groups, int):
             if self.groups > there:
                 raise PlanError(
                     f"Cannot make groups of {self.groups} with {there} {what}: not even one would be whole. Choose "
                     f"from 1 to {there}, or {self.inner!r} alone - at `{path}.groups`."
                 )
-        elif missing := {rank for group in self.groups for rank in group}.difference(*crowds):
+        elif missing := {rank for group in self.groups for rank in group}.difference(*groups):
             raise PlanError(
-                f"Cannot use groups {self.groups!r} with {sum(map(len, crowds))} {what}: there is no {min(missing)} "
+                f"Cannot use groups {self.groups!r} with {sum(map(len, groups))} {what}: there is no {min(missing)} "
                 f"among them, counting from 0 - at `{path}.groups`."
             )
         within: list[list[int]] = []
         between: list[list[int]] = []
-        for crowd in crowds:
-            groups: dict[int, list[int]] = {}
-            for rank in crowd:
-                groups.setdefault(self.group_of(rank), []).append(rank)
-            within += groups.values()
-            between.append(list(groups))
+        for members in groups:
+            own: dict[int, list[int]] = {}
+            for rank in members:
+                own.setdefault(self.group_of(rank), []).append(rank)
+            within += own.values()
+            between.append(list(own))
         check_workers(self.inner, within, f"{path}.inner", "workers in the largest group")
         check_workers(self.outer, between, f"{path}.outer", "groups")
 
@@ -162,16 +162,16 @@ class Hybrid:
     def decide(self, state: State) -> Sequence[Action]:
         """Ask the inner policy about each group, and the outer one about the groups."""
         before = state.memory if isinstance(state.memory, Hierarchy) else Hierarchy()
-        crowds = self._crowds(state)
-        parts = {group: still_true(before.parts.get(group, HybridGroup()), state, crowds[group]) for group in crowds}
+        groups = self._members_of_groups(state)
+        parts = {group: still_true(before.parts.get(group, HybridGroup()), state, groups[group]) for group in groups}
         pending = self._not_taken(parts, state)
         actions: list[Action] = []
-        for group, crowd in crowds.items():
-            parts[group], said = self._inside(parts[group], state, crowd, pending[group], stuck_in(state, crowd))
+        for group, members in groups.items():
+            parts[group], said = self._inside(parts[group], state, members, pending[group], stuck_in(state, members))
             actions += said
         if any(isinstance(action, Evict) for action in actions):
             return [*actions, Remember(Hierarchy(before.outer, parts))]  # to be asked again without them
-        outer, said = self._between(before.outer, parts, state, crowds)
+        outer, said = self._between(before.outer, parts, state, groups)
         actions += said
         if any(isinstance(action, Evict) for action in said):
             return [*actions, Remember(Hierarchy(outer, parts))]
@@ -184,19 +184,19 @@ class Hybrid:
         after = Hierarchy(outer, parts)
         return actions if after == before and state.memory is not None else [*actions, Remember(after)]
 
-    def _crowds(self, state: State) -> dict[int, dict[int, Member]]:
+    def _members_of_groups(self, state: State) -> dict[int, dict[int, Member]]:
         """The members of each group that has members."""
-        crowds: dict[int, dict[int, Member]] = {}
+        groups: dict[int, dict[int, Member]] = {}
         for worker, member in sorted(state.members.items()):
-            crowds.setdefault(self.group_of(worker), {})[worker] = member
-        return crowds
+            groups.setdefault(self.group_of(worker), {})[worker] = member
+        return groups
 
-    def _away(self, state: State, crowds: Mapping[int, object]) -> dict[int, float]:
+    def _away(self, state: State, groups: Mapping[int, object]) -> dict[int, float]:
         """Groups of which everyone has stepped out, with their weight: a round between groups keeps its size, too."""
         away: dict[int, float] = {}
         for worker, weight in state.away.items():
             group = self.group_of(worker)
-            if group not in crowds:
+            if group not in groups:
                 away[group] = away.get(group, 0.0) + weight
         return away
 
@@ -217,20 +217,20 @@ class Hybrid:
         self,
         part: HybridGroup,
         state: State,
-        crowd: Mapping[int, Member],
+        members: Mapping[int, Member],
         pending: Mapping[Push, float],
         stuck: frozenset[int],
     ) -> tuple[HybridGroup, list[Action]]:
         """Let the inner policy decide, and return the actions that take effect at once."""
         due = part.wake_s is not None and part.wake_s <= state.now_s
-        if part.crowd == crowd and part.pending == pending and part.stuck == stuck and not due:
+        if part.members == members and part.pending == pending and part.stuck == stuck and not due:
             return part, []  # it has nothing more to say
         if part.stuck - stuck:
             part = changed(part, freed_s=state.now_s)
         view, said = settle(
             self.inner,
             State(
-                members={worker: inner_member(part, worker, member, stuck) for worker, member in crowd.items()},
+                members={worker: inner_member(part, worker, member, stuck) for worker, member in members.items()},
                 pending=pending,
                 version=part.version,
                 now_s=state.now_s,
@@ -255,7 +255,7 @@ class Hybrid:
         part = changed(
             part, asked=frozenset(asked & here), passed=frozenset(passed & here), forming=tuple(forming),
             version=view.version, bases={worker: member.base for worker, member in view.members.items()},
-            wake_s=view.wake_s, memory=view.memory, crowd=crowd, pending=pending, stuck=stuck,
+            wake_s=view.wake_s, memory=view.memory, members=members, pending=pending, stuck=stuck,
         )  # fmt: skip
         return part, actions
 
@@ -272,22 +272,22 @@ class Hybrid:
     # -- between the groups --------------------------------------------------------------------------------------
 
     def _between(
-        self, outer: State, parts: dict[int, HybridGroup], state: State, crowds: Mapping[int, Mapping[int, Member]]
+        self, outer: State, parts: dict[int, HybridGroup], state: State, groups: Mapping[int, Mapping[int, Member]]
     ) -> tuple[State, list[Action]]:
         """Let the outer policy decide, and return its actions on workers; `parts` is brought up to date."""
         due = outer.wake_s is not None and outer.wake_s <= state.now_s
         outer = changed(outer, now_s=state.now_s, wake_s=None if due else outer.wake_s)
-        for group in outer.members.keys() - crowds.keys():
+        for group in outer.members.keys() - groups.keys():
             outer = without(observe(outer, Left(group, state.now_s)), group)
-        outer = changed(outer, away=self._away(state, crowds), hosts=state.hosts)
-        for group, crowd in crowds.items():
+        outer = changed(outer, away=self._away(state, groups), hosts=state.hosts)
+        for group, members in groups.items():
             if group not in outer.members:
-                outer, parts[group] = begun(outer, group, parts[group], crowd)
-            outer, parts[group] = told(outer, group, parts[group], state, crowd, steps=self.inner.replicated)
+                outer, parts[group] = begun(outer, group, parts[group], members)
+            outer, parts[group] = told(outer, group, parts[group], state, members, steps=self.inner.replicated)
         before, weights = outer, outer.pending
         outer, said = settle(self.outer, outer)
         if late := [action.worker for action in said if isinstance(action, Evict)]:
-            return _blame(before, late, parts, crowds)
+            return _blame(before, late, parts, groups)
         actions: list[Action] = []
         for action in said:
             match action:
@@ -314,13 +314,13 @@ class Hybrid:
 
 
 def _blame(
-    outer: State, groups: Iterable[int], parts: Mapping[int, HybridGroup], crowds: Mapping[int, Mapping[int, Member]]
+    outer: State, late: Iterable[int], parts: Mapping[int, HybridGroup], groups: Mapping[int, Mapping[int, Member]]
 ) -> tuple[State, list[Action]]:
-    """Evict those whom these groups wait for, instead of whole groups; what else was decided is decided again then."""
+    """Evict those whom late groups wait for, instead of whole groups; what else was decided is decided again then."""
     actions: list[Action] = []
     members = dict(outer.members)
-    for group in groups:
-        actions += map(Evict, blamed(parts[group], crowds[group]))
+    for group in late:
+        actions += map(Evict, blamed(parts[group], groups[group]))
         released_s = None if members[group].released_s is None else outer.now_s
         members[group] = changed(members[group], since_s=outer.now_s, released_s=released_s)
     return changed(outer, members=members), actions

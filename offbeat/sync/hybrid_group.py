@@ -42,7 +42,7 @@ class HybridGroup:
         let_go: whether the outer policy has released `crew`.
         freed_s: when a worker stopped waiting for what another group was to bring; its pull counts from then on.
         wake_s, memory: the inner policy's.
-        crowd, pending, stuck: what the inner policy was asked about last.
+        members, pending, stuck: what the inner policy was asked about last.
     """
 
     version: int = 0
@@ -59,13 +59,13 @@ class HybridGroup:
     freed_s: float = 0.0
     wake_s: float | None = None
     memory: object = None
-    crowd: Mapping[int, Member] = field(default_factory=dict, repr=False)
+    members: Mapping[int, Member] = field(default_factory=dict, repr=False)
     pending: Mapping[Push, float] = field(default_factory=dict, repr=False)
     stuck: frozenset[int] = field(default=frozenset(), repr=False)
 
 
 def told(
-    outer: State, group: int, part: HybridGroup, state: State, crowd: Mapping[int, Member], *, steps: bool
+    outer: State, group: int, part: HybridGroup, state: State, members: Mapping[int, Member], *, steps: bool
 ) -> tuple[State, HybridGroup]:
     """The outer state with what has happened to one group.
 
@@ -73,34 +73,34 @@ def told(
         steps: whether the group goes in step, so that its step is that of its slowest worker.
     """
     now_s = outer.now_s
-    if part.crew and not part.whole and all(_has_arrived(push, crowd) for push in part.crew):
+    if part.crew and not part.whole and all(_has_arrived(push, members) for push in part.crew):
         part = changed(part, whole=True)
         outer = observe(outer, Pushed(group, part.number, now_s))
-    if part.whole and part.let_go and not any(_is_on_its_way(push, part, crowd) for push in part.crew):
+    if part.whole and part.let_go and not any(_is_on_its_way(push, part, members) for push in part.crew):
         part = changed(part, crew=(), whole=False, let_go=False)
         outer = observe(outer, Pulled(group, now_s))
-    outer = _pulling(outer, group, part, crowd)
+    outer = _pulling(outer, group, part, members)
     if steps:
-        outer, part = _in_step(outer, group, part, state, crowd)
+        outer, part = _in_step(outer, group, part, state, members)
     member = outer.members[group]
     if part.crew:
         return outer, part
     crew = {push for apply in part.forming for push in apply.pushes}
     if steps:
-        last = {worker: m for worker, m in crowd.items() if m.pace == member.pace}
+        last = {worker: m for worker, m in members.items() if m.pace == member.pace}
         done = all(_has_brought(worker, part, state) for worker in last)
         crew = {(worker, m.step) for worker, m in last.items() if done and worker in part.passed}
     if crew:
         bare = frozenset(crew - {push for apply in part.forming for push in apply.pushes})
         part = changed(part, crew=tuple(sorted(crew)), bare=bare, number=member.step, sent=part.forming, forming=())
-        outer = observe(outer, Ready(group, member.step, now_s, State(crowd).weight))
+        outer = observe(outer, Ready(group, member.step, now_s, State(members).weight))
     return outer, part
 
 
-def begun(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Member]) -> tuple[State, HybridGroup]:
+def begun(outer: State, group: int, part: HybridGroup, members: Mapping[int, Member]) -> tuple[State, HybridGroup]:
     """The outer state with a new group, some of which may be pulling because another policy has released them."""
     outer = observe(outer, Joined(group, outer.now_s))
-    pulling = tuple((worker, m.step - 1) for worker, m in crowd.items() if m.released_s is not None)
+    pulling = tuple((worker, m.step - 1) for worker, m in members.items() if m.released_s is not None)
     if not pulling:
         return outer, part
     member = changed(outer.members[group], released_s=outer.now_s)
@@ -115,7 +115,7 @@ def _has_brought(worker: int, part: HybridGroup, state: State) -> bool:
 
 
 def _in_step(
-    outer: State, group: int, part: HybridGroup, state: State, crowd: Mapping[int, Member]
+    outer: State, group: int, part: HybridGroup, state: State, members: Mapping[int, Member]
 ) -> tuple[State, HybridGroup]:
     """Compare a group with others by its slowest worker.
 
@@ -124,37 +124,37 @@ def _in_step(
     member = outer.members[group]
     if member.held and not all(
         _has_brought(worker, part, state)
-        for worker, m in crowd.items()
+        for worker, m in members.items()
         if m.pace <= member.pace and (worker, m.step) not in part.crew
     ):
         part = changed(part, forming=(*part.sent, *part.forming), sent=(), crew=(), whole=False)
         # Its contribution gets another number when it comes, so that no number is ever used twice.
         outer = without(outer, group)
         member = changed(member, step=member.step + 1, ready_s=None, granted_s=None, arrived=False)
-    ahead = member.ahead if member.held else member.step - min(m.pace for m in crowd.values())
+    ahead = member.ahead if member.held else member.step - min(m.pace for m in members.values())
     # A group leaves out what all of its workers leave out.
-    rests = max(0, member.step - ahead - max(m.pace - m.rests for m in crowd.values()))
-    member = changed(member, ahead=ahead, rests=rests, clock=min(m.brought for m in crowd.values()) + ahead)
+    rests = max(0, member.step - ahead - max(m.pace - m.rests for m in members.values()))
+    member = changed(member, ahead=ahead, rests=rests, clock=min(m.brought for m in members.values()) + ahead)
     return changed(outer, members={**outer.members, group: member}), part
 
 
-def _pulling(outer: State, group: int, part: HybridGroup, crowd: Mapping[int, Member]) -> State:
+def _pulling(outer: State, group: int, part: HybridGroup, members: Mapping[int, Member]) -> State:
     """Note the time since when a released group pulls: a group of another level may withhold it."""
     member = outer.members[group]
     if member.released_s is None:
         return outer
-    withheld = any(worker in crowd and crowd[worker].released_s == _NOT_YET_S for worker, _ in part.crew)
+    withheld = any(worker in members and members[worker].released_s == _NOT_YET_S for worker, _ in part.crew)
     if withheld == (member.released_s == _NOT_YET_S):
         return outer
     member = changed(member, released_s=_NOT_YET_S if withheld else outer.now_s)
     return changed(outer, members={**outer.members, group: member})
 
 
-def still_true(part: HybridGroup, state: State, crowd: Mapping[int, Member]) -> HybridGroup:
+def still_true(part: HybridGroup, state: State, members: Mapping[int, Member]) -> HybridGroup:
     """Remove what workers that are gone, or have come back, had a part in."""
     if not (part.asked or part.passed or part.forming or part.sent):
         return part
-    held = {worker: member for worker, member in crowd.items() if member.held}
+    held = {worker: member for worker, member in members.items() if member.held}
     return changed(
         part, asked=frozenset(worker for worker in part.asked & held.keys() if held[worker].granted_s is None),
         passed=part.passed & held.keys(), forming=_still_pending(part.forming, state),
@@ -183,33 +183,33 @@ def inner_member(part: HybridGroup, worker: int, member: Member, stuck: frozense
     return changed(member, granted_s=granted_s, released_s=released_s, base=base)
 
 
-def stuck_in(state: State, crowd: Mapping[int, Member]) -> frozenset[int]:
+def stuck_in(state: State, members: Mapping[int, Member]) -> frozenset[int]:
     """Workers of a group that pull, and may wait for what other groups are still to bring."""
-    late_s = [m.released_s for worker, m in state.members.items() if worker not in crowd and m.owes]
+    late_s = [m.released_s for worker, m in state.members.items() if worker not in members and m.owes]
     first_s = min((at_s for at_s in late_s if at_s is not None), default=_NOT_YET_S)
     return frozenset(
-        worker for worker, m in crowd.items() if m.released_s is not None and not m.owes and first_s <= m.released_s
+        worker for worker, m in members.items() if m.released_s is not None and not m.owes and first_s <= m.released_s
     )
 
 
-def _has_arrived(push: Push, crowd: Mapping[int, Member]) -> bool:
-    return push[0] not in crowd or crowd[push[0]].clock > push[1]
+def _has_arrived(push: Push, members: Mapping[int, Member]) -> bool:
+    return push[0] not in members or members[push[0]].clock > push[1]
 
 
-def _is_on_its_way(push: Push, part: HybridGroup, crowd: Mapping[int, Member]) -> bool:
+def _is_on_its_way(push: Push, part: HybridGroup, members: Mapping[int, Member]) -> bool:
     """Whether the worker of this contribution is pulling, or about to."""
-    member = crowd.get(push[0])
+    member = members.get(push[0])
     if member is None or member.step > push[1] + 1:
         return False
     return push[0] in part.passed if member.step == push[1] else member.released_s is not None
 
 
-def blamed(part: HybridGroup, crowd: Mapping[int, Member]) -> list[int]:
+def blamed(part: HybridGroup, members: Mapping[int, Member]) -> list[int]:
     """List the workers that a group which takes too long waits for."""
-    crew = [push for push in part.crew if push[0] in crowd]
-    late = [worker for worker, clock in crew if crowd[worker].clock <= clock]
-    late = late or [worker for worker, _ in crew if crowd[worker].released_s is not None]
-    return late or [worker for worker, member in crowd.items() if not member.held or member.owes]
+    crew = [push for push in part.crew if push[0] in members]
+    late = [worker for worker, clock in crew if members[worker].clock <= clock]
+    late = late or [worker for worker, _ in crew if members[worker].released_s is not None]
+    return late or [worker for worker, member in members.items() if not member.held or member.owes]
 
 
 def without(outer: State, group: int) -> State:

@@ -86,9 +86,9 @@ class KSync:
     def gated(self) -> bool:
         return self.late == "drop"
 
-    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
-        """Refuse an update of more contributions than any of these crowds has members."""
-        there = max(map(len, crowds))
+    def check_workers(self, groups: Sequence[Sequence[int]], path: str, what: str) -> None:
+        """Refuse an update of more contributions than any of these groups has members."""
+        there = max(map(len, groups))
         if self.k > there:
             raise PlanError(
                 f"Cannot make updates of {self.k} contributions with {there} {what}: there would never be so many. "

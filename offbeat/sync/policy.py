@@ -65,7 +65,7 @@ class Policy(Protocol):
 class CountsWorkers(Protocol):
     """A policy that works only with enough workers, or with certain ones."""
 
-    def check_workers(self, crowds: Sequence[Sequence[int]], path: str, what: str) -> None:
+    def check_workers(self, groups: Sequence[Sequence[int]], path: str, what: str) -> None:
         """Refuse workers with which it would never make an update; see the function `check_workers`."""
 
 
@@ -77,11 +77,11 @@ class TakesTurns(Protocol):
         """Count the workers that may push at once over parameters on so many hosts; None if any number."""
 
 
-def check_workers(policy: Policy, crowds: Sequence[Sequence[int]], path: str, what: str = "workers") -> None:
+def check_workers(policy: Policy, groups: Sequence[Sequence[int]], path: str, what: str = "workers") -> None:
     """Check that a policy does not count on more workers than there are.
 
     Args:
-        crowds: ranks that it decides about together; several if it is one within groups.
+        groups: ranks that it decides about together; several if it is one within groups.
         path: where the policy is in the plan.
         what: it decides about: workers, or groups of them.
 
@@ -89,7 +89,7 @@ def check_workers(policy: Policy, crowds: Sequence[Sequence[int]], path: str, wh
         PlanError: with the path of the number that is too large.
     """
     if isinstance(policy, CountsWorkers):
-        policy.check_workers(crowds, path, what)
+        policy.check_workers(groups, path, what)
 
 
 def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:

@@ -288,7 +288,7 @@ def test_who_has_no_memory_gets_smaller_batches() -> None:
     for worker in range(2):
         one.enrol(worker)
     lease = one.draw(0)
-    one.dealer.crowded(0, 0, lease.count)
+    one.dealer.out_of_memory(0, 0, lease.count)
     one.dealer.give_back(0, 0, [lease.number])
     assert one.draw(0).count <= max(1, lease.count // 2)
 

@@ -17,14 +17,14 @@ from offbeat.errors import NetworkError, PeerError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
 from offbeat.protocol.data_leases import LeaseGrants, RegisterLoader
-from offbeat.protocol.messages import details_of, from_chief, pack
+from offbeat.protocol.messages import details_of, from_coordinator, pack
 from offbeat.protocol.shards import RegisterShard
 from offbeat.protocol.training import OpenModel, Reconnect, ReleaseWorker
 from offbeat.server.shard.shard import Shard
 from offbeat.server.shard.snapshot_store import SnapshotStore
 from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId
 from offbeat.sync import ASP, BSP, Apply, Ready
-from tests.server.garbage_peer import DETAILS, Guest, Line, Worker
+from tests.server.garbage_peer import DETAILS, FakePeer, Line, Worker
 from tests.server.in_process import Parts
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ToShard(Line):
     """The first shard's link to the other."""
 
     def send(self, metadata: bytes, body: Any = b"", sent: Any = None) -> None:
-        self.sent.append((from_chief(metadata), bytes(body)))
+        self.sent.append((from_coordinator(metadata), bytes(body)))
 
 
 class Waiting:
@@ -133,9 +133,9 @@ def test_who_was_early_and_has_gone_does_not_take_part(tmp_path: Path) -> None:
 
     async def story() -> set[int]:
         job = Waiting(tmp_path)
-        gone, stays = Guest(job.shard, 0), Guest(job.shard, 1)
-        for guest in (gone, stays):
-            guest.say(pack(OpenModel(0)), TWO_SHARDS)
+        gone, stays = FakePeer(job.shard, 0), FakePeer(job.shard, 1)
+        for peer in (gone, stays):
+            peer.say(pack(OpenModel(0)), TWO_SHARDS)
         gone.leave(NetworkError("it is gone"))
         return job.begin()
 
@@ -147,7 +147,7 @@ def test_who_is_early_opens_a_model_once(tmp_path: Path) -> None:
 
     async def story() -> set[int]:
         job = Waiting(tmp_path)
-        first, second, third = (Guest(job.shard, 1) for _ in range(3))
+        first, second, third = (FakePeer(job.shard, 1) for _ in range(3))
         first.say(pack(OpenModel(0)), TWO_SHARDS)
         for again in (second, first):
             with pytest.raises(PeerError, match="Rank 1 opens model 0 for a second time"):
@@ -183,12 +183,12 @@ def test_who_was_cut_off_is_told_what_became_of_its_contribution(
         for worker in team if others else ():
             worker.pump()  # what it was granted, it pushes
         team[1].leave(NetworkError("it is cut off"))
-        guest = Guest(shard, 1)
+        peer = FakePeer(shard, 1)
         here = back(
             life=shard.life, secret=shard._secrets[1], clock=clock, version=0, holds=True, waits=True, weight=1.0
         )
-        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
-        (go,) = [message for message, _ in guest.line.sent if isinstance(message, ReleaseWorker)]
+        peer.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        (go,) = [message for message, _ in peer.line.sent if isinstance(message, ReleaseWorker)]
         assert go.step == clock + 1, "no other contribution is given the number of the one that it came back with"
         return go.fate, go.counted
 
@@ -208,12 +208,12 @@ def test_what_was_used_before_says_nothing_of_what_it_was_cut_off_with() -> None
             team[1].pump()
             await asyncio.sleep(0)
         team[1].leave(NetworkError("it is cut off"))
-        guest = Guest(shard, 1)
+        peer = FakePeer(shard, 1)
         here = back(
             life=shard.life, secret=shard._secrets[1], clock=clock + 1, version=1, holds=True, waits=True, weight=1.0
         )
-        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
-        return next(message for message, _ in guest.line.sent if isinstance(message, ReleaseWorker))
+        peer.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        return next(message for message, _ in peer.line.sent if isinstance(message, ReleaseWorker))
 
     go = asyncio.run(story())
     assert (go.fate, go.counted, go.step) == ("was outdated, and is not used", False, 2)
@@ -230,12 +230,12 @@ def test_who_was_cut_off_is_told_which_data_is_others_now() -> None:
             worker.say(pack(about))
         before = [message for message, _ in team[1].line.sent if isinstance(message, LeaseGrants)]
         team[1].leave(NetworkError("it is cut off"))
-        guest = Guest(shard, 1)
+        peer = FakePeer(shard, 1)
         here = back(life=shard.life, secret=shard._secrets[1], clock=0, version=0, holds=True, waits=True, weight=1.0)
-        guest.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
+        peer.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(DETAILS, back=here)))
         holds = tuple(deal.number for message in before for deal in message.deals)
-        guest.say(pack(msgspec.structs.replace(about, holds=holds)))
-        return before, [message for message, _ in guest.line.sent if isinstance(message, LeaseGrants)]
+        peer.say(pack(msgspec.structs.replace(about, holds=holds)))
+        return before, [message for message, _ in peer.line.sent if isinstance(message, LeaseGrants)]
 
     before, after = asyncio.run(story())
     assert [message.void for message in after] == [tuple(deal.number for message in before for deal in message.deals)]
@@ -290,7 +290,7 @@ def test_of_a_life_that_is_over_nothing_stays() -> None:
 
     async def story() -> bool:
         shard = Shard(Plan.from_toml, archive=None)
-        Guest(shard, 0).say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
+        FakePeer(shard, 0).say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
         shard.begin_with_who_is_here_after(60.0)
         shard.stop()
         here = weakref.ref(shard)
@@ -308,7 +308,7 @@ def test_a_life_that_is_over_decides_nothing_later(tmp_path: Path) -> None:
 
     async def story() -> int:
         shard = Shard(lambda plan: Parts(BSP()), record=records.append)
-        Guest(shard, 0).say(pack(OpenModel(0)), pack(DETAILS))
+        FakePeer(shard, 0).say(pack(OpenModel(0)), pack(DETAILS))
         shard.begin_with_who_is_here_after(0.01)
         shard.stop()
         before = len(records)

@@ -129,4 +129,4 @@ def test_the_step_that_is_seen_is_that_of_the_script(job: Job) -> None:
     job.bring(job.workers[2], step=41)
     assert [seen.made for seen in job.seen().values()] == [41, 41, 42]
     assert job.seen()[2].step == 2
-    assert PolicyRunner(ASP(), 1, lambda: 0.0).scene(0, 0.0).workers == ()
+    assert PolicyRunner(ASP(), 1, lambda: 0.0).status(0, 0.0).workers == ()

@@ -16,7 +16,7 @@ from tests.report.fake_status import a_scene, seen
 
 
 def test_both_ends_understand_each_other() -> None:
-    assert messages.from_guest(messages.pack(GetStatus(7))) == GetStatus(7)
+    assert messages.from_peer(messages.pack(GetStatus(7))) == GetStatus(7)
     usual: dict[str, Any] = {name: 3 for name in WorkerStatus.__struct_fields__ if name not in ("worker", "phase")}
     usual["status"] = TrainingStatus(step=3, epochs=1.5, values={"loss": 0.5}, events=(StatusEvent(1.0, "x"),))
     worker = WorkerStatus(worker=1, phase="held", **usual)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offbeat.protocol.worker_status import TrainingStatus
-from offbeat.report.hub_status import scene_of
+from offbeat.report.hub_status import model_status_of
 from offbeat.report.job_status import pacemaker
 from offbeat.wire.messages import Overview, WorkerReport
 
@@ -38,25 +38,25 @@ def overview(*words: dict[str, Any], statuses: dict[int, TrainingStatus] | None 
     ],
 )
 def test_what_a_worker_does(words: dict[str, Any], status: TrainingStatus | None, phase: str, since_s: float) -> None:
-    (seen,) = scene_of(overview(words, statuses={} if status is None else {0: status})).workers
+    (seen,) = model_status_of(overview(words, statuses={} if status is None else {0: status})).workers
     assert (seen.phase, seen.since_s) == (phase, since_s)
     assert seen.gone == (phase in ("gone", "failed", "done", "left"))
 
 
 def test_its_step_is_that_of_its_script_now() -> None:
     """Also where that began with a checkpoint, or has several models, of which all exchanges are counted."""
-    (seen,) = scene_of(overview({"phase": "computing", "step": 53}, statuses={0: KNOWN})).workers
+    (seen,) = model_status_of(overview({"phase": "computing", "step": 53}, statuses={0: KNOWN})).workers
     assert seen.made == 43, "the words are newer"
     twice = TrainingStatus(step=40, exchanges=80, models=2)
-    (seen,) = scene_of(overview({"phase": "computing", "step": 85}, statuses={0: twice})).workers
+    (seen,) = model_status_of(overview({"phase": "computing", "step": 85}, statuses={0: twice})).workers
     assert seen.made == 42
-    (seen,) = scene_of(overview({"phase": "starting", "step": -1})).workers
+    (seen,) = model_status_of(overview({"phase": "starting", "step": -1})).workers
     assert seen.made == 0
 
 
 def test_the_whole() -> None:
     slow = TrainingStatus(step=40, exchanges=50, computing_s=0.2, here_s=20.0, policy="BSP()", fabric="Elastic()")
-    scene = scene_of(
+    scene = model_status_of(
         overview({"phase": "exchanging", "step": 50}, {"phase": "computing", "step": 50}, statuses={0: KNOWN, 1: slow})
     )
     assert (scene.policy, scene.fabric, scene.version, scene.started) == ("BSP()", "Elastic()", 40, True)
@@ -64,5 +64,5 @@ def test_the_whole() -> None:
     assert pacemaker(scene) == (
         "Rank 1 sets the pace: it computes 200.0 ms per step, 100% longer than the others' median of 100.0 ms."
     )
-    starting = scene_of(overview({"phase": "computing"}, {"process": "unreachable", "host": ""}))
+    starting = model_status_of(overview({"phase": "computing"}, {"process": "unreachable", "host": ""}))
     assert not starting.started

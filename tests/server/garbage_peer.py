@@ -81,7 +81,7 @@ class Line:
         self.connected = False
 
 
-class Guest:
+class FakePeer:
     """Who speaks to the shard, as a link would hand it on."""
 
     def __init__(self, shard: Shard, rank: int, role: str = "worker") -> None:
@@ -110,7 +110,7 @@ class Guest:
             self._guest.lost(error)
 
 
-class Worker(Guest):
+class Worker(FakePeer):
     """One that does what it should, with gradients of 1."""
 
     def __init__(self, shard: Shard, rank: int) -> None:
@@ -183,7 +183,7 @@ async def _torment(choices: Choices) -> None:
     ended: list[None] = []
     shard = Shard(lambda plan: Parts(policy), lambda: ended.append(None))
     early = choices.number(1)
-    mad = Guest(shard, 0, choices.one(("worker", "worker", "worker", "onlooker"))) if early else None
+    mad = FakePeer(shard, 0, choices.one(("worker", "worker", "worker", "onlooker"))) if early else None
     if mad is not None and choices.number(1):
         _rage(mad, choices)
     good = [Worker(shard, rank) for rank in (1, 2)]
@@ -194,7 +194,7 @@ async def _torment(choices: Choices) -> None:
     await _step(good)
     for _ in range(2):
         if mad is None or not mad.line.connected:
-            mad = Guest(shard, 0, choices.one(("worker", "worker", "worker", "onlooker")))
+            mad = FakePeer(shard, 0, choices.one(("worker", "worker", "worker", "onlooker")))
         _rage(mad, choices)
         mad.leave(NetworkError("it is gone"))
         await _step(good)
@@ -217,7 +217,7 @@ def _compare(scene: ModelStatus, good: list[Worker]) -> None:
         assert value == -LR * scene.version
 
 
-def _rage(mad: Guest, choices: Choices) -> None:
+def _rage(mad: FakePeer, choices: Choices) -> None:
     """Have it say things until it is closed, or there is nothing more to say."""
     if choices.number(1):
         with _refusable():

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.protocol.messages import from_guest, pack
+from offbeat.protocol.messages import from_peer, pack
 from offbeat.protocol.shards import (
     AdmitWorker,
     ApplyContributions,
@@ -32,7 +32,7 @@ from offbeat.protocol.training import (
     Reconnect,
 )
 from offbeat.server.shard.shard import Shard
-from tests.server.garbage_peer import DETAILS, HYPER, LR, SIZES, Guest, Line
+from tests.server.garbage_peer import DETAILS, HYPER, LR, SIZES, FakePeer, Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class ToChief(Line):
     """The link to the coordinator; keeps what the shard tells it."""
 
     def send(self, metadata: bytes, body: Any = b"", sent: Any = None) -> None:
-        self.sent.append((from_guest(metadata), bytes(body)))
+        self.sent.append((from_peer(metadata), bytes(body)))
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
 
     def come(self, entry: int) -> None:
         """The worker opens the model, over a new link."""
-        self.worker = Guest(self.shard, 1)
+        self.worker = FakePeer(self.shard, 1)
         secret = self.shard._secrets.get(1, b"")
         back = (
             Reconnect(life=7, clock=0, version=0, holds=True, waits=False, weight=1.0, secret=secret) if entry else None
@@ -187,7 +187,7 @@ def test_who_loses_its_place_before_the_life_has_begun_hears_of_it() -> None:
 
     async def run() -> tuple[bool, bool]:
         shard = Shard(None)
-        one, other = Guest(shard, 1), Guest(shard, 1)
+        one, other = FakePeer(shard, 1), FakePeer(shard, 1)
         one.say(pack(OpenModel(0, 0)), pack(HERE))
         back = Reconnect(life=1, clock=0, version=0, holds=False, waits=True)
         other.say(pack(OpenModel(0, 1)), pack(msgspec.structs.replace(HERE, back=back)))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "from_guest": messages.from_guest,
+    "from_peer": messages.from_peer,
     "details_of": messages.details_of,
-    "from_chief": messages.from_chief,
+    "from_coordinator": messages.from_coordinator,
     "to_worker": messages.to_worker,
     "statuses_of": messages.statuses_of,
     "status_reply_of": lambda data: messages.status_reply_of(data, memoryview(b"\x90")),

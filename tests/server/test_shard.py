@@ -225,7 +225,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     assert not torch.equal(worker.values, before)
     look = worker.client.look()
     assert look.wait(SOON)
-    (seen,) = look.scenes[0].workers
+    (seen,) = look.model_statuses[0].workers
     assert (seen.applied, seen.dropped) == (1, 1)
     assert told == [
         "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are leased again."
@@ -403,7 +403,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
         list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
     look = team[0].client.look()
     assert look.wait(SOON)
-    assert [(seen.applied, seen.lead <= 1) for seen in look.scenes[0].workers] == [(5, True), (5, True)]
+    assert [(seen.applied, seen.lead <= 1) for seen in look.model_statuses[0].workers] == [(5, True), (5, True)]
 
 
 @dataclass(frozen=True)

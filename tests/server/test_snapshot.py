@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offbeat.errors import NetworkError, PeerError
-from offbeat.protocol.messages import from_guest, pack
+from offbeat.protocol.messages import from_peer, pack
 from offbeat.protocol.shards import SnapshotSaved
 from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
 from offbeat.server.shard.snapshot_store import SnapshotStore
@@ -298,4 +298,4 @@ def test_one_that_fails_for_another_reason_than_the_disk_is_said_to(
 def test_what_one_has_cost_is_a_time(cost_s: float) -> None:
     """The pause before the next one is worked out from it: after an infinite one there would be none any more."""
     with pytest.raises(PeerError, match=r"Expected `float` .* - at `\$\.cost_s`"):
-        from_guest(pack(SnapshotSaved(1, True, cost_s)))
+        from_peer(pack(SnapshotSaved(1, True, cost_s)))

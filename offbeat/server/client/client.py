@@ -215,20 +215,20 @@ class Client:
         """Return these leases unused."""
         self._loop.call(self._hands.give_back, hand.about.loader, numbers)
 
-    def crowded(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
+    def out_of_memory(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
         """Return these leases, and what was not drawn: there was no memory for a batch of `count` samples."""
-        self._loop.call(self._hands.crowded, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
+        self._loop.call(self._hands.out_of_memory, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
 
     def data_state(self) -> ServerRequest:
         """Ask for the state of the data, for a checkpoint; in `ServerRequest.place`."""
         exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.books))
+        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.get_data_state))
         return exchange
 
     def set_data_state(self, place: bytes) -> ServerRequest:
-        """Go on where `books` was called, on all workers; done when all are told so."""
+        """Go on where `get_data_state` was called, on all workers; done when all are told so."""
         exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.restock, (place,)))
+        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.set_data_state, (place,)))
         return exchange
 
     def reseed(self, hand: LeaseQueue, seed: int) -> None:
@@ -236,7 +236,7 @@ class Client:
         self._loop.call(self._hands.reseed, hand.about.loader, seed)
 
     def look(self) -> ServerRequest:
-        """Ask the coordinator for the status; in `ServerRequest.scenes`."""
+        """Ask the coordinator for the status; in `ServerRequest.model_statuses`."""
         exchange = ServerRequest()
         self._loop.call(self._look, exchange)
         return exchange
@@ -662,11 +662,11 @@ class Client:
                 self._say(ask)
             self._begin_transfers()
 
-    def see(self, number: int, scenes: tuple[ModelStatus, ...]) -> None:
+    def see(self, number: int, model_statuses: tuple[ModelStatus, ...]) -> None:
         """The answer to a look."""
         look = self._looks.pop(number, None)
         if look is not None:
-            look.scenes = scenes
+            look.model_statuses = model_statuses
             look.finish()
 
     def _fill(self, place: ModelState, shard: int) -> None:

@@ -140,7 +140,7 @@ class LeaseQueues:
         if numbers:
             self._say(ReturnLease(loader, numbers))
 
-    def crowded(self, loader: int, count: int, numbers: Iterable[int]) -> None:
+    def out_of_memory(self, loader: int, count: int, numbers: Iterable[int]) -> None:
         """Return these leases: there was no memory for a batch of `count` samples."""
         self._say(MemoryExhausted(loader, count))
         self.give_back(loader, numbers)

@@ -28,7 +28,7 @@ class ServerRequest:
         self.error: OffbeatError | None = None
         self.numbers: tuple[float, ...] = ()
         self.refused = ""  # why what all were to do, or a swap, cannot be, and who says so
-        self.scenes: tuple[ModelStatus, ...] = ()
+        self.model_statuses: tuple[ModelStatus, ...] = ()
         self.portions: list[Portion] = []
         self.place = b""  # in the data
         self.left = 0  # shards that are not done

@@ -67,11 +67,11 @@ class StateTransfers:
         self._under_way[number] = due
         due.begin(number, due.exchange, *due.arguments)
 
-    def books(self, number: int, exchange: ServerRequest) -> None:
+    def get_data_state(self, number: int, exchange: ServerRequest) -> None:
         """Ask where the data is."""
         self._links[0].send(pack(GetDataState(number)))
 
-    def restock(self, number: int, exchange: ServerRequest, place: bytes) -> None:
+    def set_data_state(self, number: int, exchange: ServerRequest, place: bytes) -> None:
         """Have everybody go on in the data at `place`."""
         self._links[0].send(pack(SetDataState(number)), place)
 

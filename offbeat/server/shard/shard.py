@@ -125,7 +125,7 @@ class Shard:
         self._done, self._again, self._patience_s = done, again, patience_s
         self._archive = archive
         self._tables: dict[int, ModelShard] = {}
-        self._guests: dict[int, Peer] = {}  # workers
+        self._peers: dict[int, Peer] = {}  # workers
         self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
         self._shards: list[Peer] = []  # that follow this one
@@ -212,9 +212,9 @@ class Shard:
             raise
         self.begun.set()
         waiting, self._waiting = self._waiting, {}
-        for (_, model), (guest, details, entry) in waiting.items():
+        for (_, model), (peer, details, entry) in waiting.items():
             with contextlib.suppress(PeerError):  # it has been told
-                guest.open(model, details, entry)
+                peer.open(model, details, entry)
 
     def mark(self, mark: SnapshotMark) -> None:
         """The coordinator has all shards make a snapshot."""
@@ -251,23 +251,23 @@ class Shard:
             shard.say(BeginLife(self.life, chosen))
         self.begin(BeginLife(self.life, chosen))
 
-    def _enlist(self, guest: Peer, enlist: RegisterShard) -> None:
-        if guest in self._shards:
+    def _enlist(self, peer: Peer, enlist: RegisterShard) -> None:
+        if peer in self._shards:
             raise PeerError("Cannot admit this shard for a second time.")
         if count := self._has_all(enlist):
             refusal = (
                 f"Cannot admit another shard: the workers of this job named {count}, and all are here. To use more, "
                 "start the workers anew with the addresses of all."
             )
-            guest.say(Refused(refusal))
+            peer.say(Refused(refusal))
             raise PeerError(refusal)
         if self.begun.is_set() and self._tables and self._archive is not None:
             self._again()  # one of the shards has come back before it was missed
             return
-        self._shards.append(guest)
-        self._held[guest] = enlist
+        self._shards.append(peer)
+        self._held[peer] = enlist
         if self.begun.is_set():
-            guest.say(BeginLife(self.life))
+            peer.say(BeginLife(self.life))
         self._begin_if_all_are_here()
 
     def _has_all(self, enlist: RegisterShard) -> int:
@@ -283,7 +283,7 @@ class Shard:
 
     # -- what is said --------------------------------------------------------------------------------------------
 
-    def open(self, guest: Peer, model: int, details: ModelInfo, entry: int = 0) -> None:
+    def open(self, peer: Peer, model: int, details: ModelInfo, entry: int = 0) -> None:
         """A worker wants to train a model, or comes back to it.
 
         Raises:
@@ -292,24 +292,24 @@ class Shard:
                 known of that.
         """
         if not self.begun.is_set():
-            there, *_ = self._waiting.get((guest.rank, model), (None,))
-            if there is not None and there.link.connected and (there is guest or details.back is None):
-                raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-            if there is not None and there is not guest:
+            there, *_ = self._waiting.get((peer.rank, model), (None,))
+            if there is not None and there.link.connected and (there is peer or details.back is None):
+                raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
+            if there is not None and there is not peer:
                 there.link.abort()  # it is to hear that it is another's place now, if it is there at all
-            self._waiting[(guest.rank, model)] = (guest, details, entry)
+            self._waiting[(peer.rank, model)] = (peer, details, entry)
             return
-        if model in guest.models and details.back is None:
-            raise PeerError(f"Rank {guest.rank} opens model {model} for a second time.")
-        is_same = self._make_room(guest, details.back)
+        if model in peer.models and details.back is None:
+            raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
+        is_same = self._make_room(peer, details.back)
         table = self._tables.get(model)
         if table is None and details.back is not None and self._lead is None:
             raise PeerError("Cannot continue: this shard of the parameter server was restarted without a snapshot.")
         is_first = table is None
         if table is None:
-            if self._tables and guest.rank not in self._guests:
+            if self._tables and peer.rank not in self._peers:
                 raise PeerError(
-                    f"Cannot open model {model}: rank {guest.rank} takes part in none of this job's models. Prepare "
+                    f"Cannot open model {model}: rank {peer.rank} takes part in none of this job's models. Prepare "
                     "the models in the same order on every worker."
                 )
             shards = len(self._shards) + 1
@@ -323,21 +323,21 @@ class Shard:
             self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
             for decision in self._decided.pop(model, []):
                 table.decide(decision)
-        compare(guest.rank, details, table.details)
+        compare(peer.rank, details, table.details)
         if not is_same:
-            self._secrets[guest.rank] = secrets.token_bytes(SECRET_BYTES)
-        self._guests[guest.rank] = guest
-        self._note_back(guest.rank)
+            self._secrets[peer.rank] = secrets.token_bytes(SECRET_BYTES)
+        self._peers[peer.rank] = peer
+        self._note_back(peer.rank)
         self.was_visited = True
-        guest.models[model] = entry
-        filler = any(model in other.filling for other in self._guests.values())
+        peer.models[model] = entry
+        filler = any(model in other.filling for other in self._peers.values())
         if table.unfilled and not filler:
-            guest.filling.add(model)
-        secret = self._secrets[guest.rank]
-        guest.say(ModelOpened(model, model in guest.filling, self.life, self._archive is not None, secret=secret))
+            peer.filling.add(model)
+        secret = self._secrets[peer.rank]
+        peer.say(ModelOpened(model, model in peer.filling, self.life, self._archive is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
-        self._tell_lead(WorkerOpened(now_s(), guest.rank, model, details, entry))
+        self._tell_lead(WorkerOpened(now_s(), peer.rank, model, details, entry))
 
     def _new_table(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
         table = ModelShard(
@@ -352,25 +352,25 @@ class Shard:
         self._record(ShardServes(model, self.life, version, len(table.blocks)))
         return table
 
-    def fill(self, guest: Peer, model: int, block: int) -> None:
+    def fill(self, peer: Peer, model: int, block: int) -> None:
         """A block of the initial parameters is here.
 
         Raises:
             PeerError: if this worker was not asked for it.
         """
         table = self.table(model)
-        if model not in guest.filling or block not in table.unfilled:
-            raise PeerError(f"Rank {guest.rank} was not asked for the values of block {block}.")
+        if model not in peer.filling or block not in table.unfilled:
+            raise PeerError(f"Rank {peer.rank} was not asked for the values of block {block}.")
         table.unfilled.discard(block)
         if not table.unfilled:
-            guest.filling.discard(model)
+            peer.filling.discard(model)
             self._report(ModelFilled(model))
 
-    def arrive(self, guest: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None:
+    def arrive(self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None:
         """A block of a contribution is here."""
         table = self.table(model)
-        if self.is_early(guest, model):
-            guest.early[(model, block)] = (push, part)
+        if self.is_early(peer, model):
+            peer.early[(model, block)] = (push, part)
             return
         # Not if the worker was sent away in the meantime.
         if not table.expects(push, block):
@@ -379,9 +379,9 @@ class Shard:
         if missing == min(max(1, count // _NEARLY), count - 1):
             self._report(PushNearlyDone(model, *push))
         if missing == 0:
-            self._report(PushDone(model, *push, guest.models[model]))
+            self._report(PushDone(model, *push, peer.models[model]))
 
-    def fetch(self, guest: Peer, message: FetchState) -> None:
+    def fetch(self, peer: Peer, message: FetchState) -> None:
         """A worker wants the optimizer's state, as it is now."""
         table = self.table(message.model)
         index = {name: i for i, name in enumerate(table.details.names)}
@@ -395,11 +395,11 @@ class Shard:
                 )
                 yield piece, bytes_of(tensor.reshape(-1))
 
-        guest.give_state(pieces(), TransferDone(message.number))
+        peer.give_state(pieces(), TransferDone(message.number))
 
     def hear(
         self,
-        guest: Peer,
+        peer: Peer,
         message: Announce
         | PullDone
         | GetStatus
@@ -421,71 +421,67 @@ class Shard:
         lead = self._lead
         if lead is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
-        self._check_place(guest, message)
+        self._check_place(peer, message)
         match message:
             case GetStatus(number=number):
-                guest.answer(StatusReply(number), pack(lead.status(now_s())))
+                peer.answer(StatusReply(number), pack(lead.status(now_s())))
             case GetDataState(number=number):
-                guest.answer(DataState(number), lead.data_state())
+                peer.answer(DataState(number), lead.data_state())
             case SwapPlan():
-                by = f"rank {guest.rank}" if guest.role == "worker" else f"an operator at {guest.link.peer}"
-                self._tell_lead(SwapAsked(now_s(), guest, message, by))
+                by = f"rank {peer.rank}" if peer.role == "worker" else f"an operator at {peer.link.peer}"
+                self._tell_lead(SwapAsked(now_s(), peer, message, by))
             case ReserveRanks(count=count, least=least):
-                self._tell_lead(RanksAsked(now_s(), guest, count, least))
+                self._tell_lead(RanksAsked(now_s(), peer, count, least))
             case RegisterShard():
-                self._enlist(guest, message)
+                self._enlist(peer, message)
             case SaveLastSnapshot():
                 self._marks.ask_for_last()
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._marks.saved(number, well, cost_s)
             case ModelFilled() | PushNearlyDone() | PushDone() | WorkerDrained():
                 self._tell_lead(ShardSaid(now_s(), message))
-            case TellStatus() if self._guests.get(guest.rank) is not guest:
+            case TellStatus() if self._peers.get(peer.rank) is not peer:
                 pass  # it is not in yet, or not any more
             case _:
-                body = guest.take_body() if isinstance(message, SetDataState) else b""
-                self._tell_lead(WorkerSaid(now_s(), guest.rank, message, body, guest))
+                body = peer.take_body() if isinstance(message, SetDataState) else b""
+                self._tell_lead(WorkerSaid(now_s(), peer.rank, message, body, peer))
 
-    def _check_place(self, guest: Peer, message: object) -> None:
+    def _check_place(self, peer: Peer, message: object) -> None:
         """Refuse a message in another's name: before it is admitted, a worker sends nothing but questions about the
         status.
         """
         kind = type(message).__name__
-        if guest.role == "shard" and guest not in self._shards and not isinstance(message, RegisterShard):
+        if peer.role == "shard" and peer not in self._shards and not isinstance(message, RegisterShard):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
-        if (
-            guest.role != "worker"
-            or self._guests.get(guest.rank) is guest
-            or isinstance(message, GetStatus | TellStatus)
-        ):
+        if peer.role != "worker" or self._peers.get(peer.rank) is peer or isinstance(message, GetStatus | TellStatus):
             return
-        raise PeerError(f"Cannot take {kind} from rank {guest.rank}: it trains no model yet. Call run.prepare first.")
+        raise PeerError(f"Cannot take {kind} from rank {peer.rank}: it trains no model yet. Call run.prepare first.")
 
-    def lose(self, guest: Peer, error: OffbeatError | None) -> None:
+    def lose(self, peer: Peer, error: OffbeatError | None) -> None:
         """A worker or shard is gone; `error` says why, None that it said good-bye."""
         if self.is_over:
             return
-        self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not guest}
-        if guest in self._shards:
-            self._shards.remove(guest)
-            self._held.pop(guest, None)
+        self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not peer}
+        if peer in self._shards:
+            self._shards.remove(peer)
+            self._held.pop(peer, None)
             if self._archive is not None:
                 if self.begun.is_set():
                     _log.warning("A shard of the parameter server is gone: %s", error or "it has ended.")
                     self._again()
                 return
-            for worker in self._guests.values():
+            for worker in self._peers.values():
                 worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
             return
-        if self._guests.get(guest.rank) is not guest:  # it was never taken in
+        if self._peers.get(peer.rank) is not peer:  # it was never taken in
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
-            if guest.role == "worker" and guest.rank not in self._guests:
-                self._tell_lead(WorkerMissed(now_s(), guest.rank))
+            if peer.role == "worker" and peer.rank not in self._peers:
+                self._tell_lead(WorkerMissed(now_s(), peer.rank))
             return
-        self._remove(guest, WorkerGone(now_s(), guest.rank, error))
-        asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, guest.rank)
-        if not self._guests:
+        self._remove(peer, WorkerGone(now_s(), peer.rank, error))
+        asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, peer.rank)
+        if not self._peers:
             self._end_unless_one_comes_back(error)
 
     def _end_unless_one_comes_back(self, error: OffbeatError | None) -> None:
@@ -493,11 +489,11 @@ class Shard:
             self.is_finished = True
             self._done()
             return
-        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._guests else self._done())
+        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._peers else self._done())
 
     def _note_gone(self, worker: int) -> None:
         """Note that a worker has not come back: if the server is killed now, the others do not wait for it."""
-        if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._guests:
+        if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._peers:
             self._archive.note_gone(self._archive.gone | {worker})
 
     def _note_back(self, worker: int) -> None:
@@ -521,11 +517,8 @@ class Shard:
             self._let_replace(decision)
             return None
         stays = isinstance(decision, AdmitWorker | WorkerRemoved) and self._is_same(decision)
-        if (
-            isinstance(decision, AdmitWorker | WorkerRemoved)
-            and (guest := self._guests.get(decision.worker)) is not None
-        ):
-            guest.may_put.discard(decision.model)  # if it has not said that it was all, it was
+        if isinstance(decision, AdmitWorker | WorkerRemoved) and (peer := self._peers.get(decision.worker)) is not None:
+            peer.may_put.discard(decision.model)  # if it has not said that it was all, it was
         if isinstance(decision, AdmitWorker):
             self._admitted[(decision.model, decision.worker)] = decision.entry
         if decision.model not in self._tables:
@@ -538,35 +531,35 @@ class Shard:
 
     def _let_replace(self, decision: AllowReplacement) -> None:
         """A worker may put other parameters: from here on what the model has is not only of its contributions."""
-        table, guest = self._tables.get(decision.model), self._guests.get(decision.worker)
-        if table is not None and guest is not None:
+        table, peer = self._tables.get(decision.model), self._peers.get(decision.worker)
+        if table is not None and peer is not None:
             self._record(ParametersReplaced(decision.model, table.version, decision.worker))
-            guest.may_put.add(decision.model)
-            guest.say(MayPut(decision.number))
+            peer.may_put.add(decision.model)
+            peer.say(MayPut(decision.number))
 
-    def is_early(self, guest: Peer, model: int) -> bool:
+    def is_early(self, peer: Peer, model: int) -> bool:
         """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
         if self._lead is not None:
             return False
-        return not self._is_admitted(guest, model) or self.table(model).next(guest.rank) is None
+        return not self._is_admitted(peer, model) or self.table(model).next(peer.rank) is None
 
-    def _is_admitted(self, guest: Peer, model: int) -> bool:
+    def _is_admitted(self, peer: Peer, model: int) -> bool:
         """Whether the coordinator has let it in since it opened the model last."""
-        return guest.models.get(model) == self._admitted.get((model, guest.rank))
+        return peer.models.get(model) == self._admitted.get((model, peer.rank))
 
     def _is_same(self, decision: AdmitWorker | WorkerRemoved) -> bool:
         """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
-        guest = self._guests.get(decision.worker)
-        if self._lead is not None or guest is None or not self._is_admitted(guest, decision.model):
+        peer = self._peers.get(decision.worker)
+        if self._lead is not None or peer is None or not self._is_admitted(peer, decision.model):
             return False
-        return isinstance(decision, WorkerRemoved) or decision.entry == guest.models.get(decision.model)
+        return isinstance(decision, WorkerRemoved) or decision.entry == peer.models.get(decision.model)
 
     def _take_what_came_early(self, admit: AdmitWorker) -> None:
-        guest = self._guests.get(admit.worker)
-        if guest is not None:
-            for model, block in [key for key in guest.early if key[0] == admit.model]:
-                push, part = guest.early.pop((model, block))
-                self.arrive(guest, model, push, block, part)
+        peer = self._peers.get(admit.worker)
+        if peer is not None:
+            for model, block in [key for key in peer.early if key[0] == admit.model]:
+                push, part = peer.early.pop((model, block))
+                self.arrive(peer, model, push, block, part)
 
     def refuse(self, reason: str) -> None:
         """The coordinator does not want this shard."""
@@ -602,7 +595,7 @@ class Shard:
         """Whether this is the first shard."""
         return self._lead is not None
 
-    def _make_room(self, guest: Peer, back: Reconnect | None) -> bool:
+    def _make_room(self, peer: Peer, back: Reconnect | None) -> bool:
         """See that there is one worker of each rank; whether it is the one that was taken in, as its secret shows.
 
         Without, it is a new process of that rank, for which there is room once the one before is not connected.
@@ -610,35 +603,35 @@ class Shard:
         Raises:
             PeerError: if there is no room, or it claims to be who it is not.
         """
-        there = self._guests.get(guest.rank)
-        if there is guest:
+        there = self._peers.get(peer.rank)
+        if there is peer:
             return True
-        secret = self._secrets.get(guest.rank)
+        secret = self._secrets.get(peer.rank)
         is_same = secret is not None and back is not None and hmac.compare_digest(back.secret, secret)
         if there is not None and there.link.connected and not is_same:
-            raise PeerError(f"Cannot admit rank {guest.rank}: one is here already, from {there.link.peer}.")
+            raise PeerError(f"Cannot admit rank {peer.rank}: one is here already, from {there.link.peer}.")
         if secret is not None and back is not None and back.life == self.life and not is_same:
             raise PeerError(
-                f"Cannot admit rank {guest.rank} as the one that was here before: it does not know the secret of that "
+                f"Cannot admit rank {peer.rank} as the one that was here before: it does not know the secret of that "
                 "one. Another process has this rank, or had it since."
             )
         if there is not None:
             # Its process is gone, and this is the one that follows it.
-            self._remove(there, WorkerGone(now_s(), guest.rank, replaced=True))
+            self._remove(there, WorkerGone(now_s(), peer.rank, replaced=True))
             there.link.abort()
         return is_same
 
-    def _remove(self, guest: Peer, gone: WorkerGone) -> None:
-        del self._guests[guest.rank]
+    def _remove(self, peer: Peer, gone: WorkerGone) -> None:
+        del self._peers[peer.rank]
         self._tell_lead(gone)
-        for model in guest.filling:
+        for model in peer.filling:
             self._ask_another_to_fill(model)
 
     def _ask_another_to_fill(self, model: int) -> None:
         """Ask another worker for the first values: the one that was to send them is gone."""
         table = self._tables[model]
         table.unfilled = set(table.sizes)  # of what has come, nothing goes with the values of another
-        for other in self._guests.values():
+        for other in self._peers.values():
             if model in other.models:
                 other.filling.add(model)
                 other.say(ModelOpened(model, True, self.life, self._archive is not None))
@@ -650,8 +643,8 @@ class Shard:
 
     def send_to_all(self, adopt: AdoptPlan) -> None:
         """Tell all shards and workers which plan holds."""
-        for guest in (*self._shards, *self._guests.values()):
-            guest.say(adopt)
+        for peer in (*self._shards, *self._peers.values()):
+            peer.say(adopt)
         self.adopt(adopt)
 
     def _tell_lead(self, event: CoordinatorEvent) -> None:
@@ -671,21 +664,21 @@ class Shard:
         return self.decide(decision)
 
     def send(self, worker: int, message: ToWorker) -> None:
-        if worker in self._guests:
-            self._guests[worker].say(message)
+        if worker in self._peers:
+            self._peers[worker].say(message)
 
     def _give(self, worker: int, message: PullBlock, values: torch.Tensor) -> None:
-        guest = self._guests.get(worker)
-        if guest is not None and self._is_admitted(guest, message.model):
+        peer = self._peers.get(worker)
+        if peer is not None and self._is_admitted(peer, message.model):
             if not self._to_give:
                 asyncio.get_running_loop().call_soon(self._give_all)
-            self._to_give.append((guest, message, values))
+            self._to_give.append((peer, message, values))
 
     def _give_all(self) -> None:
         """Send the values that are due, after what lets others go on: that would wait behind them on the link."""
         to_give, self._to_give = self._to_give, []
-        for guest, message, values in to_give:
-            guest.say(message, bytes_of(values))
+        for peer, message, values in to_give:
+            peer.say(message, bytes_of(values))
 
     def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:
         """Tell the coordinator how far this shard is."""
