@@ -28,6 +28,7 @@ LINES = [
     {"plan"},
     {"fabric"},
     {"server"},
+    {"switch"},
     {"diagnosis"},
     {"wire"},
     {"coordinator"},
@@ -167,7 +168,15 @@ def test_no_circles() -> None:
 
 def test_what_has_to_start_at_once_loads_no_torch() -> None:
     """A sentinel starts beside every worker, and the command line answers at once."""
-    light = ("cli.app", "coordinator.coordinator", "diagnosis.sentinel", "protocol.messages", "report", "server.launch")
+    light = (
+        "cli.app",
+        "coordinator.coordinator",
+        "diagnosis.sentinel",
+        "protocol.messages",
+        "report",
+        "server.launch",
+        "switch.serve",
+    )
     program = "".join(f"import offbeat.{name}\n" for name in light) + "import sys\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 

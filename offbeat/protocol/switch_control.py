@@ -1,0 +1,224 @@
+"""The control of a switch: what workers and operators say to it beside the packets.
+
+worker or operator                             switch
+  | -- JoinSwitchJob(job, shape, worker) ------> |   a worker; the first one creates the job
+  | <----- SwitchJobJoined(number, cookie) ----- |   where its packets go, and what they have to say
+  | -- EvictFromSwitchJob(job, worker, why) ---> |   a worker of the job, or an operator
+  | -- SetSwitchStrategy(job, ...) ------------> |   an operator, or the job's own controller
+  | <----- SwitchStrategySet(effective) -------- |   from which clock on it decides, or that it has to be tried again
+  | -- GetSwitchStatus() ----------------------> |   anybody
+  | <----- SwitchStatus(jobs) ------------------ |
+  | <----- SwitchRefused(reason) --------------- |   instead of any of these answers
+
+Each request has a number, which its answer repeats. A worker whose link has ended is evicted; a job ends with its last
+worker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.protocol.bounds import Count, Seconds, Text
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Worker = Annotated[int, msgspec.Meta(ge=0, lt=64)]
+_Window = Annotated[int, msgspec.Meta(ge=0, lt=128)]
+_JobName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Strategy(msgspec.Struct, frozen=True):
+    """One policy's record at a switch; `offbeat.switch.strategy` compiles it from the policy.
+
+    Args:
+        path: "stream" for sums of all workers' chunks, "table" for sums that each worker reads when it likes.
+        window: steps that a worker may be ahead of the slowest (table); None for as many as the ring has room for.
+        quorum: members whose contributions settle an exchange (stream); None for all.
+        keeps_late: whether a worker that was left out of an exchange keeps its contribution for the next one.
+        most: steps that single workers may be allowed to be ahead, by a controller; None if it is `window`.
+    """
+
+    path: Literal["stream", "table"] = "stream"
+    window: _Window | None = 0
+    quorum: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    keeps_late: bool = False
+    most: _Window | None = None
+
+    def window_in(self, ring: int) -> int:
+        """The window over a ring of so many clocks, which leaves room for `ring` - 2 steps at most."""
+        return ring - 2 if self.window is None else self.window
+
+    def slack_in(self, ring: int) -> int:
+        """Steps that any worker may be ahead, by the window or by name, over a ring of so many clocks."""
+        return max(self.window_in(ring), self.most or 0)
+
+
+class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A request to take a worker into a job, which is created if there is none of that name.
+
+    Args:
+        request: number of the request.
+        job: its name.
+        worker: rank of the worker that asks.
+        workers, values, slots, ring, rows: the shape of the job.
+        strategy: that it begins with.
+        chunk, clock: what the worker begins with, on the stream and in the table.
+    """
+
+    request: _Number
+    job: _JobName
+    worker: _Worker
+    workers: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    values: Annotated[int, msgspec.Meta(ge=16, le=2048)]
+    slots: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)]
+    ring: Annotated[int, msgspec.Meta(ge=4, le=128)]
+    rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    strategy: Strategy = Strategy()
+    chunk: _Number = 0
+    clock: _Number = 0
+
+
+class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
+    """The answer: the job's number and the worker's cookie, for its packets, and the UDP port that takes them."""
+
+    request: _Number
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    cookie: _Number
+    port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+
+
+class EvictFromSwitchJob(msgspec.Struct, tag=True, frozen=True):
+    """Go on without a worker; once is enough, and again does nothing. There is no answer."""
+
+    job: _JobName
+    worker: _Worker
+    why: Text = ""
+
+
+class SetSwitchStrategy(msgspec.Struct, tag=True, frozen=True):
+    """A request for another policy."""
+
+    request: _Number
+    job: _JobName
+    strategy: Strategy
+
+
+class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
+    """The answer.
+
+    Args:
+        is_set: False while the change before is not in effect for all workers: ask again.
+        effective: the first clock that it decides about.
+        epoch: counts changes.
+    """
+
+    request: _Number
+    is_set: bool
+    effective: _Number = 0
+    epoch: _Number = 0
+
+
+class GetSwitchStatus(msgspec.Struct, tag=True, frozen=True):
+    """A request for what the switch knows of its jobs."""
+
+    request: _Number
+
+
+class SwitchMemberStatus(msgspec.Struct, frozen=True):
+    """One worker; `silent_s` is None as long as no packet of it has come."""
+
+    worker: _Worker
+    finished: _Number
+    lag: Count
+    silent_s: Seconds | None
+    counts: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
+
+
+class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One job; `low` and `high` are the newest step that all, or any, have finished."""
+
+    job: _JobName
+    number: _Number
+    workers: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    values: Count
+    slots: Count
+    strategy: Strategy
+    low: _Number
+    high: _Number
+    window_old: _Window
+    window_new: _Window
+    effective: _Number
+    epoch: _Number
+    members: Annotated[tuple[SwitchMemberStatus, ...], msgspec.Meta(max_length=64)]
+    refused: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
+
+
+class SwitchStatus(msgspec.Struct, tag=True, frozen=True):
+    """The answer.
+
+    Args:
+        target: what the packets are summed by.
+        dropped: packets that were of no job, by why.
+    """
+
+    request: _Number
+    target: Text
+    jobs: Annotated[tuple[SwitchJobStatus, ...], msgspec.Meta(max_length=4096)]
+    dropped: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
+
+
+class SwitchRefused(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a request that cannot be granted."""
+
+    request: _Number
+    reason: Text
+
+
+ToSwitch = JoinSwitchJob | EvictFromSwitchJob | SetSwitchStrategy | GetSwitchStatus
+FromSwitch = SwitchJobJoined | SwitchStrategySet | SwitchStatus | SwitchRefused
+# What each role may say; see `offbeat.wire.messages.HandshakeClaim`.
+SAYS: dict[str, tuple[type, ...]] = {
+    "worker": (JoinSwitchJob, EvictFromSwitchJob, SetSwitchStrategy, GetSwitchStatus),
+    "onlooker": (GetSwitchStatus,),
+    "operator": (EvictFromSwitchJob, SetSwitchStrategy, GetSwitchStatus),
+}
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_switch = msgspec.msgpack.Decoder(ToSwitch).decode
+_from_switch = msgspec.msgpack.Decoder(FromSwitch).decode
+
+
+def pack(message: ToSwitch | FromSwitch) -> bytes:
+    """The message as a frame's metadata."""
+    return _encode(message)
+
+
+def to_switch_of(metadata: Buffer) -> ToSwitch:
+    """Read what is said to a switch.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: ToSwitch = _to_switch(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this peer of a switch: {error}.") from error
+    return message
+
+
+def from_switch_of(metadata: Buffer) -> FromSwitch:
+    """Read what a switch says.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: FromSwitch = _from_switch(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this switch: {error}.") from error
+    return message

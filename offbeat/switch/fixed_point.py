@@ -1,0 +1,72 @@
+"""Fixed point: gradients as integers that a switch can add.
+
+Each chunk has an exponent e, with 2**e above every value of every worker in it. Of N workers, with L = ceil(log2 N),
+
+    integer = round(value * 2**(31 - L - e))        sum of integers < 2**31
+    total   = sum * 2**(e + L - 31)                 error of a total at most N / 2 units of 2**(e + L - 31)
+
+Scales are powers of two, so that scaling rounds nothing: a float32 is exact as an integer if it is within 2**(7 - L) of
+the chunk's largest value. Sums of integers do not depend on their order, so that all workers have the same bits, and
+every run does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.errors import NumericsError
+from offbeat.switch.packet import ZERO_EXPONENT
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Below it values are told apart no further; above it a float32 cannot be summed.
+LEAST_EXPONENT, MOST_EXPONENT = -90, 126
+
+
+def exponents(chunks: NDArray[np.float32]) -> NDArray[np.int8]:
+    """The exponent of each chunk.
+
+    Args:
+        chunks: [M, V].
+
+    Returns:
+        [M], `ZERO_EXPONENT` for chunks of zeros.
+
+    Raises:
+        NumericsError: if a value is NaN, infinite, or too large to be summed.
+    """
+    most = np.maximum(chunks.max(axis=1), -chunks.min(axis=1))
+    if not np.isfinite(most).all():
+        raise NumericsError("Cannot send a gradient that holds NaN or Inf through a switch: it adds up integers.")
+    found = np.maximum(np.frexp(most)[1], LEAST_EXPONENT)
+    if len(found) and found.max() > MOST_EXPONENT:
+        raise NumericsError(f"Cannot send a gradient with a value of {most.max():g} through a switch: it is too large.")
+    return np.where(most > 0, found, ZERO_EXPONENT).astype(np.int8)
+
+
+def to_integers(chunks: NDArray[np.float32], exponent: NDArray[np.int8], workers: int) -> NDArray[np.int32]:
+    """Quantize chunks [M, V] with exponents [M] that hold for all of so many workers."""
+    scaled = chunks * np.ldexp(np.float32(1), 31 - _spare_bits(workers) - exponent.astype(np.int32))[:, None]
+    return np.rint(scaled, out=scaled).astype(np.int32)
+
+
+def to_floats(integers: NDArray[np.int32], exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
+    """Turn sums [M, V] of the integers of so many workers back into floats."""
+    unit = np.ldexp(np.float32(1), exponent.astype(np.int32) + _spare_bits(workers) - 31)
+    return integers.astype(np.float32) * unit[:, None]
+
+
+def error_bound(exponent: int, workers: int) -> float:
+    """The most that a total may differ from the sum of the workers' float32, but for the rounding of the total itself.
+
+    >>> error_bound(0, 4) == 4 / 2 * 2.0**-29
+    True
+    """
+    return workers / 2 * 2.0 ** (exponent + _spare_bits(workers) - 31)
+
+
+def _spare_bits(workers: int) -> int:
+    return (workers - 1).bit_length()

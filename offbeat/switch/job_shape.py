@@ -1,0 +1,56 @@
+"""What a job takes of a switch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.errors import PlanError
+from offbeat.switch.packet import MOST_VALUES, MOST_WORKERS, VALUES_STEP
+
+_MOST_SLOTS, _MOST_RING = 1 << 16, 128
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """What a job takes of a switch; it stays as it is while the job lives.
+
+    Args:
+        number: of the job; a new one for every incarnation.
+        workers: how many there are at most; ranks are below it.
+        values: int32 in a packet.
+        slots: chunks of which sums and results are kept; a power of two. Workers are at most half as many ahead.
+        ring: clocks that are kept track of; a power of two.
+        rows: of the table, each of `values` int32; 0 for none.
+
+    Raises:
+        PlanError: if a number is out of range.
+    """
+
+    number: int
+    workers: int
+    values: int = 256
+    slots: int = 512
+    ring: int = 64
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise PlanError(
+                f"Cannot sum the gradients of {self.workers} workers in a switch: a packet has room for the names of "
+                f"{MOST_WORKERS}. Use Elastic() or ParameterServer() - at `plan.fabric`."
+            )
+        if self.values % VALUES_STEP or not VALUES_STEP <= self.values <= MOST_VALUES:
+            raise PlanError(
+                f"Cannot put {self.values} values into a packet: choose a multiple of {VALUES_STEP} up to "
+                f"{MOST_VALUES} - at `plan.fabric.values`."
+            )
+        for name, number, most in (("slots", self.slots, _MOST_SLOTS), ("ring", self.ring, _MOST_RING)):
+            if not 4 <= number <= most or number & (number - 1):
+                raise PlanError(
+                    f"Cannot use {name}={number}: choose a power of two from 4 to {most} - at `plan.fabric.{name}`."
+                )
+
+    @property
+    def span(self) -> int:
+        """Chunks that a worker may be ahead of the first whose result it lacks."""
+        return self.slots // 2

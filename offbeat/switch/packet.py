@@ -1,0 +1,207 @@
+"""The packets between workers and a switch: one UDP datagram each, a header of 32 bytes and up to 2048 int32.
+
+    offset size  field         what it says
+    0      2     magic         `MAGIC`; anything else is foreign traffic
+    2      1     flags         the version in the upper four bits; below them `Flag`
+    3      1     kind          `Kind`
+    4      2     job           one number per incarnation of a job
+    6      1     worker        who sends it; in answers, to whom
+    7      1     count         int32 of payload, divided by 16
+    8      4     cookie        of the sender's incarnation; contributors 32 to 63 (RESULT); allowed until (GRANT)
+    12     4     clock         the number of an exchange (streaming) or of a step (table)
+    16     4     chunk         the sequence number of a chunk (streaming), or the row (table)
+    20     2     slot          where the chunk is summed: `chunk` modulo the job's slots
+    22     2     epoch         of the policy; the attempt at a sum (DATA, RESULT, and the NACK of one)
+    24     4     bitmap        contributors 0 to 31 (RESULT); effective clock (GRANT); clock of the READ (ROW); first
+                               chunk that the sender lacks (DATA)
+    28     1     exponent      of the payload
+    29     1     ahead         exponent of the chunk that lies one priming further on
+    30     1     window_old    steps before the effective clock (GRANT); the kind that was refused (NACK)
+    31     1     window_new    steps from the effective clock on (GRANT); `Reason` (NACK)
+
+All numbers are little-endian, payloads, too: byte order costs next to nothing in a switch, and hosts are. Numbers of 32
+bits wrap around, and are compared by their signed difference (`is_newer`).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from offbeat.errors import PeerError
+
+MAGIC = 0x0FFB
+VERSION = 1
+HEADER_BYTES = 32
+VALUES_STEP = 16  # a payload is a multiple of so many int32
+MOST_VALUES = 2048
+MOST_WORKERS = 64
+ZERO_EXPONENT = -127  # of a chunk of zeros
+_LAYOUT = struct.Struct("<HBBHBBIIIHHIbbBB")
+_HALF, _WHOLE = 1 << 31, 1 << 32
+
+
+class Kind(enum.IntEnum):
+    """The kinds of packets."""
+
+    JOIN = 1
+    JOIN_OK = 2
+    DATA = 3
+    RESULT = 4
+    INC = 5
+    INC_OK = 6
+    READ = 7
+    ROW = 8
+    CLOCK = 9
+    GRANT = 10
+    LEAVE = 11
+    LEAVE_OK = 12
+    PROBE = 13
+    PROBE_OK = 14
+    NACK = 15
+
+
+FROM_WORKERS = frozenset({Kind.JOIN, Kind.DATA, Kind.INC, Kind.READ, Kind.CLOCK, Kind.LEAVE, Kind.PROBE})
+
+
+class Flag(enum.IntFlag):
+    """What more there is to say of a packet."""
+
+    FIRST = 1  # the first chunk of an exchange, which settles who contributes to it
+    PRIME = 2  # a chunk without payload, of which only the exponent of a later one counts
+    PARTIAL = 4  # not all of the job's workers contributed
+    SATURATED = 8  # a value did not fit; the chunk is summed again, with a larger exponent
+
+
+NO_FLAGS = Flag(0)
+
+
+class Reason(enum.IntEnum):
+    """Why a packet was refused."""
+
+    UNKNOWN_JOB = 1
+    NOT_A_MEMBER = 2
+    STALE_COOKIE = 3
+    WRONG_PORT = 4
+    MALFORMED = 5
+    SUPERSEDED = 6  # the chunk's slot serves a later one
+    AHEAD_OF_RING = 7  # further ahead than the ring of clocks reaches
+    WRONG_CLOCK = 8
+    HELD_UP = 9  # another worker still lacks the result that the slot keeps; `worker` says which
+
+    @property
+    def text(self) -> str:
+        """The reason in words, for people."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Reason.UNKNOWN_JOB: "the switch knows no such job (it was restarted, or the job has ended)",
+    Reason.NOT_A_MEMBER: "the worker is no member of the job",
+    Reason.STALE_COOKIE: "the worker's cookie is that of an earlier incarnation",
+    Reason.WRONG_PORT: "the worker is known at another port",
+    Reason.MALFORMED: "the packet does not fit the job",
+    Reason.SUPERSEDED: "the chunk's slot serves a later chunk",
+    Reason.AHEAD_OF_RING: "the clock is further ahead than the switch keeps track of",
+    Reason.WRONG_CLOCK: "the update is of a step that is not the worker's next one",
+    Reason.HELD_UP: "another worker still lacks the result in the chunk's slot",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One packet; see the table above.
+
+    Args:
+        values: int32 of payload.
+    """
+
+    kind: Kind
+    job: int
+    worker: int
+    cookie: int = 0
+    clock: int = 0
+    chunk: int = 0
+    slot: int = 0
+    epoch: int = 0
+    bitmap: int = 0
+    exponent: int = 0
+    ahead: int = 0
+    window_old: int = 0
+    window_new: int = 0
+    flags: Flag = NO_FLAGS
+    values: tuple[int, ...] = ()
+
+    @property
+    def contributors(self) -> int:
+        """Bit w is set if worker w is in the sum of a RESULT."""
+        return self.bitmap | self.cookie << 32
+
+    @property
+    def reason(self) -> Reason:
+        """Why it was refused, of a NACK."""
+        return Reason(self.window_new)
+
+
+def encode(packet: Packet) -> bytes:
+    """The datagram of a packet.
+
+    >>> decode(encode(Packet(Kind.CLOCK, job=7, worker=2, clock=5))).clock
+    5
+    """
+    assert len(packet.values) % VALUES_STEP == 0, "payloads are multiples of 16 int32"
+    header = _LAYOUT.pack(
+        MAGIC, VERSION << 4 | packet.flags, packet.kind, packet.job, packet.worker,
+        len(packet.values) // VALUES_STEP, packet.cookie, packet.clock, packet.chunk, packet.slot, packet.epoch,
+        packet.bitmap, packet.exponent, packet.ahead, packet.window_old, packet.window_new,
+    )  # fmt: skip
+    return header + struct.pack(f"<{len(packet.values)}i", *packet.values)
+
+
+def decode(data: bytes | memoryview) -> Packet:
+    """Read a datagram.
+
+    Raises:
+        PeerError: if it is none of ours, or cut short, or longer than it says.
+    """
+    if len(data) < HEADER_BYTES:
+        raise PeerError(f"it has {len(data)} bytes, a header has {HEADER_BYTES}")
+    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old,
+     new) = _LAYOUT.unpack_from(data)  # fmt: skip
+    if magic != MAGIC:
+        raise PeerError(f"it begins with {magic:#06x}, packets of this protocol with {MAGIC:#06x}")
+    if flags >> 4 != VERSION:
+        raise PeerError(f"it is of version {flags >> 4}, this is version {VERSION}")
+    if not Kind.JOIN <= kind <= Kind.NACK:
+        raise PeerError(f"it is of kind {kind}, which there is not")
+    values = count * VALUES_STEP
+    if values > MOST_VALUES or len(data) != HEADER_BYTES + 4 * values:
+        raise PeerError(f"it has {len(data)} bytes, and says it has {HEADER_BYTES + 4 * values}")
+    return Packet(
+        Kind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old, new, Flag(flags & 15),
+        struct.unpack_from(f"<{values}i", data, HEADER_BYTES),
+    )  # fmt: skip
+
+
+def is_newer(number: int, other: int) -> bool:
+    """Whether a number of 32 bits comes behind another, also where they have wrapped around.
+
+    >>> is_newer(3, 2), is_newer(2, 2), is_newer(1, 0xFFFFFFFF)
+    (True, False, True)
+    """
+    return 0 < (number - other) % _WHOLE < _HALF
+
+
+def distance(number: int, other: int) -> int:
+    """How far a number of 32 bits lies behind another; below 0 if it lies before it.
+
+    >>> distance(1, 0xFFFFFFFF), distance(4, 9)
+    (2, -5)
+    """
+    return (number - other + _HALF) % _WHOLE - _HALF
+
+
+def wrapped(number: int) -> int:
+    """A number as it stands in 32 bits."""
+    return number % _WHOLE

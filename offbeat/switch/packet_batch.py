@@ -1,0 +1,95 @@
+"""Many packets at once, as arrays: a row each, so that whole windows are made and read without a loop over packets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.switch.packet import FROM_WORKERS, HEADER_BYTES, MAGIC, VALUES_STEP, VERSION, Packet, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u2"), ("flags", "u1"), ("kind", "u1"), ("job", "<u2"), ("worker", "u1"), ("count", "u1"),
+        ("cookie", "<u4"), ("clock", "<u4"), ("chunk", "<u4"), ("slot", "<u2"), ("epoch", "<u2"), ("bitmap", "<u4"),
+        ("exponent", "i1"), ("ahead", "i1"), ("window_old", "u1"), ("window_new", "u1"),
+    ]
+)  # fmt: skip
+assert HEADER.itemsize == HEADER_BYTES
+
+
+class PacketBatch:
+    """Packets of one job, row by row.
+
+    Args:
+        packets: how many there is room for.
+        values: int32 in a packet's payload.
+
+    Attributes:
+        rows: [B, 32 + 4 V] bytes as they are sent and received.
+        header: [B] of `HEADER`, a view of `rows`.
+        values: [B, V] int32, a view of `rows`.
+        sizes: [B] bytes of each packet.
+    """
+
+    def __init__(self, packets: int, values: int) -> None:
+        self._hold(np.zeros((packets, HEADER_BYTES + 4 * values), np.uint8), np.zeros(packets, np.int64))
+
+    def _hold(self, rows: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
+        self.rows, self.sizes = rows, sizes
+        self.header = rows[:, :HEADER_BYTES].view(HEADER)[:, 0]
+        self.values = rows[:, HEADER_BYTES:].view("<i4")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, packets: int) -> PacketBatch:
+        """The first so many, in the same memory."""
+        batch = object.__new__(PacketBatch)
+        batch._hold(self.rows[:packets], self.sizes[:packets])
+        return batch
+
+    def among(self, which: NDArray[np.bool_] | NDArray[np.int64]) -> PacketBatch:
+        """Some of them, copied."""
+        batch = object.__new__(PacketBatch)
+        batch._hold(self.rows[which], self.sizes[which])
+        return batch
+
+    def narrowed(self, values: int) -> PacketBatch:
+        """The same packets, in rows that have room for no more than `values` int32, in the same memory."""
+        batch = object.__new__(PacketBatch)
+        batch._hold(self.rows[:, : HEADER_BYTES + 4 * values], self.sizes)
+        return batch
+
+    def are_ours(self, job: int, *, from_workers: bool) -> NDArray[np.bool_]:
+        """[B] which are whole packets of this protocol, of this job, and in this direction."""
+        header, sizes = self.header, self.sizes
+        whole = (sizes >= HEADER_BYTES) & (header["magic"] == MAGIC) & (header["flags"] >> 4 == VERSION)
+        whole &= sizes == HEADER_BYTES + 4 * VALUES_STEP * header["count"].astype(np.int64)
+        whole &= sizes <= self.rows.shape[1]  # not cut short by the row
+        if from_workers:
+            known = np.isin(header["kind"], [int(kind) for kind in FROM_WORKERS])
+        else:
+            known = (header["kind"] >= 1) & (header["kind"] <= 15)
+        ours: NDArray[np.bool_] = whole & known & (header["job"] == job)
+        return ours
+
+    def datagrams(self) -> list[bytes]:
+        """Each packet by itself."""
+        return [row[:size].tobytes() for row, size in zip(self.rows, self.sizes, strict=True)]
+
+    @classmethod
+    def of(cls, packets: Sequence[Packet | bytes], values: int) -> PacketBatch:
+        """Put packets, or datagrams as they came, into rows; what is too long for one keeps its size and is cut."""
+        batch = cls(len(packets), values)
+        for row, packet in enumerate(packets):
+            data = packet if isinstance(packet, bytes) else encode(packet)
+            batch.sizes[row] = len(data)
+            room = min(len(data), batch.rows.shape[1])
+            batch.rows[row, :room] = np.frombuffer(data, np.uint8, room)
+        return batch

@@ -1,0 +1,60 @@
+"""What a switch knows of a policy: a few numbers, compiled from the policy's object. No name, so nothing to branch on.
+
+    path      policies                         what decides
+    stream    BSP, LocalSGD                    a chunk is complete with all members' values
+    stream    KSync(k)                         an exchange is settled by the first k members (`quorum`)
+    table     SSP, DSSP, ASP                   a worker may begin step c + 1 while c - low <= `window`
+
+On the stream every worker applies the same update, and whoever came too late for one is told that it is not in it. What
+becomes of its contribution then is its own affair: it drops it, or keeps it as a residual (`keeps_late`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PlanError
+from offbeat.protocol.switch_control import Strategy
+from offbeat.sync import ASP, BSP, DSSP, SSP, KSync, LocalSGD
+
+if TYPE_CHECKING:
+    from offbeat.sync import Policy
+
+
+def compile_policy(policy: Policy) -> Strategy:
+    """Compile a policy's record.
+
+    Raises:
+        PlanError: if a switch cannot carry the policy out, saying why and what to use.
+
+    >>> compile_policy(SSP(bound=8))
+    Strategy(path='table', window=8, quorum=None, keeps_late=False, most=None)
+    """
+    match policy:
+        case BSP() | LocalSGD():
+            return Strategy()
+        case KSync(k=k, late=late):
+            return Strategy(quorum=k, keeps_late=late == "carry")
+        case SSP(bound=bound):
+            return Strategy("table", window=bound)
+        case DSSP(low=low, high=high):
+            return Strategy("table", window=low, most=high)
+        case ASP():
+            return Strategy("table", window=None)
+    raise PlanError(
+        f"Cannot use {policy!r} on a switch: it adds up what comes and counts clocks, but gives no turns and knows no "
+        "groups of workers. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
+    )
+
+
+def check_window(strategy: Strategy, ring: int) -> None:
+    """Check that a record fits a switch's ring of clocks.
+
+    Raises:
+        PlanError: if a worker may get further ahead than the switch keeps track of.
+    """
+    if (most := strategy.slack_in(ring)) > ring - 2:
+        raise PlanError(
+            f"Cannot let workers be {most} steps ahead on a switch that keeps track of {ring} clocks: at most "
+            f"{ring - 2} fit. Choose a smaller bound, or ASP() - at `plan.sync`."
+        )

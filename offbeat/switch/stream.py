@@ -1,0 +1,163 @@
+"""Streaming sums at a switch: the reference model of what becomes of each packet that carries a chunk.
+
+    slot = chunk modulo slots. A newer chunk takes the slot over; an older one is refused; of the same chunk each
+    worker's values are added once. It is complete when all who are to be in it are, which is noted by a flag of its
+    own: workers that go on must not be able to undo it. The result is kept until its slot is taken over, for those
+    that lost it, and that is refused as long as a member lacks the result.
+
+An exchange is a bucket's chunks: first `PRIME` ones, which carry only exponents, then those with values. Its first
+chunk settles who contributes: all members, or the first `quorum` of them. Who is not in it gets results only. A chunk
+in which a value did not fit is flagged, and summed again in the same slot: a further attempt.
+
+It is written to be read, not to be fast; `vector_stream` does the same to whole batches, and tests hold one against the
+other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.switch.members import ALL, Answer, Members, MemberState
+from offbeat.switch.packet import ZERO_EXPONENT, Flag, Kind, Packet, Reason, distance, is_newer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.switch.job_shape import JobShape
+
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+
+
+@dataclass
+class Slot:
+    """One chunk's sum.
+
+    Args:
+        chunk, clock, attempt: which chunk of which exchange, and how often it has been summed before.
+        flags: what is said of it.
+        seen: workers that are in it, as bits.
+        exponent: the largest that one of them used or wants.
+        ahead: the largest exponent of the chunk that lies one priming further on.
+        values: the sum; empty while it is one of zeros.
+        is_complete: whether the result stands.
+    """
+
+    chunk: int
+    clock: int
+    attempt: int
+    flags: Flag
+    seen: int = 0
+    exponent: int = ZERO_EXPONENT
+    ahead: int = ZERO_EXPONENT
+    values: list[int] = field(default_factory=list)
+    is_complete: bool = False
+
+
+class Stream:
+    """The slots of one job.
+
+    Args:
+        shape, members: of the job.
+        quorum: members whose contributions settle an exchange; None for all.
+    """
+
+    def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
+        self._shape, self._members, self.quorum = shape, members, quorum
+        self.slots: list[Slot | None] = [None] * shape.slots
+        self._settled: dict[int, tuple[int, int]] = {}  # exchange modulo slots: which it is, and who contributes
+
+    def data(self, packet: Packet, member: MemberState) -> list[Answer]:
+        """Take in a chunk of a member."""
+        if packet.slot != packet.chunk % self._shape.slots or len(packet.values) not in (0, self._shape.values):
+            return [self._members.refuse(packet, Reason.MALFORMED)]
+        if is_newer(packet.bitmap, member.acked):
+            member.acked = packet.bitmap
+        slot, bit = self.slots[packet.slot], 1 << packet.worker
+        lead = 1 if slot is None else distance(packet.chunk, slot.chunk)
+        if slot is not None and (lead < 0 or (lead == 0 and packet.epoch < slot.attempt)):
+            return [
+                self._members.refuse(
+                    packet, Reason.SUPERSEDED, chunk=slot.chunk, attempt=slot.attempt, exponent=slot.exponent
+                )
+            ]
+        if slot is None or lead > 0 or packet.epoch > slot.attempt:
+            if not self._is_in(packet, bit) and not self._has_no_contributor_left(packet.clock):
+                return []
+            if slot is not None and lead > 0 and (lacking := self._members.lacks(slot.chunk)) is not None:
+                return [self._members.refuse(packet, Reason.HELD_UP, worker=lacking)]
+            flags = packet.flags & (Flag.FIRST | Flag.PRIME)
+            slot = self.slots[packet.slot] = Slot(packet.chunk, packet.clock, packet.epoch, flags)
+        if slot.is_complete:
+            return [self._result(slot, packet.worker)]
+        if not slot.seen & bit and self._is_in(packet, bit):
+            self._add(slot, packet)
+            slot.seen |= bit
+        else:
+            member.counts["duplicates"] += 1
+        return self._complete(slot)
+
+    def evict(self, worker: int) -> list[Answer]:
+        """Go on without a worker, which is no member any more; what it has contributed stays where it is."""
+        self._settled = {key: (clock, who & ~(1 << worker)) for key, (clock, who) in self._settled.items()}
+        waiting = [slot for slot in self.slots if slot is not None and not slot.is_complete]
+        return [answer for slot in waiting for answer in self._complete(slot)]
+
+    def _is_in(self, packet: Packet, bit: int) -> bool:
+        """Whether a worker's part of a chunk counts: who contributes is settled, unless it only primes."""
+        return Flag.PRIME in packet.flags or bool((self._contributors(packet.clock) or 0) & bit)
+
+    def _contributors(self, clock: int) -> int | None:
+        """Who contributes to an exchange, as bits; None while that is not settled."""
+        settled, who = self._settled.get(clock % self._shape.slots, (None, 0))
+        return who if settled == clock else None
+
+    def _has_no_contributor_left(self, clock: int) -> bool:
+        """Whether all who were to contribute are lost: what lacks then is zeros."""
+        return (who := self._contributors(clock)) is not None and not who & self._members.bits
+
+    def _add(self, slot: Slot, packet: Packet) -> None:
+        slot.exponent = max(slot.exponent, packet.exponent)
+        slot.ahead = max(slot.ahead, packet.ahead)
+        slot.flags |= packet.flags & Flag.SATURATED
+        if packet.values:
+            slot.values = slot.values or [0] * self._shape.values
+            if add_to(slot.values, packet.values):
+                slot.flags |= Flag.SATURATED
+
+    def _complete(self, slot: Slot) -> list[Answer]:
+        """Complete a slot if all are in it that are to be."""
+        members = self._members.bits
+        if Flag.FIRST in slot.flags:
+            here = len(self._members)
+            is_over = (slot.seen & members).bit_count() >= min(self.quorum or here, here)
+        else:
+            who = self._contributors(slot.clock)
+            is_over = who is not None and slot.seen & who & members == who & members
+        if not is_over:
+            return []
+        slot.is_complete = True
+        if Flag.FIRST in slot.flags:
+            self._settled[slot.clock % self._shape.slots] = (slot.clock, slot.seen & members)
+        if slot.seen.bit_count() < self._shape.workers:
+            slot.flags |= Flag.PARTIAL
+        return [self._result(slot, ALL)]
+
+    def _result(self, slot: Slot, worker: int) -> Answer:
+        packet = Packet(
+            Kind.RESULT, self._shape.number, worker, cookie=slot.seen >> 32, clock=slot.clock, chunk=slot.chunk,
+            slot=slot.chunk % self._shape.slots, epoch=slot.attempt, bitmap=slot.seen & 0xFFFFFFFF,
+            exponent=slot.exponent, ahead=slot.ahead, flags=slot.flags, values=tuple(slot.values),
+        )  # fmt: skip
+        return Answer(worker, packet)
+
+
+def add_to(values: list[int], addends: Sequence[int]) -> bool:
+    """Add in place, within 32 bits; whether a sum did not fit."""
+    did_not_fit = False
+    for i, addend in enumerate(addends):
+        total = values[i] + addend
+        if not _LEAST <= total <= _MOST:
+            did_not_fit, total = True, max(_LEAST, min(_MOST, total))
+        values[i] = total
+    return did_not_fit

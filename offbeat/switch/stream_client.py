@@ -1,0 +1,403 @@
+"""A worker's side of streaming all-reduce: which packets to send now, and what the switch's answers mean. No I/O.
+
+One stream of chunks per job, numbered from 0 and never anew. An exchange of M chunks takes M + P numbers, P the window,
+or M if that is less:
+
+    number   first ... first + P - 1     first + P ... first + P + M - 1
+    carries  exponents of chunks 0..P-1  chunk 0 ... M - 1, and the exponents of chunks P ... M - 1
+    result   the largest of those        the sums, and the largest exponents
+
+So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
+use. Results clock what is sent (`window` packets are under way at most); what is not answered in time, or has been
+overtaken by three results, is sent again.
+
+Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
+`is_done`; both may be called at any time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.errors import NumericsError
+from offbeat.switch.fixed_point import exponents, to_floats, to_integers
+from offbeat.switch.packet import (
+    HEADER_BYTES,
+    MAGIC,
+    VALUES_STEP,
+    VERSION,
+    ZERO_EXPONENT,
+    Flag,
+    Kind,
+    Reason,
+    wrapped,
+)
+from offbeat.switch.packet_batch import PacketBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from offbeat.switch.job_shape import JobShape
+
+_OVERTAKEN = 3  # results of later chunks, after which a packet is taken for lost
+_MOST_ATTEMPTS = 8
+_FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
+
+
+class StreamExchange:
+    """One exchange: a sum over the workers, chunk by chunk.
+
+    Args:
+        values: [D] float32, which stay as they are.
+        first: number of its first chunk.
+        clock: its own number.
+
+    Attributes:
+        total: [D] the sums, once it is done.
+        included: [M] workers whose values are in each chunk's sum, as bits; equal but for chunks that a worker did not
+            live to send.
+        is_in: whether this worker contributes; None while that is not settled.
+    """
+
+    def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int, window: int) -> None:
+        self.first, self.clock = first, clock
+        chunks = -(-len(values) // shape.values)
+        padded = np.zeros((chunks, shape.values), np.float32)
+        padded.reshape(-1)[: len(values)] = values
+        self._size = len(values)
+        self.chunks = padded
+        self.primes = min(chunks, window)
+        self.end = first + self.primes + chunks
+        self.own = exponents(padded)
+        self.agreed = np.full(chunks, ZERO_EXPONENT, np.int8)
+        self.is_known = np.zeros(chunks, np.bool_)
+        self.attempts = np.zeros(chunks, np.uint16)
+        self.sums = np.zeros_like(padded)
+        self.included = np.zeros(chunks, np.uint64)
+        self.missing = self.primes + chunks
+        self.is_in: bool | None = None
+        self.contributors = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result of every chunk is here."""
+        return not self.missing
+
+    @property
+    def total(self) -> NDArray[np.float32]:
+        return self.sums.reshape(-1)[: self._size]
+
+
+class StreamClient:
+    """One worker's end of a job's stream.
+
+    Args:
+        shape: of the job.
+        worker: its rank.
+        cookie: of its incarnation.
+        window: packets that may be under way.
+        rto_s: after which an unanswered packet is sent again; doubled while nothing comes back.
+        chunk, clock: the numbers that the next exchange begins with.
+
+    Attributes:
+        has_joined: whether the switch has answered to its `JOIN`.
+        refusal: why the switch will not go on with this worker; None as long as it does.
+        held_up_by: a worker that lacks results which others wait to replace; None if there is none.
+        resent: packets that were sent again.
+    """
+
+    def __init__(
+        self,
+        shape: JobShape,
+        worker: int,
+        cookie: int,
+        *,
+        window: int = 64,
+        rto_s: float = 0.005,
+        chunk: int = 0,
+        clock: int = 0,
+    ) -> None:
+        self.shape, self.worker, self.cookie = shape, worker, cookie
+        self.window = min(window, shape.span)
+        self._least_rto_s = self._rto_s = rto_s
+        self._next, self._clock = chunk, clock  # of the next exchange
+        self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
+        self._exchanges: deque[StreamExchange] = deque()
+        slots = shape.slots
+        self._sent_s = np.zeros(slots)  # by slot, of what is under way
+        self._is_under_way = np.zeros(slots, np.bool_)
+        self._is_received = np.zeros(slots, np.bool_)  # of chunks from `_acked` on
+        self._overtaken = np.zeros(slots, np.int16)
+        self._in_flight = self._batch_number = 0
+        self._batch = PacketBatch(2 * self.window, shape.values)
+        self._heard_s = 0.0
+        self.has_joined = False
+        self.refusal: Reason | None = None
+        self.held_up_by: int | None = None
+        self.sent = self.resent = 0
+
+    # -- exchanges -----------------------------------------------------------------------------------------------
+
+    def begin(self, values: NDArray[np.float32]) -> StreamExchange:
+        """Begin to sum `values` [D] over the workers; in the same order on all of them, of the same size.
+
+        Raises:
+            NumericsError: if a value is NaN, infinite or too large.
+        """
+        exchange = StreamExchange(values, self.shape, self._next, self._clock, self.window)
+        self._next, self._clock = exchange.end, self._clock + 1
+        self._exchanges.append(exchange)
+        return exchange
+
+    @property
+    def next_chunk(self) -> int:
+        """The number of the chunk that the next exchange begins with."""
+        return self._next
+
+    @property
+    def rto_s(self) -> float:
+        """Seconds after which an unanswered packet is sent again."""
+        return self._rto_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no exchange is under way."""
+        return not self._exchanges
+
+    def wake_s(self) -> float:
+        """When `packets` has something to send again if nothing is received until then; infinite if nothing is due."""
+        if not self._in_flight:
+            return float("inf")
+        return float(self._sent_s[self._is_under_way].min()) + self._rto_s
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def packets(self, now_s: float) -> PacketBatch:
+        """The packets to send now; the batch is used again by the next call."""
+        numbers = np.concatenate([self._to_send_again(now_s), self._to_send_first()])
+        batch = self._batch.first(len(numbers))
+        if not len(numbers):
+            return batch
+        slots = numbers % self.shape.slots
+        self._sent_s[slots], self._is_under_way[slots], self._overtaken[slots] = now_s, True, 0
+        header = batch.header
+        header["magic"], header["kind"], header["job"] = MAGIC, Kind.DATA, self.shape.number
+        header["worker"], header["cookie"] = self.worker, self.cookie
+        header["chunk"], header["slot"], header["bitmap"] = numbers % (1 << 32), slots, wrapped(self._acked)
+        header["window_old"] = header["window_new"] = 0
+        for exchange in self._exchanges:
+            mine = (numbers >= exchange.first) & (numbers < exchange.end)
+            if mine.any():
+                self._fill(batch, np.flatnonzero(mine), numbers[mine] - exchange.first, exchange)
+        self.sent += len(numbers)
+        return batch
+
+    def _to_send_again(self, now_s: float) -> NDArray[np.int64]:
+        if not self._in_flight:
+            return np.zeros(0, np.int64)
+        late = self._is_under_way & (self._sent_s + self._rto_s <= now_s)
+        if late.any() and now_s - max(self._heard_s, 0.0) > 2 * self._rto_s:
+            self._rto_s = min(2 * self._rto_s, 64 * self._least_rto_s)
+        lost = late | (self._is_under_way & (self._overtaken >= _OVERTAKEN))
+        slots = np.flatnonzero(lost)
+        numbers = self._acked + (slots - self._acked) % self.shape.slots
+        numbers = np.sort(numbers)[: self.window]
+        self.resent += len(numbers)
+        return numbers
+
+    def _to_send_first(self) -> NDArray[np.int64]:
+        """What was never sent, and is due: as far as the window, the slots and the exponents allow."""
+        end = min(self._next, self._acked + self.shape.span, self._cursor + self.window - self._in_flight)
+        start, cursor = self._cursor, self._cursor
+        for exchange in self._exchanges:
+            if exchange.end <= cursor or exchange.first >= end:
+                continue
+            cursor = self._due(exchange, cursor, end)
+            if cursor < min(exchange.end, end):
+                break
+        self._cursor = cursor
+        self._in_flight += cursor - start
+        return np.arange(start, cursor, dtype=np.int64)
+
+    @staticmethod
+    def _due(exchange: StreamExchange, cursor: int, end: int) -> int:
+        """The first number from `cursor` to `end` on that is not due, or behind the exchange."""
+        end = min(end, exchange.end)
+        data = exchange.first + exchange.primes
+        if end <= data:
+            return end
+        if exchange.is_in is None:
+            return max(cursor, min(end, data))
+        known = exchange.is_known[max(0, cursor - data) : end - data]
+        return end if known.all() else max(cursor, data) + int(np.argmin(known))
+
+    def _fill(
+        self, batch: PacketBatch, rows: NDArray[np.int64], index: NDArray[np.int64], exchange: StreamExchange
+    ) -> None:
+        """Write packets of one exchange.
+
+        Args:
+            rows: [B] of the batch.
+            index: [B] numbers, counted from the exchange's first.
+        """
+        header, values = batch.header, self.shape.values
+        chunk = index - exchange.primes  # below 0 for those that prime
+        primes = chunk < 0
+        flags = np.where(primes, int(Flag.PRIME), 0) | np.where(index == 0, int(Flag.FIRST), 0)
+        own = np.append(exchange.own, np.int8(ZERO_EXPONENT))
+        header["ahead"][rows] = own[np.minimum(index, len(exchange.own))]
+        header["clock"][rows] = wrapped(exchange.clock)
+        header["exponent"][rows] = ZERO_EXPONENT
+        header["epoch"][rows] = 0
+        header["count"][rows] = 0
+        batch.sizes[rows] = HEADER_BYTES
+        if not primes.all():
+            data = ~primes
+            which, at = chunk[data], rows[data]
+            header["epoch"][at] = exchange.attempts[which]
+            if exchange.is_in:
+                agreed = exchange.agreed[which]
+                too_large = exchange.own[which] > agreed
+                header["exponent"][at] = np.where(too_large, exchange.own[which], agreed)
+                flags[data] |= np.where(too_large, int(Flag.SATURATED), 0)
+                full = ~too_large & (agreed != ZERO_EXPONENT)
+                header["count"][at[full]] = values // VALUES_STEP
+                batch.sizes[at[full]] = HEADER_BYTES + 4 * values
+                batch.values[at[full]] = to_integers(exchange.chunks[which[full]], agreed[full], self.shape.workers)
+        header["flags"][rows] = VERSION << 4 | flags
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def receive(self, batch: PacketBatch, now_s: float) -> None:
+        """Take in packets from the switch; what is none of this worker's is passed over.
+
+        Raises:
+            NumericsError: if a chunk's sum did not fit again and again.
+        """
+        ours = batch.are_ours(self.shape.number, from_workers=False)
+        header = batch.header
+        self.has_joined = self.has_joined or bool(((header["kind"] == Kind.JOIN_OK) & ours).any())
+        if ((header["kind"] == Kind.NACK) & ours).any():
+            self._refused(header[(header["kind"] == Kind.NACK) & ours])
+        wide = np.isin(batch.header["count"], (0, self.shape.values // VALUES_STEP))
+        which = np.flatnonzero(ours & wide & (header["kind"] == Kind.RESULT))
+        if not len(which):
+            return
+        numbers = self._unwrapped(header["chunk"][which])
+        _, once = np.unique(numbers, return_index=True)
+        which, numbers = which[once], numbers[once]
+        slots = numbers % self.shape.slots
+        new = (numbers >= self._acked) & (numbers < self._cursor) & ~self._is_received[slots]
+        which, numbers = which[new], numbers[new]
+        if not len(which):
+            return
+        self._heard_s, self._rto_s = now_s, self._least_rto_s
+        for exchange in self._exchanges:
+            mine = (numbers >= exchange.first) & (numbers < exchange.end)
+            if mine.any():
+                self._take(batch, which[mine], numbers[mine], exchange)
+        under_way = self._is_under_way & (self._numbers_by_slot() < int(numbers.max()))
+        self._overtaken[under_way] += 1 if len(numbers) < _OVERTAKEN else _OVERTAKEN
+        self._advance()
+
+    def _take(
+        self, batch: PacketBatch, which: NDArray[np.int64], numbers: NDArray[np.int64], exchange: StreamExchange
+    ) -> None:
+        header = batch.header
+        index = numbers - exchange.first
+        chunk = index - exchange.primes
+        data = chunk >= 0
+        is_this = ~data
+        is_this[data] = header["epoch"][which[data]] == exchange.attempts[chunk[data]]
+        saturated = is_this & data & (header["flags"][which] & Flag.SATURATED > 0)
+        if saturated.any():
+            wanted = header["exponent"][which[saturated]]
+            self._sum_again(exchange, chunk[saturated], np.maximum(wanted, exchange.agreed[chunk[saturated]] + 1))
+        good = is_this & ~saturated
+        which, index, chunk, data = which[good], index[good], chunk[good], data[good]
+        if not len(which):
+            return
+        first = np.flatnonzero(index == 0)
+        if len(first):
+            at = which[first[0]]
+            exchange.contributors = int(header["bitmap"][at]) | int(header["cookie"][at]) << 32
+            exchange.is_in = bool(exchange.contributors >> self.worker & 1)
+        told = index < len(exchange.own)
+        exchange.agreed[index[told]] = header["ahead"][which[told]]
+        exchange.is_known[index[told]] = True
+        at, chunk = which[data], chunk[data]
+        if len(at):
+            seen = header["bitmap"][at].astype(np.uint64) | header["cookie"][at].astype(np.uint64) << np.uint64(32)
+            exchange.included[chunk] = seen
+            full = header["count"][at] > 0
+            if full.any():
+                sums = to_floats(batch.values[at[full]], exchange.agreed[chunk[full]], self.shape.workers)
+                exchange.sums[chunk[full]] = sums
+        exchange.missing -= len(which)
+        slots = (exchange.first + index) % self.shape.slots
+        self._is_received[slots], self._is_under_way[slots] = True, False
+        self._in_flight -= len(which)
+        self.held_up_by = None
+
+    def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
+        """Sum chunks that did not fit again, with larger exponents."""
+        exchange.attempts[chunk] += 1
+        if exchange.attempts.max() > _MOST_ATTEMPTS:
+            raise NumericsError(
+                f"Cannot sum a gradient in the switch: after {_MOST_ATTEMPTS} attempts it still does not fit. A worker "
+                "sends other values than it announces; use Elastic(), which adds floats - at `plan.fabric`."
+            )
+        exchange.agreed[chunk] = exponent
+        self._sent_s[(exchange.first + exchange.primes + chunk) % self.shape.slots] = float("-inf")
+
+    def _refused(self, header: NDArray[np.void]) -> None:
+        for one in header:
+            reason = Reason(int(one["window_new"])) if 1 <= one["window_new"] <= len(Reason) else Reason.MALFORMED
+            number = int(self._unwrapped(one["chunk"][None])[0])
+            if reason in _FATAL:
+                self.refusal = self.refusal or reason
+            elif reason is Reason.HELD_UP:
+                self.held_up_by = int(one["worker"])
+            elif reason is Reason.SUPERSEDED and self._acked <= number < self._cursor:
+                exchange = next(e for e in self._exchanges if e.first <= number < e.end)
+                chunk = number - exchange.first - exchange.primes
+                if chunk >= 0 and one["epoch"] > exchange.attempts[chunk]:
+                    exchange.attempts[chunk] = one["epoch"] - 1
+                    self._sum_again(exchange, np.array([chunk]), np.array([one["exponent"]], np.int8))
+
+    def _advance(self) -> None:
+        """Pass over chunks whose results are here, and exchanges that are done."""
+        ahead = (self._acked + np.arange(self._cursor - self._acked)) % self.shape.slots
+        received = self._is_received[ahead]
+        done = len(received) if received.all() else int(np.argmin(received))
+        self._is_received[ahead[:done]] = False
+        self._acked += done
+        while self._exchanges and self._exchanges[0].is_done:
+            self._exchanges.popleft()
+
+    def _numbers_by_slot(self) -> NDArray[np.int64]:
+        """[slots] the number, from the first without a result on, that each slot serves."""
+        slots = np.arange(self.shape.slots)
+        return self._acked + (slots - self._acked) % self.shape.slots
+
+    def _unwrapped(self, chunk: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """Numbers as they are counted here, of those in packets, which wrap around."""
+        ahead = (chunk.astype(np.int64) - self._acked + (1 << 31)) % (1 << 32) - (1 << 31)
+        return self._acked + ahead
+
+
+def mean_of(exchange: StreamExchange) -> NDArray[np.float32]:
+    """The exchange's total as if the same workers were in all chunks; in place.
+
+    A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
+    """
+    settled = exchange.contributors
+    uneven = np.flatnonzero(exchange.included != np.uint64(settled))
+    if len(uneven):
+        count = settled.bit_count()
+        here = np.array([int(exchange.included[i]).bit_count() for i in uneven])
+        exchange.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
+    return exchange.total

@@ -1,0 +1,198 @@
+"""A worker's side of the table: its update goes in row by row, then its clock, and once it may go on it reads. No I/O.
+
+    push    the update of a step, until every row is acknowledged      INC -> INC_OK
+    clock   the step is over; wait until the next one may begin        CLOCK -> GRANT
+    pull    all rows, as they are now                                  READ -> ROW
+
+Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
+may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
+may come twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from offbeat.switch.clocks import Windows
+from offbeat.switch.fixed_point import to_floats, to_integers
+from offbeat.switch.packet import (
+    HEADER_BYTES,
+    MAGIC,
+    VALUES_STEP,
+    VERSION,
+    Flag,
+    Kind,
+    Reason,
+    is_newer,
+    wrapped,
+)
+from offbeat.switch.packet_batch import PacketBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from offbeat.switch.job_shape import JobShape
+
+Phase = Literal["computing", "push", "clock", "pull"]
+_EPOCHS = 1 << 16
+_LONGEST_RTO = 64  # times the shortest
+
+
+class TableClient:
+    """One worker's end of a job's table.
+
+    Args:
+        shape: of the job.
+        worker: its rank.
+        cookie: of its incarnation.
+        exponent: of all values in the table.
+        clock: the last step that all have finished, as the job begins or the worker joins.
+        window: packets that may be under way.
+        rto_s: after which an unanswered packet is sent again; doubled each time until something is answered.
+
+    Attributes:
+        clock: the last step that this worker has finished.
+        low: the newest step that all members have finished, as far as this worker knows.
+        windows: which steps may be begun.
+        until: it may begin steps before this clock, whatever the windows say.
+        is_saturated: whether a value of the table did not fit.
+        refusal: why the switch will not go on with this worker; None as long as it does.
+    """
+
+    def __init__(
+        self,
+        shape: JobShape,
+        worker: int,
+        cookie: int,
+        *,
+        exponent: int = 0,
+        clock: int = 0,
+        window: int = 64,
+        rto_s: float = 0.005,
+    ) -> None:
+        self.shape, self.worker, self.cookie, self.exponent = shape, worker, cookie, exponent
+        self.clock = self.low = self.until = clock
+        self.windows = Windows(0, 0, clock, 0)
+        self.phase: Phase = "computing"
+        self.is_saturated = False
+        self.refusal: Reason | None = None
+        self.resent = 0
+        self._least_rto_s = self._rto_s = rto_s
+        self._window = window
+        self._owed = np.zeros(shape.rows, np.bool_)  # rows whose answer lacks
+        self._sent_s = np.full(shape.rows, -np.inf)
+        self._clock_sent_s = -np.inf
+        self._update = np.zeros((shape.rows, shape.values), np.int32)
+        self._table = np.zeros((shape.rows, shape.values), np.int32)
+        self._batch = PacketBatch(window, shape.values)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def push(self, update: NDArray[np.float32]) -> None:
+        """Finish a step: add its update [D] to the table, and read the table as soon as the next step may begin."""
+        assert self.phase == "computing", self.phase
+        padded = np.zeros(self._update.size, np.float32)
+        padded[: len(update)] = update
+        exponent = np.full(self.shape.rows, self.exponent, np.int8)
+        self._update = to_integers(padded.reshape(self._update.shape), exponent, 1)
+        self.clock = wrapped(self.clock + 1)
+        self._begin("push")
+
+    def values(self, size: int) -> NDArray[np.float32]:
+        """[size] the table as it was read last."""
+        exponent = np.full(self.shape.rows, self.exponent, np.int8)
+        return to_floats(self._table, exponent, 1).reshape(-1)[:size]
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next step may begin."""
+        return self.windows.grants(self.clock, self.low) or is_newer(self.until, self.clock)
+
+    # -- packets -------------------------------------------------------------------------------------------------
+
+    def packets(self, now_s: float) -> PacketBatch:
+        """The packets to send now; the batch is used again by the next call."""
+        if self.phase == "computing":
+            return self._batch.first(0)
+        if self.phase == "clock":
+            if now_s - self._clock_sent_s < self._rto_s:
+                return self._batch.first(0)
+            self._note_resent(int(self._clock_sent_s > -np.inf))
+            self._clock_sent_s = now_s
+            return self._written(np.zeros(1, np.int64), Kind.CLOCK)
+        under_way = self._owed & (self._sent_s + self._rto_s > now_s)
+        room = self._window - int(under_way.sum())
+        rows = np.flatnonzero(self._owed & ~under_way)[: max(0, room)]
+        self._note_resent(int((self._sent_s[rows] > -np.inf).sum()))
+        self._sent_s[rows] = now_s
+        return self._written(rows, Kind.INC if self.phase == "push" else Kind.READ)
+
+    def receive(self, batch: PacketBatch) -> None:
+        """Take in packets from the switch; what answers nothing that is owed is passed over."""
+        batch = batch.narrowed(self.shape.values)
+        header = batch.header
+        ours = batch.are_ours(self.shape.number, from_workers=False)
+        granted = ours & np.isin(header["kind"], (Kind.GRANT, Kind.JOIN_OK, Kind.PROBE_OK))
+        for one in header[granted]:
+            self._take_grant(one)
+        refused = ours & (header["kind"] == Kind.NACK)
+        for one in header[refused]:
+            if 1 <= one["window_new"] <= len(Reason) and one["window_new"] != Reason.AHEAD_OF_RING:
+                self.refusal = self.refusal or Reason(int(one["window_new"]))
+        if self.phase == "push":
+            added = ours & (header["kind"] == Kind.INC_OK) & (header["clock"] == self.clock)
+            self._note(header[added])
+        elif self.phase == "pull":
+            fits = header["count"] == self.shape.values // VALUES_STEP
+            # An answer to an earlier read may come late, and would be of a table of then.
+            fits &= (header["bitmap"] == self.clock) & (header["chunk"] < self.shape.rows)
+            rows = np.flatnonzero(ours & fits & (header["kind"] == Kind.ROW))
+            owed = rows[self._owed[header["chunk"][rows]]]
+            self._table[header["chunk"][owed]] = batch.values[owed]
+            self._note(header[owed])
+        if self.phase == "clock" and self.may_go_on:
+            self._begin("pull")
+
+    def _note_resent(self, packets: int) -> None:
+        if packets:
+            self.resent += packets
+            self._rto_s = min(2 * self._rto_s, _LONGEST_RTO * self._least_rto_s)
+
+    def _note(self, header: NDArray[np.void]) -> None:
+        """Note that some rows are answered; go on when all are."""
+        if not len(header):
+            return
+        self._rto_s = self._least_rto_s
+        self.is_saturated = self.is_saturated or bool((header["flags"] & Flag.SATURATED).any())
+        self._owed[header["chunk"][header["chunk"] < self.shape.rows]] = False
+        if not self._owed.any():
+            self._begin("clock" if self.phase == "push" else "computing")
+
+    def _begin(self, phase: Phase) -> None:
+        self.phase, self._rto_s = phase, self._least_rto_s
+        self._owed[:] = phase in ("push", "pull")
+        self._sent_s[:] = self._clock_sent_s = -np.inf
+
+    def _take_grant(self, one: np.void) -> None:
+        low, epoch = int(one["clock"]), int(one["epoch"])
+        if is_newer(low, self.low):
+            self.low = low
+        if (epoch - self.windows.epoch) % _EPOCHS < _EPOCHS // 2:
+            self.windows = Windows(int(one["window_old"]), int(one["window_new"]), int(one["bitmap"]), epoch)
+        if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
+            self.until = int(one["cookie"])
+
+    def _written(self, rows: NDArray[np.int64], kind: Kind) -> PacketBatch:
+        batch = self._batch.first(len(rows))
+        header = batch.header
+        header["magic"], header["flags"], header["kind"] = MAGIC, VERSION << 4, kind
+        header["job"], header["worker"], header["cookie"] = self.shape.number, self.worker, self.cookie
+        header["clock"], header["chunk"], header["exponent"] = self.clock, rows, self.exponent
+        header["count"] = self.shape.values // VALUES_STEP if kind == Kind.INC else 0
+        batch.sizes[:] = HEADER_BYTES
+        if kind == Kind.INC:
+            batch.values[:] = self._update[rows]
+            batch.sizes[:] += 4 * self.shape.values
+        return batch

@@ -1,0 +1,198 @@
+"""A made-up network between workers and a switch: packets are lost, duplicated and overtake each other, by a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.fixed_point import error_bound
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.job_state import JobState, Send
+from offbeat.switch.packet import decode, encode
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.stream_client import StreamClient, StreamExchange, mean_of
+from offbeat.switch.vector_stream import VectorStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VALUES = 16
+_MOST_TURNS = 30_000
+_TICK_S = 0.004
+_OVERTAKES = 6  # packets that one may overtake
+
+
+@dataclass
+class Network:
+    """What is under way, and what becomes of it.
+
+    Args:
+        chance: decides.
+        loss, doubled: parts of the packets that are lost, and that come twice.
+    """
+
+    chance: random.Random
+    loss: float = 0.0
+    doubled: float = 0.0
+    under_way: list[tuple[str, int, bytes]] = field(default_factory=list)
+    lost: int = 0
+
+    def put(self, to: str, worker: int, data: bytes) -> None:
+        """Send a packet to the "switch" from a worker, or to a "worker"."""
+        if self.chance.random() < self.loss:
+            self.lost += 1
+            return
+        self.under_way += [(to, worker, data)] * (1 + (self.chance.random() < self.doubled))
+
+    def take(self) -> tuple[str, int, bytes]:
+        """The packet that arrives next."""
+        return self.under_way.pop(self.chance.randrange(min(len(self.under_way), _OVERTAKES)))
+
+
+class StreamPlay:
+    """One job of a few workers that sum a few vectors, with all that can happen to it; see `run`.
+
+    Args:
+        seed: decides everything.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._chance = chance = random.Random(seed)
+        numbers = np.random.default_rng(seed)
+        self.workers = chance.randint(1, 4)
+        self.quorum = chance.choice([None, None, max(1, self.workers - 1)])
+        self._crash = chance.choice([None, None, chance.randint(5, 60)]) if self.workers > 1 else None
+        start = chance.choice([0, (1 << 32) - 5])  # the numbers of chunks wrap around
+        shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]))
+        strategy = Strategy(quorum=self.quorum)
+        self.state, self._vector = JobState(shape, strategy), JobState(shape, strategy, stream=VectorStream)
+        self._network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
+        self.clients = []
+        for worker in range(self.workers):
+            for state in (self.state, self._vector):
+                state.admit(worker, 100 + worker, chunk=start)
+                state.members[worker].port = worker
+            self.clients.append(StreamClient(shape, worker, 100 + worker, window=4, chunk=start))
+        sizes = [chance.randint(1, 5 * VALUES) for _ in range(chance.randint(1, 4))]
+        self.vectors = [
+            [numbers.normal(size=size).astype(np.float32) * np.float32(10.0 ** chance.randint(-3, 3)) for size in sizes]
+            for _ in range(self.workers)
+        ]
+        self.exchanges: list[list[StreamExchange]] = [[] for _ in range(self.workers)]
+        self.alive = set(range(self.workers))
+        self._recorded: list[bytes] = []
+        self._answers: list[tuple[Any, bytes]] = []
+        self._now_s = 0.0
+
+    # -- playing -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play until all that are alive have all sums, and check them, and `VectorStream` against the model."""
+        restless = set(self.alive)
+        for turn in range(_MOST_TURNS):
+            restless |= self._begin_some()
+            for worker in sorted(restless & self.alive):
+                for data in self.clients[worker].packets(self._now_s).datagrams():
+                    self._network.put("switch", worker, data)
+            if turn == self._crash:
+                self._lose(self.workers - 1)
+            if all(self._is_through(worker) for worker in self.alive):
+                break
+            restless = self._next()
+        else:
+            raise AssertionError(f"seed {self.seed}: no end; refused {dict(self.state.members.refused)}")
+        self._compare_planes()
+        self._check_sums()
+
+    def _begin_some(self) -> set[int]:
+        begun = set()
+        for worker in sorted(self.alive):
+            mine = self.exchanges[worker]
+            if len(mine) < len(self.vectors[worker]) and self._chance.random() < 0.2:
+                mine.append(self.clients[worker].begin(self.vectors[worker][len(mine)]))
+                begun.add(worker)
+        return begun
+
+    def _is_through(self, worker: int) -> bool:
+        mine = self.exchanges[worker]
+        return len(mine) == len(self.vectors[worker]) and all(one.is_done for one in mine)
+
+    def _next(self) -> set[int]:
+        """Let one packet arrive, or time pass; returns which workers may have something to send."""
+        if not self._network.under_way or self._chance.random() < 0.1:
+            self._now_s += _TICK_S
+            return set(self.alive)
+        to, worker, data = self._network.take()
+        if to == "worker":
+            self.clients[worker].receive(PacketBatch.of([data], VALUES), self._now_s)
+            return {worker}
+        sends = self.state.handle(decode(data), worker, self._now_s)
+        if worker in self.alive:
+            self._recorded.append(data)
+            self._answers += _as_data(sends)
+            if self._chance.random() < 0.15:
+                self._compare_planes()
+        self._send(sends)
+        return set()
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for port, packet in sends:
+            assert isinstance(port, int)
+            if port in self.alive:
+                self._network.put("worker", port, encode(packet))
+
+    def _lose(self, worker: int) -> None:
+        self._compare_planes()
+        self.alive.discard(worker)
+        sends = self.state.evict(worker)
+        assert _as_data(sends) == _as_data(self._vector.evict(worker)), f"seed {self.seed}: evictions differ"
+        self._send(sends)
+
+    # -- checking ------------------------------------------------------------------------------------------------
+
+    def _compare_planes(self) -> None:
+        """Replay what has come since to the vectorised switch as one batch: it has to answer the same."""
+        if not self._recorded:
+            return
+        stream = self._vector.stream
+        assert isinstance(stream, VectorStream)
+        batch = PacketBatch.of([decode(data) for data in self._recorded], VALUES)
+        to, answers = stream.handle(batch)
+        got = [
+            (one, data)
+            for worker, data in zip(to.tolist(), answers.datagrams(), strict=True)
+            for one in (self._vector.members if worker == 255 else (worker,))
+        ]
+        assert got == self._answers, f"seed {self.seed}: the planes differ"
+        self._recorded, self._answers = [], []
+
+    def _check_sums(self) -> None:
+        for index in range(len(self.vectors[0])):
+            mine = [self.exchanges[worker][index] for worker in sorted(self.alive)]
+            totals = {mean_of(one).tobytes() for one in mine}
+            assert len(totals) == 1, f"seed {self.seed}: workers have different bits"
+            who = mine[0].contributors
+            least = self.workers if self.quorum is None else min(self.quorum, self.workers)
+            if len(self.alive) == self.workers:
+                assert who.bit_count() >= least, f"seed {self.seed}: {who:b} are too few"
+            self._check_chunks(mine[0], index)
+
+    def _check_chunks(self, exchange: StreamExchange, index: int) -> None:
+        vectors = [vector[index].astype(np.float64) for vector in self.vectors]
+        for chunk, exponent in enumerate(exchange.agreed.tolist()):
+            part = slice(chunk * VALUES, (chunk + 1) * VALUES)
+            inside = [vectors[w][part] for w in range(self.workers) if int(exchange.included[chunk]) >> w & 1]
+            scale = exchange.contributors.bit_count() / max(1, len(inside))
+            expected = np.sum(inside, axis=0) * scale if inside else np.zeros_like(vectors[0][part])
+            error = np.abs(exchange.total[part] - expected).max()
+            bound = error_bound(exponent, self.workers) * self.workers + np.abs(expected).max() * 2**-22
+            assert error <= bound, f"seed {self.seed}: chunk {chunk} is off by {error:g}, at most {bound:g} is right"
+
+
+def _as_data(sends: Sequence[Send]) -> list[tuple[Any, bytes]]:
+    return [(port, encode(packet)) for port, packet in sends]
