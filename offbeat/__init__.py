@@ -37,7 +37,7 @@ from offbeat.version import __version__ as __version__
 if TYPE_CHECKING:
     from offbeat.batching import BatchTuning
     from offbeat.codec import Cast, Dense
-    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup
+    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
     from offbeat.plan import Plan
     from offbeat.run.checkpoints import Checkpoints
     from offbeat.run.replica import Replica
@@ -66,6 +66,7 @@ _HOMES = {
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run.run",
     "SSP": "offbeat.sync",
+    "Switch": "offbeat.fabric",
     "WaitThreshold": "offbeat.control",
     "init": "offbeat.run.run",
 }
@@ -92,6 +93,7 @@ __all__ = [
     "Replica",
     "RoundRobin",
     "Run",
+    "Switch",
     "WaitThreshold",
     "init",
 ]

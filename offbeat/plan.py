@@ -41,7 +41,7 @@ from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
-from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, check_spec
+from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Switch, check_spec
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin, TakesTurns, check_workers
 
 if TYPE_CHECKING:
@@ -432,5 +432,6 @@ _KINDS: dict[str, dict[str, Any]] = {
         "InMemory": InMemory,
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
+        "Switch": Switch,
     },
 }

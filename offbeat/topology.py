@@ -109,6 +109,17 @@ class Topology:
             )
         return links[0]
 
+    def switch_bound_s(self, size_bytes: float) -> float:
+        """Least time, in seconds, in which the switch can sum `size_bytes` of each host and give all the sum.
+
+        Each host has to send S, and to receive it: S / min b, as links carry both at once. 0 if a link is not shaped.
+
+        >>> Topology.star(["a", "b"], rate_mbps=200).switch_bound_s(25_000_000)
+        1.0
+        """
+        rates = [self.uplink(host.name).rate_mbps for host in self.hosts]
+        return max((size_bytes * 8 / (rate * 1e6) for rate in rates if rate is not None), default=0.0)
+
     def allreduce_bound_s(self, size_bytes: float) -> float:
         """Least time, in seconds, in which `size_bytes` per host can be all-reduced among all hosts of one switch.
 

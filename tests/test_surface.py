@@ -41,6 +41,7 @@ NAMES = {
     "RoundRobin",
     "Run",
     "SSP",
+    "Switch",
     "WaitThreshold",
     "init",
 }

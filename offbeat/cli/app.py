@@ -19,6 +19,7 @@ from offbeat.cli.run import run
 from offbeat.cli.serve import serve
 from offbeat.cli.simulate import simulate
 from offbeat.cli.swap import swap
+from offbeat.cli.switch import app as switch_app
 from offbeat.cli.top import top
 from offbeat.cli.verify_run import verify_run
 from offbeat.errors import OffbeatError
@@ -43,6 +44,7 @@ app.command()(certs)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
 app.add_typer(bench_app, name="bench")
+app.add_typer(switch_app, name="switch")
 
 
 def _show_version(wanted: bool) -> None:

@@ -32,12 +32,14 @@ class LauncherInfo:
         outlives: a file that this worker creates once the job goes on without a worker that is lost; None if nobody
             looks.
         ended: a file that is there when the job that this worker joins has ended; None if nobody creates it.
+        switch: "host:port" of a switch's control; "" if none is named.
     """
 
     servers: tuple[str, ...]
     settings: ShardSettings
     outlives: Path | None = None
     ended: Path | None = None
+    switch: str = ""
 
     def note_outlives(self, outlives: bool) -> None:
         """Tell the launcher whether a worker that is lost ends the job."""

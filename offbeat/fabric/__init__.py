@@ -4,6 +4,7 @@
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
+* `switch` - sums in the network, beside an elastic companion (`offbeat.switch`)
 * `parameter_server` - the description of a sharded server (`offbeat.server`)
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """
@@ -14,10 +15,12 @@ from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, Offers
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
+from offbeat.fabric.switch import BoundSwitch, Switch
 
 __all__ = [
     "BindContext",
     "Binds",
+    "BoundSwitch",
     "Elastic",
     "ElasticGroup",
     "Fabric",
@@ -27,6 +30,7 @@ __all__ = [
     "Offers",
     "ParameterServer",
     "ProcessGroup",
+    "Switch",
     "check_spec",
     "never_destroy",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from offbeat.errors import PlanError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from offbeat.fabric.elastic_group import ElasticGroup
     from offbeat.pending import Pending
+    from offbeat.server.launch import ShardSettings
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Offers:
             workers push contributions and pull parameters, so that any policy runs.
         partial: a reply may be of some workers' contributions only; `Total.weight` says of how many.
         elastic: training goes on without a worker that is lost, and takes newcomers in.
+        in_network: a sum is made on the way: each worker sends its part once, and receives the sum once.
     """
 
     carries: frozenset[type] = frozenset({Sum, Gather})
@@ -46,6 +49,7 @@ class Offers:
     holds: Literal["workers", "server"] = "workers"
     partial: bool = False
     elastic: bool = False
+    in_network: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,18 @@ class BindContext:
         rank, world: worker `rank` of the `world` that the job begins with; a newcomer's rank is beyond those.
         backend: "gloo" or "nccl": where the tensors are.
         group: the workers that take part, if the fabric is `elastic`: one for all fabrics of a worker.
+        settings: how to prove who this worker is, to whatever the fabric connects with.
+        switch: "host:port" of the switch that the launcher names; "" for none.
+        timeout: how long the others, and what the fabric connects with, are waited for.
     """
 
     rank: int = 0
     world: int = 1
     backend: str = "gloo"
     group: ElasticGroup | None = None
+    settings: ShardSettings | None = None
+    switch: str = ""
+    timeout: timedelta = timedelta(seconds=20)
 
 
 class Fabric(Protocol):

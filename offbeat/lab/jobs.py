@@ -53,6 +53,7 @@ class RowJob:
     toml: str
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
+    switched: bool = False  # whether a switch sums its gradients
     elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
     demand: Demand = field(default_factory=Demand)  # what a step demands of machines and links
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
@@ -199,6 +200,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         made.to_toml(),
         tolerance,
         served,
+        switched=made.fabric.offers.in_network,
         elastic=made.outlives,
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,

@@ -7,6 +7,7 @@ the lab is killed. When one dies the others are ended at once, and the one that 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 MASTER_PORT = 29500
 """Every host of a lab has all ports to itself."""
 LAST_LINES = 20
+_SUMMING = re.compile(r"^summing at (\S+):", re.MULTILINE)
+_SWITCH_START_S, _SWITCH_LOOK_S = 30.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,53 @@ class Shards:
         self._processes.clear()
 
     def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+class SwitchProcess:
+    """The switch of one run, which sums gradients where links meet: started on construction, gone when the `with` block
+    ends.
+
+    Args:
+        namespace: of the switch; None for this machine itself.
+        address: to listen on.
+        folder: for its output (`switch.log`).
+        lab: the lab's identity; None outside of namespaces.
+
+    Raises:
+        WorkerLostError: if it does not start.
+    """
+
+    def __init__(self, namespace: str | None, address: str, *, folder: Path, lab: str | None = None) -> None:
+        token, log = secrets.token_hex(32), folder / "switch.log"
+        command = command_lines.module("offbeat", "switch", "serve", "--bind", address, "--trusted-network")
+        mark = {lab_registry.MARK: lab} if lab is not None else {}
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command_lines.entered(namespace, command),
+                env={**command_lines.environment(), **mark, "OFFBEAT_TOKEN": token, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline_s = time.monotonic() + _SWITCH_START_S
+        while (found := _SUMMING.search(log.read_text())) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.end()
+                raise WorkerLostError(f"the switch does not start; it said: {log.read_text().strip() or 'nothing'}")
+            time.sleep(_SWITCH_LOOK_S)
+        self.environment = {"OFFBEAT_SWITCH": found[1], "OFFBEAT_TOKEN": token}
+
+    def end(self) -> None:
+        """End it at once; ending twice is allowed."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> SwitchProcess:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -3,6 +3,7 @@
 * all-reduce: each host has to send S, and all together 2 (N-1) S, at best while they compute:
   max(C, S/min B, 2 (N-1) S/sum B), see `Topology.allreduce_bound_s`. S is what a step sends on average: half of it in
   16 bits, an eighth where workers exchange after every eighth step. How little PowerSGD sends is not counted: C.
+* switch: each host sends S, and receives it, at best while it computes: max(C, S/min B).
 * server, one update of all workers' contributions: nothing leaves before the optimizer steps, so what all workers are
   given back passes the server's link after the computation; at best while contributions still arrive: C + N d, where
   d = S/B is one copy of the model on that link. (A server that does not pipeline the two takes C + 2 N d.) Parameters
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from offbeat.scenario import Scenario
 
 ALLREDUCE = "max(C, S/min B, 2 (N-1) S/sum B)"
+IN_NETWORK = "max(C, S/min B)"
 TOGETHER = "C + N d"
 ONE_BY_ONE = "max(C + d, N d)"
 
@@ -59,11 +61,10 @@ def limit(job: RowJob, raw: Sequence[RawRun]) -> tuple[float, str]:
         )
     names = {hosts[rank].name for rank in staying}
     links = tuple(link for link in scenario.workers.links if link.a in names)
-    return allreduce(
-        Topology(tuple(host for host in hosts if host.name in names), links),
-        compute_s=compute_s,
-        size_bytes=size_bytes,
-    )
+    workers = Topology(tuple(host for host in hosts if host.name in names), links)
+    if job.switched:
+        return max(compute_s, workers.switch_bound_s(size_bytes)), IN_NETWORK
+    return allreduce(workers, compute_s=compute_s, size_bytes=size_bytes)
 
 
 def again(report: ResultFile, rows: Sequence[RowJob]) -> ResultFile:

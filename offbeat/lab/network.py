@@ -41,6 +41,7 @@ INTERFACE = "eth0"
 CONGESTION_CONTROL = "reno"
 MAX_HOSTS = 250
 """One /24 of addresses."""
+_SWITCH_ADDRESS = "10.77.0.254"
 
 
 class Network:
@@ -101,6 +102,11 @@ class Network:
     def address(self, host: str) -> str:
         """IPv4 address of this host within the lab."""
         return f"10.77.0.{self._index[host] + 1}"
+
+    @property
+    def switch(self) -> tuple[str, str]:
+        """The namespace of the switch, and an address of it that every host reaches over its own link alone."""
+        return self._switch, _SWITCH_ADDRESS
 
     def port(self, host: str) -> tuple[str, str]:
         """Namespace and name of the interface that is the switch's end of this host's link."""
@@ -165,6 +171,7 @@ class Network:
             # No spanning tree, no multicast snooping: a plain switch that forwards from the first frame on.
             kernel.link("add", ifname="br0", kind="bridge", br_stp_state=0, br_forward_delay=0, br_mcast_snooping=0)
             bridge = kernel.link_lookup(ifname="br0")[0]
+            kernel.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=24)
             kernel.link("set", index=bridge, state="up")
             for host in self._index:
                 peer = {"ifname": INTERFACE, "net_ns_fd": self.namespace(host)}

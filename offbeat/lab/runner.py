@@ -151,6 +151,10 @@ def run_once(
             timeout_s = _FAULTY_TIMEOUT_S if job.faults else _SERVER_TIMEOUT_S
             shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment
+        if job.switched:
+            namespace, address = (None, "127.0.0.1") if network is None else network.switch
+            switch = launch.SwitchProcess(namespace, address, folder=folder, lab=lab)
+            environment |= resources.enter_context(switch).environment
         workers = resources.enter_context(
             launch.Workers(
                 job.command,

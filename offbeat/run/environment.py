@@ -12,6 +12,7 @@ A value is read when it is asked for, so that a variable that nobody needs may h
 | offbeat run, user | what the script does not say itself |
 | `OFFBEAT_SERVERS`, `OFFBEAT_JOB`, `OFFBEAT_TOKEN`, `OFFBEAT_CERTIFICATE`, `OFFBEAT_KEY`, `OFFBEAT_AUTHORITY` \
 | the user | the parameter server, and how to connect with it |
+| `OFFBEAT_SWITCH` | the user | host:port of the switch that sums gradients |
 | `OFFBEAT_OUTLIVES`, `OFFBEAT_ENDED`, `OFFBEAT_WORKERS` | offbeat run | files by which both know of each other |
 """
 
@@ -187,6 +188,7 @@ class Environment:
             settings=settings_from(self._variables, "default", timeout),
             outlives=self._path("OFFBEAT_OUTLIVES"),
             ended=self._path("OFFBEAT_ENDED"),
+            switch=self._variables.get("OFFBEAT_SWITCH", ""),
         )
 
     def _path(self, name: str) -> Path | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.fabric import BindContext, Binds, InMemory, ProcessGroup
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from offbeat.diagnosis.wait import BlockingWait
-    from offbeat.fabric import ElasticGroup, Fabric
+    from offbeat.engine.worker_context import LauncherInfo
+    from offbeat.fabric import ElasticGroup, Fabric, FabricSpec
     from offbeat.plan import Plan
 
 
@@ -20,14 +24,25 @@ class FabricBinding:
         rank, world: of this worker; number of workers.
         waiter: the one waiting primitive.
         group: the workers, if they go on without one that is lost.
+        launcher: how this worker proves who it is, and where what it connects with is.
+        timeout: how long others are waited for.
     """
 
-    def __init__(self, rank: int, world: int, waiter: BlockingWait, group: ElasticGroup | None) -> None:
-        self._rank, self._world, self._waiter, self._group = rank, world, waiter, group
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        waiter: BlockingWait,
+        group: ElasticGroup | None,
+        launcher: LauncherInfo,
+        timeout: timedelta,
+    ) -> None:
+        self._waiter = waiter
+        self._context = BindContext(rank, world, "gloo", group, launcher.settings, launcher.switch, timeout)
         self._bound: list[Fabric] = []
 
     def bind(self, plan: Plan, backend: str) -> Fabric:
-        """Make this worker's end of the plan's fabric.
+        """Make this worker's end of the plan's fabric, for a model.
 
         Beside a server that is a process group, which carries what is agreed on at the beginning; a worker that is
         alone needs none.
@@ -38,10 +53,24 @@ class FabricBinding:
         Raises:
             PlanError: if the plan's fabric cannot work here.
         """
-        spec = InMemory() if self._world == 1 else ProcessGroup() if plan.is_served else plan.fabric
+        return self._bind(plan.fabric, plan, backend)
+
+    def bind_control(self, plan: Plan) -> Fabric:
+        """Make this worker's end of what questions to the others go over: the fabric, or its companion.
+
+        Raises:
+            PlanError: if that cannot work here.
+        """
+        return self._bind(getattr(plan.fabric, "companion", plan.fabric), plan, "gloo")
+
+    def _bind(self, spec: FabricSpec, plan: Plan, backend: str) -> Fabric:
+        if self._context.world == 1:
+            spec = InMemory()
+        elif plan.is_served:
+            spec = ProcessGroup()
         assert isinstance(spec, Binds), "checked when the plan was made"
-        context = BindContext(self._rank, self._world, backend, self._group)
-        fabric = self._waiter.call(lambda: spec.bind(context), WaitContext("the connection to the others"))
+        binds, context = spec, dataclasses.replace(self._context, backend=backend)
+        fabric = self._waiter.call(lambda: binds.bind(context), WaitContext("the connection to the others"))
         self._bound.append(fabric)
         return fabric
 

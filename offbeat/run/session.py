@@ -188,9 +188,10 @@ class WorkerSession:
         group = None
         if plan.outlives and meeting.world > 1:
             group = ElasticGroup(_shared(meeting.store), rank, meeting.world, settings.timeout)
-        self.fabrics = FabricBinding(rank, meeting.world, waiter, group)
+        launcher = self._environment.launcher(settings.timeout)
+        self.fabrics = FabricBinding(rank, meeting.world, waiter, group, launcher, settings.timeout)
         members = None if group is None else lambda: group.members
-        control = ControlGroup(self.fabrics.bind(plan, "gloo"), waiter, members)
+        control = ControlGroup(self.fabrics.bind_control(plan), waiter, members)
         if meeting.newcomer is not None:
             control.compares = meeting.newcomer.compare
         speaks = meeting.joins and self._environment.is_first_here
@@ -212,7 +213,7 @@ class WorkerSession:
             metrics=metrics,
             history=HistoryRecorder(self._environment.hash_every),
             log=log,
-            launcher=self._environment.launcher(settings.timeout),
+            launcher=launcher,
         )
         self._put_together(plan)
         self._start_watch(meeting.job)

@@ -2,7 +2,7 @@
 
 All of them end a step together, so a step is worked out rather than played. A bucket is sent when the slowest worker
 has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the slowest link, in 2 (N-1) rounds
-(Patarasuk and Yuan 2009).
+(Patarasuk and Yuan 2009); a switch takes its bytes once over the slowest link.
 
 What a worker loses to bad luck (`[straggle]`) comes behind its backward pass, as in the lab's replays: by then an
 exchange of gradients is over, so that neither hides in the other, and the next exchange waits for whoever lost most.
@@ -25,7 +25,7 @@ from offbeat.sim.faults import Faults
 from offbeat.sim.result import SimResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from offbeat.batching import BatchTuning
     from offbeat.control import Controller
@@ -52,6 +52,15 @@ def ring_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) ->
     return 2 * (world - 1) * (size_bytes / world / slowest + to_worker_s / 2)
 
 
+def switch_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
+    """Seconds of one sum that a switch makes: every worker sends it its part while it receives the sum.
+
+    Args:
+        slowest, to_worker_s: as of `ring_s`.
+    """
+    return size_bytes / slowest + to_worker_s if world > 1 else 0.0
+
+
 def play(
     courses: Sequence[ComputeTimes],
     links: Links,
@@ -63,6 +72,7 @@ def play(
     tune: BatchTuning | None = None,
     faults: Faults | None = None,
     controller: Controller | None = None,
+    in_network: bool = False,
 ) -> SimResult:
     """Play so many steps of all workers.
 
@@ -71,10 +81,14 @@ def play(
         tune: how batches follow the machines.
         faults: what goes wrong.
         controller: has another policy than `policy` decide.
+        in_network: gradients are summed by a switch, not around a ring.
     """
     world = len(courses)
     driver = SimulatedController(policy, controller)
-    played, group = SimResult.of(world), SimulatedGroup(world, links, faults or Faults())
+    played, group = (
+        SimResult.of(world),
+        SimulatedGroup(world, links, faults or Faults(), switch_s if in_network else ring_s),
+    )
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
         tuning = tune.join(tuning, rank)  # type: ignore[union-attr, arg-type]
@@ -153,10 +167,13 @@ class SimulatedGroup:
         world: workers of the beginning.
         links: of the scenario.
         faults: that strike them.
+        sum_s: how long a sum takes.
     """
 
-    def __init__(self, world: int, links: Links, faults: Faults) -> None:
-        self.here = list(range(world))
+    def __init__(
+        self, world: int, links: Links, faults: Faults, sum_s: Callable[[float, int, float, float], float] = ring_s
+    ) -> None:
+        self.here, self._sum_s = list(range(world)), sum_s
         self._links, self._faults, self._troubles = links, faults, Disturbances()
         self._is_broken = False  # by somebody who is gone, until the next exchange
 
@@ -168,13 +185,13 @@ class SimulatedGroup:
         """The time when an all-reduce is over that all have been ready for since then."""
         links, troubles = self._links, self._troubles
         if not self._faults.all:
-            return begun_s + ring_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
+            return begun_s + self._sum_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
         if self._is_broken:
             self._is_broken, begun_s = False, begun_s + MEND_S
         whole_s = max(troubles.whole_s(rank, begun_s) for rank in self.here)
         begun_s = retried_s(begun_s, whole_s, self._faults.there_and_back_s)
         slowest = min(links.worker[rank] * troubles.part(rank, begun_s) for rank in self.here)
-        takes_s = ring_s(size_bytes, len(self.here), slowest, links.to_worker_s)
+        takes_s = self._sum_s(size_bytes, len(self.here), slowest, links.to_worker_s)
         return max(troubles.done_s(rank, begun_s, takes_s) for rank in self.here)
 
     def confer(self, begun_s: float) -> float:

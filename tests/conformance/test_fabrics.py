@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import BindContext, Elastic, ElasticGroup, ProcessGroup
+from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.process_group import Works
+from offbeat.fabric.switch import SwitchStream
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
+from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.testing import check_fabric
+from tests.switch.served import served_switch
 from tests.workers import run_workers
 
 
@@ -57,6 +60,30 @@ def check_elastic() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_elastic(world: int) -> None:
     run_workers(world, check_elastic)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_switch_in_memory(world: int) -> None:
+    group, switch, spec = InMemoryGroup(world), MemorySwitch(), Switch("memory://")
+    ends = [
+        BoundSwitch(BoundInMemory(group, rank), SwitchStream.in_memory(switch, spec, rank, world))
+        for rank in range(world)
+    ]
+    with ThreadPoolExecutor(world) as pool:
+        for future in [pool.submit(check_fabric, end, timeout=timedelta(seconds=10)) for end in ends]:
+            future.result()
+
+
+def check_switch(address: str) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)
+    check_fabric(Switch(address).bind(BindContext(rank, world, group=group)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_switch(world: int) -> None:
+    with served_switch() as address:
+        run_workers(world, check_switch, address)
 
 
 def check_on_gpu() -> None:

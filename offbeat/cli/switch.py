@@ -1,0 +1,113 @@
+"""`offbeat switch`: a switch that sums gradients, and what its operator sees of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.cli.serve import TokenFile, read_token
+from offbeat.cli.timeout import check_timeout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.protocol.switch_control import SwitchStatus
+    from offbeat.wire.credentials import Token
+
+app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
+
+
+@app.callback()
+def switch() -> None:
+    """Sum gradients in the network."""
+
+
+@app.command()
+def serve(
+    bind: Annotated[
+        str, typer.Option(help="IPv4 address to listen on; others than loopback need --trusted-network and a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of control; 0 for one of the kernel's choice.")] = 0,
+    token_file: TokenFile = None,
+    trusted_network: Annotated[
+        bool,
+        typer.Option("--trusted-network", help="Packets are neither secret nor signed: only workers can send here."),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
+    ] = 5.0,
+) -> None:
+    """Sum the gradients of any number of jobs in software, until Ctrl-C.
+
+    Workers find it with `--fabric 'Switch("host:port")'` and with the same OFFBEAT_TOKEN.
+    """
+    from offbeat.switch.serve import check_trust
+    from offbeat.switch.serve import serve as serve_switch
+    from offbeat.wire import busy_poll
+
+    logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
+    check_trust(bind, trusted_network=trusted_network)
+
+    def say(address: str) -> None:
+        sys.stdout.write(f"summing at {address}: offbeat run --fabric 'Switch(\"{address}\")'; it ends with Ctrl-C\n")
+        sys.stdout.flush()
+
+    busy_poll.run(serve_switch(bind, port, _token(token_file), timedelta(seconds=timeout), say))
+
+
+@app.command()
+def ctl(
+    address: Annotated[str, typer.Argument(help="host:port of the switch's control.")],
+    token_file: TokenFile = None,
+    evict: Annotated[
+        list[str] | None, typer.Option(metavar="JOB:RANK", help="Have a job go on without a worker.")
+    ] = None,
+) -> None:
+    """Show the jobs of a switch and how far each worker is, or have a job go on without a worker."""
+    from offbeat.errors import PlanError
+    from offbeat.switch.control_client import ControlClient
+
+    client = ControlClient(address, role="operator", credentials=_token(token_file), patience=timedelta(seconds=3))
+    try:
+        for one in evict or []:
+            job, _, rank = one.rpartition(":")
+            if not job or not rank.isdecimal():
+                raise PlanError(f"Cannot evict {one!r}: name the job and the rank, as in {'JOB:2'!r}.")
+            client.evict(job, int(rank), "an operator wants it so")
+        _show(client.status())
+    finally:
+        client.close()
+
+
+def _token(file: Path | None) -> Token | None:
+    from offbeat.wire.credentials import Token
+
+    text = os.environ.get("OFFBEAT_TOKEN", "") if file is None else read_token(file)
+    return Token(text.encode()) if text else None
+
+
+def _show(status: SwitchStatus) -> None:
+    console = Console()
+    for job in status.jobs:
+        table = Table(box=SIMPLE_HEAD, title=f"job {job.job}, summed by {status.target}", title_justify="left")
+        for column in ("rank", "packets", "duplicates", "behind", "silent for"):
+            table.add_column(column, justify="right")
+        for one in job.members:
+            silent = "never heard" if one.silent_s is None else f"{one.silent_s:.1f} s"
+            packets = sum(count for kind, count in one.counts.items() if kind != "duplicates")
+            table.add_row(str(one.worker), f"{packets:,}", f"{one.counts.get('duplicates', 0):,}", str(one.lag), silent)
+        console.print(table)
+        if job.refused:
+            console.print("refused: " + ", ".join(f"{count} {why.lower()}" for why, count in job.refused.items()))
+    if not status.jobs:
+        console.print(f"no job is summed by this switch ({status.target})")
+    if dropped := {why: count for why, count in status.dropped.items() if count}:
+        console.print("dropped: " + ", ".join(f"{count} {why}" for why, count in dropped.items()))

@@ -1,0 +1,290 @@
+"""Sums in the network: gradients go to a switch, which adds them up and sends each worker the sum.
+
+Each worker sends its gradient once, and receives the sum once, where a ring of N workers moves 2 (N - 1) / N of it in
+both directions. The switch adds integers (`offbeat.switch.fixed_point`), so that all workers have the same bits, and so
+has every run; they are not those of a float addition.
+
+Only what is large and float32 goes that way. All else stays with a companion, an elastic all-reduce among the workers:
+trailers, whose counts must be exact, small sums, other types, questions, broadcasts. The companion also finds out who
+is lost; the switch is told, and goes on without.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric.elastic import Elastic
+from offbeat.fabric.fabric import BindContext, Offers
+from offbeat.fabric.in_memory import InMemory
+from offbeat.payload import Gather, Sum, Total
+from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.memory_switch import MemorySwitch
+from offbeat.switch.stream_client import StreamClient, mean_of
+from offbeat.switch.stream_thread import StreamThread
+from offbeat.switch.udp_socket import UdpSocket, address_of
+
+if TYPE_CHECKING:
+    from offbeat.fabric.elastic_group import ElasticGroup
+    from offbeat.fabric.fabric import Fabric
+    from offbeat.payload import Payload, Reply
+    from offbeat.pending import Pending
+    from offbeat.switch.stream_client import StreamExchange
+
+MEMORY = "memory://"
+_OFFERS = Offers(exact=False, partial=True, elastic=True, in_network=True)
+_POLL = timedelta(milliseconds=20)
+_RTO_S = 0.01
+_RING = 64
+_TEXT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Sums in the network, by a switch that `offbeat switch serve` has started, and float32 on CPUs.
+
+    Args:
+        address: "host:port" of the switch's control; "" for that of OFFBEAT_SWITCH; `memory://` for a worker that is
+            alone, in tests and docs.
+        values: int32 in a packet: 352 at most fit an Ethernet frame, 2048 a jumbo frame.
+        window: packets that a worker has under way; more than a port's queue has room for are lost.
+        slots: chunks of which the switch keeps sums and results; a power of two, at least twice the window.
+
+    Raises:
+        PlanError: if a value cannot be.
+
+    >>> Switch("10.0.0.254:7100")
+    Switch(address='10.0.0.254:7100', values=256, window=64, slots=512)
+    """
+
+    address: str = ""
+    values: int = 256
+    window: int = 64
+    slots: int = 512
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":") if isinstance(self.address, str) else ("", "", "")
+        if self.address not in ("", MEMORY) and (not host or not port.isdecimal()):
+            raise PlanError(
+                f"Cannot reach a switch at {self.address!r}: name its control as host:port, as `offbeat switch serve` "
+                "says it - at `plan.fabric.address`."
+            )
+        for name in ("values", "window", "slots"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise PlanError(f"Cannot use {name}={value!r}: choose a whole number from 1 - at `plan.fabric.{name}`.")
+        JobShape(0, 1, self.values, self.slots)
+        if 2 * self.window > self.slots:
+            raise PlanError(
+                f"Cannot have {self.window} packets under way over {self.slots} slots: choose at least twice as many "
+                "slots - at `plan.fabric.slots`."
+            )
+
+    @property
+    def offers(self) -> Offers:
+        return _OFFERS
+
+    @property
+    def companion(self) -> Elastic:
+        """The fabric of all that does not go to the switch."""
+        return Elastic()
+
+    def bind(self, context: BindContext) -> BoundSwitch:
+        """Make one worker's end, once all have joined the switch. Collective: every rank calls it.
+
+        Raises:
+            PlanError: if the tensors are not on CPUs, there are too many workers, or the switch has no room.
+            NetworkError: if nobody answers at the address.
+            PeerError: if the switch refuses this worker.
+        """
+        if context.backend != "gloo":
+            raise PlanError(
+                f"Cannot run {self!r} with a model on a GPU yet: use ProcessGroup(), or a model on CPUs "
+                "- at `plan.fabric`."
+            )
+        if self.address == MEMORY:
+            return BoundSwitch(InMemory().bind(context), SwitchStream.in_memory(MemorySwitch(), self, 0, 1))
+        if context.rank >= context.world:
+            raise PlanError(
+                f"Cannot join a job that trains on {self!r}: a switch is told at the beginning how many workers there "
+                "are. Start the job again with more, or use Elastic() - at `plan.fabric`."
+            )
+        companion: Fabric = InMemory().bind(context) if context.world == 1 else self.companion.bind(context)
+        try:
+            stream = self._join(companion, context)
+        except BaseException:
+            companion.abandon()
+            raise
+        return BoundSwitch(companion, stream, context.group)
+
+    def _join(self, companion: Fabric, context: BindContext) -> SwitchStream:
+        if not (address := self.address or context.switch):
+            raise PlanError(
+                f"Cannot run {self!r}: no switch is named. Start one with `offbeat switch serve`, and name it: "
+                'Switch("host:port"), or OFFBEAT_SWITCH=host:port - at `plan.fabric.address`.'
+            )
+        deadline_s = time.monotonic() + context.timeout.total_seconds()
+        job = _same_for_all(companion, secrets.token_hex(8), deadline_s)
+        credentials = None if context.settings is None else context.settings.credentials()
+        control = ControlClient(
+            address, rank=context.rank, credentials=credentials, timeout=context.timeout, patience=context.timeout
+        )
+        try:
+            joined = control.ask(
+                lambda number: JoinSwitchJob(
+                    request=number,
+                    job=job,
+                    worker=context.rank,
+                    workers=context.world,
+                    values=self.values,
+                    slots=self.slots,
+                    ring=_RING,
+                )
+            )
+            assert isinstance(joined, SwitchJobJoined)
+            shape = JobShape(joined.number, context.world, self.values, self.slots, _RING)
+            client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
+            thread = StreamThread(client, UdpSocket(), address_of(control.host, joined.port))
+            _same_for_all(companion, "", deadline_s)  # from here on all are members
+        except BaseException:
+            control.close()
+            raise
+        return SwitchStream(thread, self.values, control, job)
+
+
+class SwitchStream:
+    """One worker's way to the switch.
+
+    Args:
+        thread: keeps its stream going.
+        values: int32 in a packet; what is smaller does not go to the switch.
+        control: to whom the switch belongs; None within one process.
+        job: its name there.
+    """
+
+    def __init__(self, thread: StreamThread, values: int, control: ControlClient | None = None, job: str = "") -> None:
+        self.thread, self.values, self._control, self._job = thread, values, control, job
+
+    @classmethod
+    def in_memory(cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int) -> SwitchStream:
+        """Join a switch within this process; rank 0 first, and all before the first sum."""
+        shape = JobShape(1, workers, spec.values, spec.slots, _RING)
+        with switch.lock:
+            if not worker:
+                switch.plane.create_job(shape, Strategy())
+            switch.plane.admit(shape.number, worker, cookie=worker)
+        client = StreamClient(shape, worker, worker, window=spec.window, rto_s=_RTO_S)
+        return cls(StreamThread(client, switch.open_port(), 0), spec.values)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is summed by the switch; the same on all workers."""
+        return tensor.dtype == torch.float32 and not tensor.is_cuda and tensor.numel() >= self.values
+
+    def evict(self, worker: int, why: str) -> None:
+        """Have the switch go on without a worker."""
+        if self._control is not None:
+            self._control.evict(self._job, worker, why)
+
+    def close(self) -> None:
+        """Leave the switch."""
+        self.thread.close()
+        if self._control is not None:
+            self._control.close()
+
+
+class BoundSwitch:
+    """One worker's end of the fabric. A `Fabric`.
+
+    Args:
+        companion: of all that does not go to the switch.
+        stream: to the switch.
+        group: the workers, of whom the switch is told who is lost; None if there are no others.
+    """
+
+    def __init__(self, companion: Fabric, stream: SwitchStream, group: ElasticGroup | None = None) -> None:
+        self._companion, self._stream, self._group = companion, stream, group
+        self._members = () if group is None else group.members
+        self.rank, self.world, self.offers = companion.rank, companion.world, _OFFERS
+
+    def start(self, payload: Payload) -> Pending:
+        if not isinstance(payload, Sum) or not self._stream.takes(payload.tensor):
+            return self._companion.start(payload)
+        exchange = self._stream.thread.begin(payload.tensor.numpy())
+        # How many are in it is known from the companion, whose exchanges also show who is lost.
+        tail = torch.ones(1) if payload.tail is None else payload.tail
+        return SwitchPending(self, self._stream.thread, exchange, payload, self._companion.start(Sum(tail)))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        return self._companion.broadcast(tensor, source)
+
+    def evict_lost(self) -> None:
+        """Tell the switch which workers the others have gone on without; each of these does."""
+        if self._group is None or self._group.members == self._members:
+            return
+        for rank in set(self._members) - set(self._group.members):
+            self._stream.evict(rank, "the other workers have gone on without it")
+        self._members = self._group.members
+
+    def close(self) -> None:
+        self._stream.close()
+        self._companion.close()
+
+    def abandon(self) -> None:
+        self._stream.close()
+        self._companion.abandon()
+
+
+class SwitchPending:
+    """One sum under way: its values at the switch, its trailer beside it. A `Pending`."""
+
+    def __init__(
+        self, fabric: BoundSwitch, thread: StreamThread, exchange: StreamExchange, payload: Sum, trailer: Pending
+    ) -> None:
+        self._fabric, self._thread = fabric, thread
+        self._exchange, self._payload, self._trailer = exchange, payload, trailer
+        self.sent_bytes = payload.size_bytes
+        self._has_trailer = False
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait for both.
+
+        Raises:
+            NetworkError: if the switch is lost, or will not go on with this worker.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        self._has_trailer = self._has_trailer or self._trailer.wait(timeout)
+        self._fabric.evict_lost()
+        left = timedelta(seconds=max(0.0, deadline_s - time.monotonic()))
+        return self._has_trailer and self._thread.wait(self._exchange, left)
+
+    def done(self) -> bool:
+        return self._exchange.is_done and (self._has_trailer or self._trailer.done())
+
+    def result(self) -> Reply:
+        reply = self._trailer.result()
+        assert isinstance(reply, Total)
+        self._payload.tensor.copy_(torch.from_numpy(mean_of(self._exchange)).view_as(self._payload.tensor))
+        return Total(self._payload.tensor, reply.weight, None if self._payload.tail is None else reply.tensor)
+
+
+def _same_for_all(companion: Fabric, text: str, deadline_s: float) -> str:
+    """The first worker's text, on all workers. Collective.
+
+    Raises:
+        NetworkError: if not all are there in time.
+    """
+    mine = torch.tensor(list(text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8)
+    pending = companion.start(Gather((mine,)))
+    while not pending.wait(_POLL):
+        if time.monotonic() > deadline_s:
+            raise NetworkError("Cannot join the switch: not all workers have come to it in time.")
+    reply = pending.result()
+    assert not isinstance(reply, Total)
+    return bytes(reply[0].tensors[0].tolist()).decode().strip()

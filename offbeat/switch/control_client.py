@@ -1,0 +1,169 @@
+"""A worker's or an operator's link to the control plane of a switch."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
+from offbeat.protocol.switch_control import (
+    EvictFromSwitchJob,
+    FromSwitch,
+    GetSwitchStatus,
+    SwitchRefused,
+    SwitchStatus,
+    ToSwitch,
+    from_switch_of,
+    pack,
+)
+from offbeat.wire.loop_thread import LoopThread
+from offbeat.wire.session import Limits
+from offbeat.wire.tcp import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.messages import Role
+
+JOB = "offbeat-switch"  # by which links are known to belong to a switch, whatever is summed there
+
+
+class ControlClient:
+    """The link, and the answers that come over it. It may be used on any thread.
+
+    Args:
+        address: "host:port" of the switch's control.
+        rank, role: who comes.
+        credentials: what both sides prove.
+        timeout: for answers, and after which a silent switch is lost.
+        patience: for how long to dial.
+
+    Raises:
+        NetworkError: if nobody could be reached; says who, where, for how long.
+        PeerError: if it refused.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rank: int = 0,
+        role: Role = "worker",
+        credentials: Credentials | None = None,
+        timeout: timedelta = timedelta(seconds=5),
+        patience: timedelta = timedelta(seconds=20),
+    ) -> None:
+        self._address, self._timeout = address, timeout
+        self._requests = itertools.count(1)
+        self._answers: dict[int, Future[FromSwitch]] = {}
+        self._error: OffbeatError | None = None
+        self._loop = LoopThread("offbeat-switch-control")
+        try:
+            self._link = self._loop.run(
+                connect(
+                    address,
+                    accept=lambda link: self,
+                    job=JOB,
+                    rank=rank,
+                    role=role,
+                    credentials=credentials,
+                    limits=Limits(timeout=timeout),
+                    patience=patience,
+                )
+            )
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def host(self) -> str:
+        """The host of the switch, as it was dialled."""
+        return self._address.rpartition(":")[0].strip("[]")
+
+    @property
+    def link(self) -> PeerLink:
+        """The link to it."""
+        return self._link
+
+    def ask(self, request: Callable[[int], ToSwitch]) -> FromSwitch:
+        """Ask something, and wait for the answer.
+
+        Args:
+            request: makes the request of the number that it is given.
+
+        Raises:
+            PlanError: if the switch refuses it.
+            NetworkError: if it is lost, or does not answer.
+        """
+        number = next(self._requests)
+        message = request(number)
+        answer = self._answers[number] = Future()
+        try:
+            if self._error is not None:
+                raise NetworkError(f"The switch at {self._address} is lost: {self._error}") from self._error
+            self._loop.call(self._send, message, answer)
+            told = answer.result(self._timeout.total_seconds())
+        except TimeoutError as error:
+            raise NetworkError(
+                f"The switch at {self._address} has not answered {type(message).__name__} within "
+                f"{self._timeout.total_seconds():g} s."
+            ) from error
+        finally:
+            del self._answers[number]
+        if isinstance(told, SwitchRefused):
+            raise PlanError(told.reason)
+        return told
+
+    def status(self) -> SwitchStatus:
+        """What the switch knows of its jobs.
+
+        Raises:
+            NetworkError: if it is lost, or does not answer.
+        """
+        told = self.ask(GetSwitchStatus)
+        if not isinstance(told, SwitchStatus):
+            raise NetworkError(f"The switch at {self._address} has answered something else: {type(told).__name__}.")
+        return told
+
+    def evict(self, job: str, worker: int, why: str) -> None:
+        """Have a job go on without a worker; does not wait."""
+        if self._error is None:
+            self._loop.call(self._send, EvictFromSwitchJob(job, worker, why), None)
+
+    def close(self) -> None:
+        """Say good-bye; again does nothing."""
+        if self._error is None:
+            self._error = NetworkError("it was closed")
+            self._loop.run(self._link.close())
+        self._loop.close()
+
+    # -- on the event loop ---------------------------------------------------------------------------------------
+
+    def _send(self, message: ToSwitch, answer: Future[FromSwitch] | None) -> None:
+        try:
+            self._link.send(pack(message))
+        except NetworkError as error:
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Refuse: a switch says nothing that has a body."""
+        raise PeerError(f"the switch sends a body of {size_bytes} bytes, and nothing that it says has one")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Hand an answer to whoever waits for it."""
+        message = from_switch_of(metadata)
+        answer = self._answers.get(message.request)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """Let nobody wait for answers any more."""
+        self._error = error or NetworkError("it has said good-bye")
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(NetworkError(f"The switch at {self._address} is lost: {self._error}"))

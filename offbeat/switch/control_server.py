@@ -1,0 +1,235 @@
+"""The control plane of a switch: who takes part in which job, and by which policy; over authenticated links.
+
+A worker speaks for itself: it joins with the rank that its link has. Whoever has joined a job, or is an operator, may
+evict another from it and change its policy. A worker whose link ends is evicted, and a job ends with its last worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.errors import OffbeatError, PeerError, PlanError
+from offbeat.protocol.switch_control import (
+    SAYS,
+    EvictFromSwitchJob,
+    FromSwitch,
+    GetSwitchStatus,
+    JoinSwitchJob,
+    SetSwitchStrategy,
+    Strategy,
+    SwitchJobJoined,
+    SwitchJobStatus,
+    SwitchMemberStatus,
+    SwitchRefused,
+    SwitchStatus,
+    SwitchStrategySet,
+    pack,
+    to_switch_of,
+)
+from offbeat.switch.job_shape import JobShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from offbeat.switch.data_plane import DataPlane
+    from offbeat.wire.link import PeerLink
+
+_log = logging.getLogger("offbeat")
+_MOST_JOBS = 1024
+_MOST_SLOT_BYTES = 256 << 20  # of one job's streams and rows
+
+
+class SwitchJob:
+    """One job, as control sees it.
+
+    Args:
+        name: by which workers know it.
+        shape: what it takes of the switch.
+        strategy: of its policy.
+    """
+
+    def __init__(self, name: str, shape: JobShape, strategy: Strategy) -> None:
+        self.name, self.shape, self.strategy = name, shape, strategy
+        self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
+
+
+class ControlServer:
+    """The jobs of one switch.
+
+    Args:
+        plane: where packets are summed.
+        target: what that is, for people.
+        port: the UDP port that takes packets.
+        dropped: packets that were of no job, by why.
+    """
+
+    def __init__(
+        self, plane: DataPlane, *, target: str, port: int, dropped: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
+        self._plane, self._target, self._port, self._dropped = plane, target, port, dropped
+        self._jobs: dict[str, SwitchJob] = {}
+
+    def accept(self, link: PeerLink) -> SwitchPeer:
+        """Take a link into use.
+
+        Raises:
+            PeerError: if its role has nothing to do here.
+        """
+        if link.role not in SAYS:
+            raise PeerError(f"a {link.role} has nothing to say to a switch")
+        return SwitchPeer(self, link)
+
+    # -- what peers ask ------------------------------------------------------------------------------------------
+
+    def join(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch:
+        """Take a worker into a job."""
+        if message.worker != peer.link.rank:
+            raise PeerError(f"rank {peer.link.rank} joins as rank {message.worker}")
+        try:
+            job = self._job(message)
+        except PlanError as error:
+            return SwitchRefused(message.request, str(error))
+        if message.worker >= job.shape.workers:
+            why = f"Cannot join {job.name!r} as rank {message.worker}: it has room for {job.shape.workers} workers."
+            return SwitchRefused(message.request, why)
+        before = job.peers.get(message.worker)
+        if before is not None and before is not peer:
+            before.forget(job)
+        cookie = secrets.randbits(32)
+        self._plane.admit(job.shape.number, message.worker, cookie, chunk=message.chunk)
+        job.peers[message.worker] = peer
+        peer.jobs[job.name] = job
+        return SwitchJobJoined(message.request, job.shape.number, cookie, self._port)
+
+    def _job(self, message: JoinSwitchJob) -> SwitchJob:
+        job = self._jobs.get(message.job)
+        number = secrets.randbits(16) if job is None else job.shape.number
+        shape = JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
+        if job is not None:
+            if shape != job.shape:
+                raise PlanError(
+                    f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
+                )
+            return job
+        if len(self._jobs) >= _MOST_JOBS:
+            raise PlanError(f"Cannot begin another job: this switch has {_MOST_JOBS}.")
+        if (shape.slots + shape.rows) * shape.values * 4 > _MOST_SLOT_BYTES:
+            raise PlanError(
+                f"Cannot make room for {shape}: at most {_MOST_SLOT_BYTES >> 20} MiB are given to one job. Use fewer "
+                "slots - at `plan.fabric.slots`."
+            )
+        while any(number == other.shape.number for other in self._jobs.values()):
+            number = secrets.randbits(16)
+        shape = JobShape(number, shape.workers, shape.values, shape.slots, shape.ring, shape.rows)
+        strategy = message.strategy
+        self._plane.create_job(shape, strategy, clock=message.clock)
+        job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
+        return job
+
+    def evict(self, peer: SwitchPeer, message: EvictFromSwitchJob) -> None:
+        """Go on without a worker."""
+        if (job := self._known(peer, message.job)) is not None and message.worker in job.peers:
+            _log.warning("Job %s goes on without rank %d: %s", job.name, message.worker, message.why or "it is gone")
+            job.peers[message.worker].forget(job)
+            self._remove(job, message.worker)
+
+    def set_strategy(self, peer: SwitchPeer, message: SetSwitchStrategy) -> FromSwitch:
+        """Change a job's policy."""
+        if (job := self._known(peer, message.job)) is None:
+            return SwitchRefused(message.request, f"Cannot change the policy of {message.job!r}: there is no such job.")
+        strategy = message.strategy
+        if strategy.path != job.strategy.path:
+            why = (
+                f"Cannot go from the {job.strategy.path} to the {strategy.path} while training: the workers have to "
+                "agree on that. Use offbeat swap."
+            )
+            return SwitchRefused(message.request, why)
+        try:
+            windows = self._plane.set_strategy(job.shape.number, strategy)
+        except PlanError as error:
+            return SwitchRefused(message.request, str(error))
+        if windows is None:
+            return SwitchStrategySet(message.request, is_set=False)
+        job.strategy = strategy
+        return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
+
+    def status(self, message: GetSwitchStatus) -> FromSwitch:
+        """What is known of all jobs."""
+        jobs = tuple(self._status_of(job) for job in self._jobs.values())
+        return SwitchStatus(message.request, self._target, jobs, dict(self._dropped()))
+
+    def _status_of(self, job: SwitchJob) -> SwitchJobStatus:
+        stats = self._plane.stats(job.shape.number, time.monotonic())
+        members = tuple(
+            SwitchMemberStatus(
+                worker, one.finished, one.lag, None if one.silent_s == float("inf") else one.silent_s, dict(one.counts)
+            )
+            for worker, one in stats.members.items()
+        )
+        strategy, windows = job.strategy, stats.windows
+        return SwitchJobStatus(
+            job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,
+            slots=job.shape.slots, strategy=strategy, low=stats.low, high=stats.high,
+            window_old=windows.old, window_new=windows.new, effective=windows.effective, epoch=windows.epoch,
+            members=members, refused=dict(stats.refused),
+        )  # fmt: skip
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def leave(self, peer: SwitchPeer) -> None:
+        """Go on without a worker whose link has ended."""
+        for job in list(peer.jobs.values()):
+            if job.peers.get(peer.link.rank) is peer:
+                self._remove(job, peer.link.rank)
+        peer.jobs.clear()
+
+    def _remove(self, job: SwitchJob, worker: int) -> None:
+        del job.peers[worker]
+        self._plane.evict(job.shape.number, worker)
+        if not job.peers:
+            self._plane.destroy_job(job.shape.number)
+            del self._jobs[job.name]
+
+    def _known(self, peer: SwitchPeer, name: str) -> SwitchJob | None:
+        return peer.jobs.get(name) if peer.link.role == "worker" else self._jobs.get(name)
+
+
+class SwitchPeer:
+    """One link to the control plane. A `Receiver`."""
+
+    def __init__(self, server: ControlServer, link: PeerLink) -> None:
+        self._server, self.link = server, link
+        self.jobs: dict[str, SwitchJob] = {}  # that it takes part in
+
+    def forget(self, job: SwitchJob) -> None:
+        """Take no part in a job any more."""
+        self.jobs.pop(job.name, None)
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Refuse: nothing that is said here has a body."""
+        raise PeerError(f"it sends a body of {size_bytes} bytes, and nothing that is said to a switch has one")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Answer a request."""
+        message = to_switch_of(metadata)
+        if not isinstance(message, SAYS[self.link.role]):
+            raise PeerError(f"it sent {type(message).__name__}, which is not for a {self.link.role} to send")
+        answer: FromSwitch | None = None
+        match message:
+            case JoinSwitchJob():
+                answer = self._server.join(self, message)
+            case EvictFromSwitchJob():
+                self._server.evict(self, message)
+            case SetSwitchStrategy():
+                answer = self._server.set_strategy(self, message)
+            case GetSwitchStatus():
+                answer = self._server.status(message)
+        if answer is not None and self.link.is_open:
+            self.link.send(pack(answer))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """Leave all jobs."""
+        self._server.leave(self)

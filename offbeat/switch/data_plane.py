@@ -1,0 +1,81 @@
+"""The data plane of a switch: where packets are summed. One Protocol, several targets.
+
+* `software_plane` - NumPy in this process, whole batches at a time; without sockets (`memory`) or with them (`udp`)
+
+What is asked of it is the same for each: jobs, members, policies. What becomes of packets is the same for each, too:
+the reference model (`job_state`) says it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.protocol.switch_control import Strategy
+    from offbeat.switch.clocks import Windows
+    from offbeat.switch.job_shape import JobShape
+
+
+class MemberStats(NamedTuple):
+    """What a data plane knows of one worker.
+
+    Args:
+        finished: its last step that is over (table).
+        lag: steps that it is behind the furthest (table), or chunks (stream).
+        silent_s: seconds since its last packet; infinite if there was none.
+        counts: its packets by kind, and its duplicates.
+    """
+
+    finished: int
+    lag: int
+    silent_s: float
+    counts: Mapping[str, int]
+
+
+class JobStats(NamedTuple):
+    """What a data plane knows of one job.
+
+    Args:
+        low, high: the newest step that all members, or any, have finished.
+        windows: which steps may be begun.
+        members: by rank.
+        refused: packets, by reason.
+    """
+
+    low: int
+    high: int
+    windows: Windows
+    members: Mapping[int, MemberStats]
+    refused: Mapping[str, int]
+
+
+class DataPlane(Protocol):
+    """Where packets are summed."""
+
+    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+        """Make room for a job.
+
+        Raises:
+            PlanError: if the strategy does not fit the shape, or the target cannot carry it out.
+        """
+
+    def destroy_job(self, number: int) -> None:
+        """Forget a job."""
+
+    def admit(self, number: int, worker: int, cookie: int, *, chunk: int = 0) -> None:
+        """Take a worker into a job, or its new incarnation instead of the old one."""
+
+    def evict(self, number: int, worker: int) -> None:
+        """Go on without a worker."""
+
+    def set_strategy(self, number: int, strategy: Strategy) -> Windows | None:
+        """Change a job's policy; None while the change before is not in effect for all.
+
+        Raises:
+            PlanError: if it does not fit the job's shape.
+        """
+
+    def stats(self, number: int, now_s: float) -> JobStats:
+        """What is known of a job."""

@@ -1,0 +1,101 @@
+"""A switch as a process: its data plane, and control over authenticated links, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+from offbeat.switch.control_client import JOB
+from offbeat.switch.control_server import ControlServer
+from offbeat.switch.udp_switch import UdpSwitch
+from offbeat.wire.session import Limits
+from offbeat.wire.tcp import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.listener import Listener
+
+
+def check_trust(bind: str, *, trusted_network: bool) -> None:
+    """Refuse to take packets from a network that nobody has vouched for.
+
+    Raises:
+        NetworkError: if others than this machine can reach `bind`, and nobody has said that they may be trusted.
+    """
+    try:
+        is_loopback = ipaddress.ip_address(bind).is_loopback
+    except ValueError as error:
+        raise NetworkError(f"Cannot listen on {bind!r}: name an IPv4 address of this machine.") from error
+    if not is_loopback and not trusted_network:
+        raise NetworkError(
+            f"Cannot take packets on {bind}: they are neither secret nor signed, so whoever can send there can change "
+            "the sums. If only the workers can, say --trusted-network; else use ParameterServer()."
+        )
+
+
+class SwitchServer:
+    """A switch that takes packets and links; made by `open_switch`.
+
+    Args:
+        switch: its data plane and socket.
+        listener: of its control.
+    """
+
+    def __init__(self, switch: UdpSwitch, listener: Listener) -> None:
+        self._switch, self._listener = switch, listener
+        self.address = listener.address
+
+    async def close(self) -> None:
+        """Say good-bye to all, and stop."""
+        links = self._listener.links
+        self._listener.close()
+        await asyncio.gather(*(link.close() for link in links))
+        self._switch.close()
+
+
+async def open_switch(bind: str, port: int, credentials: Credentials | None, timeout: timedelta) -> SwitchServer:
+    """Open a switch on this event loop.
+
+    Args:
+        bind, port: where control listens; packets are taken at the same address, on a UDP port of the kernel's choice.
+        timeout: after which a silent link is lost.
+
+    Raises:
+        NetworkError: if an address or the credentials cannot be used.
+    """
+    switch = UdpSwitch(bind)
+    switch.attach(asyncio.get_running_loop())
+    control = ControlServer(switch.plane, target="udp", port=switch.port, dropped=lambda: switch.plane.dropped)
+    try:
+        limits = Limits(timeout=timeout)
+        listener = await listen(bind, port, accept=control.accept, job=JOB, credentials=credentials, limits=limits)
+    except BaseException:
+        switch.close()
+        raise
+    return SwitchServer(switch, listener)
+
+
+async def serve(
+    bind: str, port: int, credentials: Credentials | None, timeout: timedelta, say: Callable[[str], None]
+) -> None:
+    """Serve jobs until SIGTERM or SIGINT comes.
+
+    Args:
+        say: called with "host:port" of control when workers may come; for the others see `open_switch`.
+
+    Raises:
+        NetworkError: if an address or the credentials cannot be used.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = await open_switch(bind, port, credentials, timeout)
+    say(server.address)
+    await stop.wait()
+    await server.close()

@@ -1,0 +1,197 @@
+"""A switch in software: NumPy over whole batches of packets, whatever carries them.
+
+A packet that is not whole, of no job that is known, or not from the port and with the cookie of its worker, is found
+with all others of its batch at once, so that garbage costs little more than its bytes. The first few of a batch are
+told why they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.switch.data_plane import JobStats, MemberStats
+from offbeat.switch.job_state import JobState
+from offbeat.switch.members import ALL, refusal
+from offbeat.switch.packet import MOST_WORKERS, Kind, Reason, decode, distance
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.vector_stream import VectorStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from offbeat.protocol.switch_control import Strategy
+    from offbeat.switch.clocks import Windows
+    from offbeat.switch.job_shape import JobShape
+    from offbeat.switch.job_state import Send
+
+    # Packets, the address that each goes to, and which packet goes there.
+    SendBatch = Callable[[PacketBatch, NDArray[np.uint64], NDArray[np.int64]], None]
+
+_TOLD = 16  # of a batch, why they are refused
+_NO_PORT = np.uint64(0)
+
+
+class _Job:
+    """One job, and what of it is looked up for whole batches."""
+
+    def __init__(self, state: JobState, stream: VectorStream) -> None:
+        self.state, self.stream = state, stream
+        self.cookies = np.zeros(MOST_WORKERS, np.uint32)
+        self.ports = np.full(MOST_WORKERS, _NO_PORT)
+
+    def note_members(self) -> None:
+        self.cookies[:], self.ports[:] = 0, _NO_PORT
+        for worker in self.state.members:
+            member = self.state.members[worker]
+            self.cookies[worker] = member.cookie
+            self.ports[worker] = member.port if isinstance(member.port, int) else _NO_PORT
+
+
+class SoftwarePlane:
+    """Jobs whose packets are summed in this process. A `DataPlane`.
+
+    Args:
+        send: takes what is to be sent; called within `handle` and whenever control changes something.
+
+    Attributes:
+        dropped: packets that were not looked at, by why.
+    """
+
+    def __init__(self, send: SendBatch) -> None:
+        self._send = send
+        self._jobs: dict[int, _Job] = {}
+        self.dropped = {"foreign": 0, "unknown job": 0, "refused": 0}
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+        assert shape.number not in self._jobs, f"job {shape.number} is there already"
+        state = JobState(shape, strategy, clock=clock, exponent=exponent, stream=VectorStream)
+        assert isinstance(state.stream, VectorStream)
+        self._jobs[shape.number] = _Job(state, state.stream)
+
+    def destroy_job(self, number: int) -> None:
+        self._jobs.pop(number, None)
+
+    def admit(self, number: int, worker: int, cookie: int, *, chunk: int = 0) -> None:
+        job = self._jobs[number]
+        job.state.admit(worker, cookie, chunk=chunk)
+        job.note_members()
+
+    def evict(self, number: int, worker: int) -> None:
+        job = self._jobs[number]
+        self._send_each(job, job.state.evict(worker))
+        job.note_members()
+
+    def set_strategy(self, number: int, strategy: Strategy) -> Windows | None:
+        job = self._jobs[number]
+        sends = job.state.set_strategy(strategy)
+        if sends is None:
+            return None
+        self._send_each(job, sends)
+        return job.state.clocks.windows
+
+    def stats(self, number: int, now_s: float) -> JobStats:
+        state = self._jobs[number].state
+        members, clocks = {}, state.clocks
+        furthest = max((state.members[w].acked for w in state.members), default=0)
+        for worker in state.members:
+            one = state.members[worker]
+            lag = distance(clocks.high, one.finished) or distance(furthest, one.acked)
+            silent_s = now_s - one.heard_s if one.port is not None else float("inf")
+            members[worker] = MemberStats(one.finished, lag, silent_s, dict(one.counts))
+        return JobStats(clocks.low, clocks.high, clocks.windows, members, dict(state.members.refused))
+
+    # -- packets -------------------------------------------------------------------------------------------------
+
+    def handle(self, batch: PacketBatch, ports: NDArray[np.uint64], now_s: float) -> None:
+        """Take in packets of any job, in the order in which they came.
+
+        Args:
+            batch: packets; rows may be cut short by what they were received into.
+            ports: [B] where each came from.
+        """
+        numbers = batch.header["job"]
+        known = np.zeros(len(batch), np.bool_)
+        for number in np.unique(numbers):
+            if (job := self._jobs.get(int(number))) is None:
+                continue
+            ours = batch.are_ours(int(number), from_workers=True)
+            known |= numbers == number
+            self.dropped["foreign"] += int((numbers == number).sum() - ours.sum())
+            if ours.any():
+                which = np.flatnonzero(ours)
+                self._handle_job(job, batch if len(which) == len(batch) else batch.among(which), ports[which], now_s)
+        if not known.all():
+            self._refuse_strangers(batch.among(~known), ports[~known])
+
+    def _handle_job(self, job: _Job, batch: PacketBatch, ports: NDArray[np.uint64], now_s: float) -> None:
+        header = batch.header
+        worker = header["worker"].astype(np.int64)
+        index = np.minimum(worker, MOST_WORKERS - 1)
+        is_member = (worker < MOST_WORKERS) & (job.ports[index] == ports) & (job.cookies[index] == header["cookie"])
+        is_member &= ports != _NO_PORT
+        data = is_member & (header["kind"] == Kind.DATA)
+        if data.all():
+            self._sum(job, batch, now_s)
+            return
+        # In the order in which they came: an update that comes before a clock is in before it.
+        cuts = np.flatnonzero(data[1:] != data[:-1]) + 1
+        told = 0
+        for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(batch)], strict=True):
+            some = np.arange(start, end)
+            if data[start]:
+                self._sum(job, batch.among(some), now_s)
+                continue
+            for i in some:
+                if not is_member[i] and header["kind"][i] != Kind.JOIN:
+                    self.dropped["refused"] += 1
+                    told += 1
+                    if told > _TOLD:
+                        continue
+                packet = decode(batch.rows[i, : batch.sizes[i]].tobytes())
+                self._send_each(job, job.state.handle(packet, int(ports[i]), now_s))
+                if packet.kind in (Kind.JOIN, Kind.LEAVE):
+                    job.note_members()
+
+    def _sum(self, job: _Job, batch: PacketBatch, now_s: float) -> None:
+        workers, counts = np.unique(batch.header["worker"], return_counts=True)
+        for worker, count in zip(workers.tolist(), counts.tolist(), strict=True):
+            member = job.state.members[worker]
+            member.heard_s = now_s
+            member.counts[Kind.DATA.name] += count
+        to, answers = job.stream.handle(batch.narrowed(job.state.shape.values))
+        if not len(to):
+            return
+        everyone = job.ports[job.ports != _NO_PORT]
+        broadcast = to == ALL
+        times = np.where(broadcast, len(everyone), 1)
+        rows = np.repeat(np.arange(len(to)), times)
+        where = np.empty(len(rows), np.uint64)
+        is_broadcast = broadcast[rows]
+        where[is_broadcast] = np.tile(everyone, int(broadcast.sum()))
+        where[~is_broadcast] = job.ports[to[~broadcast]]
+        self._send(answers, where, rows)
+
+    def _send_each(self, job: _Job, sends: Sequence[Send]) -> None:
+        if sends:
+            batch = PacketBatch.of([send.packet for send in sends], job.state.shape.values)
+            ports = np.array([send.port for send in sends], np.uint64)
+            self._send(batch, ports, np.arange(len(sends)))
+
+    def _refuse_strangers(self, batch: PacketBatch, ports: NDArray[np.uint64]) -> None:
+        """Tell whoever speaks this protocol that its job is not known here."""
+        ours = np.zeros(len(batch), np.bool_)
+        for number in np.unique(batch.header["job"])[:_TOLD]:
+            ours |= batch.are_ours(int(number), from_workers=True)
+        self.dropped["foreign"] += int((~ours).sum())
+        self.dropped["unknown job"] += int(ours.sum())
+        which = np.flatnonzero(ours)[:_TOLD]
+        if len(which):
+            packets = [decode(batch.rows[i, : batch.sizes[i]].tobytes()) for i in which]
+            refusals = [refusal(packet, Reason.UNKNOWN_JOB, packet.worker, packet.chunk) for packet in packets]
+            self._send(PacketBatch.of(refusals, 0), ports[which], np.arange(len(which)))

@@ -1,0 +1,148 @@
+"""The thread of a worker that keeps its stream going while the worker computes."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from offbeat.errors import NetworkError, OffbeatError
+from offbeat.switch.packet import Kind, Packet
+from offbeat.switch.packet_batch import PacketBatch
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from numpy.typing import NDArray
+
+    from offbeat.switch.stream_client import StreamClient, StreamExchange
+
+_AT_ONCE = 256
+_LONGEST_S = 0.1  # between two looks, when nothing is under way
+
+
+class PacketSocket(Protocol):
+    """What carries packets: a `UdpSocket`, or the port of a `MemorySwitch`."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None: ...
+
+    def recv(self, batch: PacketBatch) -> tuple[PacketBatch, NDArray[np.uint64]]: ...
+
+    def close(self) -> None: ...
+
+
+class StreamThread:
+    """Sends and receives for a `StreamClient`; the only one that touches it, but under the lock.
+
+    Args:
+        client: whose packets these are.
+        sock: that carries them; closed with the thread.
+        switch: its address, as `udp_socket.address_of`.
+    """
+
+    def __init__(self, client: StreamClient, sock: PacketSocket, switch: int) -> None:
+        self._client, self._socket = client, sock
+        self._switch = np.full(2 * client.window, switch, np.uint64)
+        self._batch = PacketBatch(_AT_ONCE, client.shape.values)
+        self._changed = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._is_closed = False
+        self._error: OffbeatError | None = None
+        self._thread = threading.Thread(target=self._run, name="offbeat-switch", daemon=True)
+        self._thread.start()
+
+    def begin(self, values: NDArray[np.float32]) -> StreamExchange:
+        """Begin to sum `values`; see `StreamClient.begin`."""
+        with self._changed:
+            exchange = self._client.begin(values)
+        os.eventfd_write(self._wake, 1)
+        return exchange
+
+    def wait(self, exchange: StreamExchange, timeout: timedelta) -> bool:
+        """Wait until an exchange is done; whether it is.
+
+        Raises:
+            NetworkError: if the switch will not go on with this worker.
+            NumericsError: if a sum did not fit again and again.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        with self._changed:
+            while not exchange.is_done:
+                if self._error is not None:
+                    raise self._error
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+        return True
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the stream from going on, in a sentence for reports; "" if nothing is known to."""
+        client = self._client
+        if not client.has_joined:
+            return "The switch has not answered yet."
+        if client.held_up_by is not None:
+            return f"The switch waits for rank {client.held_up_by}, which lacks results that are to be replaced."
+        return ""
+
+    def close(self) -> None:
+        """End the thread; what is under way is given up."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._socket.close()
+        os.close(self._wake)
+
+    # -- on the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while not self._is_closed:
+                wait_s = self._turn()
+                if any(descriptor == self._wake for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000)):
+                    os.eventfd_read(self._wake)
+        except OffbeatError as error:
+            self._fail(error)
+
+    def _turn(self) -> float:
+        """Take in what is here, and send what is due; for how many seconds nothing is due then."""
+        client = self._client
+        while True:
+            received, _ = self._socket.recv(self._batch)
+            now_s = time.monotonic()
+            with self._changed:
+                if len(received):
+                    client.receive(received, now_s)
+                    self._changed.notify_all()
+                if client.refusal is not None:
+                    raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")
+                due = self._join() if not client.has_joined else client.packets(now_s)
+                wake_s = client.wake_s()
+            if len(due):
+                self._socket.send(due, self._switch[: len(due)])
+            if not len(received):
+                break
+        return min(_LONGEST_S, wake_s - now_s) if client.has_joined else client.rto_s
+
+    def _join(self) -> PacketBatch:
+        client = self._client
+        packet = Packet(Kind.JOIN, client.shape.number, client.worker, cookie=client.cookie)
+        return PacketBatch.of([packet], client.shape.values)
+
+    def _fail(self, error: OffbeatError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

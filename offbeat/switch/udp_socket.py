@@ -1,0 +1,151 @@
+"""A UDP socket that receives and sends whole batches of datagrams, one system call each (`recvmmsg`, `sendmmsg`).
+
+Python's own socket takes one datagram at a time, which costs more than all else that is done with it. Here the kernel
+reads and writes the rows of a `PacketBatch` in place: its headers are arrays of pointers that are laid out once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.errors import NetworkError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from offbeat.switch.packet_batch import PacketBatch
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_IOVEC = np.dtype([("base", "u8"), ("size", "u8")])
+_MESSAGE = np.dtype(
+    [
+        ("name", "u8"), ("name_size", "u4"), ("_0", "u4"), ("iovec", "u8"), ("iovecs", "u8"), ("control", "u8"),
+        ("control_size", "u8"), ("flags", "i4"), ("_1", "u4"), ("received", "u4"), ("_2", "u4"),
+    ]
+)  # fmt: skip
+_ADDRESS = np.dtype([("family", "u2"), ("port", ">u2"), ("host", ">u4"), ("_", "u8")])  # struct sockaddr_in
+_AT_ONCE = 256  # datagrams of one call; the kernel takes up to 1,024
+_BUFFER_BYTES = 8 << 20
+
+
+class UdpSocket:
+    """A UDP socket over IPv4 that never blocks.
+
+    Args:
+        host, port: to bind to; port 0 for one of the kernel's choice.
+
+    Raises:
+        NetworkError: if it cannot be bound.
+    """
+
+    def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
+        self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        try:
+            self._sock.bind((host, port))
+        except OSError as error:
+            self._sock.close()
+            raise NetworkError(f"Cannot open UDP port {port} on {host}: {error.strerror}. Choose another.") from error
+        self._messages = np.zeros(_AT_ONCE, _MESSAGE)
+        self._iovecs = np.zeros(_AT_ONCE, _IOVEC)
+        self._addresses = np.zeros(_AT_ONCE, _ADDRESS)
+        steps = np.arange(_AT_ONCE, dtype=np.uint64)
+        self._messages["iovec"] = self._iovecs.ctypes.data + steps * np.uint64(_IOVEC.itemsize)
+        self._messages["iovecs"] = 1
+        self._messages["name"] = self._addresses.ctypes.data + steps * np.uint64(_ADDRESS.itemsize)
+        self.dropped = 0  # datagrams that the kernel had no room for when they were sent
+
+    @property
+    def port(self) -> int:
+        """The port that it is bound to."""
+        return int(self._sock.getsockname()[1])
+
+    def fileno(self) -> int:
+        """The file descriptor, for whoever waits until something is here."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def recv(self, batch: PacketBatch) -> tuple[PacketBatch, NDArray[np.uint64]]:
+        """Receive what is here, as far as there is room in `batch`; empty if nothing is.
+
+        Returns:
+            The first rows of `batch`, and where each came from (see `address_of`). A datagram that is longer than a
+            row has a size above it.
+        """
+        most = min(len(batch), _AT_ONCE)
+        rows = batch.rows
+        self._iovecs["base"][:most] = rows.ctypes.data + np.arange(most, dtype=np.uint64) * np.uint64(rows.strides[0])
+        self._iovecs["size"][:most] = rows.shape[1]
+        self._messages["name_size"][:most] = _ADDRESS.itemsize
+        flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+        count = _libc.recvmmsg(self._sock.fileno(), ctypes.c_void_p(self._messages.ctypes.data), most, flags, None)
+        if count < 0:
+            # Errors of datagrams that were sent come back here: nobody listens there any more, or not yet.
+            if (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ECONNREFUSED):
+                raise NetworkError(f"Cannot receive datagrams: {os.strerror(code)}.")
+            count = 0
+        batch = batch.first(count)
+        batch.sizes[:] = self._messages["received"][:count]
+        found = self._addresses[:count]
+        return batch, found["host"].astype(np.uint64) << np.uint64(16) | found["port"].astype(np.uint64)
+
+    def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None:
+        """Send datagrams; what the kernel has no room for is dropped, as on a network.
+
+        Args:
+            to: [K] where each goes, see `address_of`.
+            rows: [K] which packet of the batch goes there; None for each one once, in order.
+        """
+        rows = np.arange(len(batch)) if rows is None else rows
+        base, stride = batch.rows.ctypes.data, batch.rows.strides[0]
+        for start in range(0, len(rows), _AT_ONCE):
+            some, where = rows[start : start + _AT_ONCE], to[start : start + _AT_ONCE]
+            count = len(some)
+            self._iovecs["base"][:count] = base + some.astype(np.uint64) * np.uint64(stride)
+            self._iovecs["size"][:count] = batch.sizes[some]
+            self._addresses["family"][:count] = socket.AF_INET
+            self._addresses["port"][:count] = where & np.uint64(0xFFFF)
+            self._addresses["host"][:count] = where >> np.uint64(16)
+            self._messages["name_size"][:count] = _ADDRESS.itemsize
+            self._send_some(count)
+
+    def _send_some(self, count: int) -> None:
+        sent = 0
+        while sent < count:
+            at = self._messages.ctypes.data + sent * _MESSAGE.itemsize
+            done = _libc.sendmmsg(self._sock.fileno(), ctypes.c_void_p(at), count - sent, socket.MSG_DONTWAIT)
+            if done > 0:
+                sent += done
+                continue
+            code = ctypes.get_errno()
+            if code == errno.ECONNREFUSED:  # of one that was sent before: it is told once
+                continue
+            if code not in (errno.EAGAIN, errno.EINTR, errno.ENOBUFS):
+                raise NetworkError(f"Cannot send datagrams: {os.strerror(code)}.")
+            self.dropped += count - sent
+            return
+
+
+def address_of(host: str, port: int) -> int:
+    """A host and a port as one number.
+
+    >>> host_and_port(address_of("10.0.0.1", 8000))
+    ('10.0.0.1', 8000)
+    """
+    number: int = struct.unpack(">I", socket.inet_aton(host))[0]
+    return number << 16 | port
+
+
+def host_and_port(address: int) -> tuple[str, int]:
+    """The host and the port of such a number."""
+    return socket.inet_ntoa(struct.pack(">I", address >> 16)), address & 0xFFFF

@@ -1,0 +1,51 @@
+"""A switch in software behind a UDP socket; runs anywhere, without any right."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.switch.packet import MOST_VALUES
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.software_plane import SoftwarePlane
+from offbeat.switch.udp_socket import UdpSocket
+
+if TYPE_CHECKING:
+    import asyncio
+
+_AT_ONCE = 256
+_BATCHES = 16  # in one turn of the event loop; then control has its turn
+
+
+class UdpSwitch:
+    """The data plane and its socket.
+
+    Args:
+        host, port: to listen on; port 0 for one of the kernel's choice.
+
+    Raises:
+        NetworkError: if they cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._socket = UdpSocket(host, port)
+        self.plane = SoftwarePlane(self._socket.send)
+        self._batch = PacketBatch(_AT_ONCE, MOST_VALUES)
+        self.port = self._socket.port
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take in packets on an event loop, until `close`."""
+        self._loop = loop
+        loop.add_reader(self._socket.fileno(), self.receive)
+
+    def receive(self) -> None:
+        """Take in what is here; what is left after a few batches comes in the next turn."""
+        for _ in range(_BATCHES):
+            batch, ports = self._socket.recv(self._batch)
+            if not len(batch):
+                return
+            self.plane.handle(batch, ports, time.monotonic())
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()

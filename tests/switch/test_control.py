@@ -1,0 +1,228 @@
+"""The control of a switch over real links: who may join, evict and look; and packets over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from offbeat.errors import NetworkError, PeerError, PlanError
+from offbeat.protocol.switch_control import (
+    EvictFromSwitchJob,
+    JoinSwitchJob,
+    SetSwitchStrategy,
+    Strategy,
+    pack,
+    to_switch_of,
+)
+from offbeat.protocol.switch_control import SwitchJobJoined as Joined
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.packet import Kind, Packet, Reason, decode, encode
+from offbeat.switch.serve import check_trust
+from offbeat.switch.stream_client import StreamClient
+from offbeat.switch.stream_thread import StreamThread
+from offbeat.switch.udp_socket import UdpSocket, address_of
+from offbeat.wire.credentials import Token
+from tests.switch.served import served_switch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat.wire.messages import Role
+
+SHORT = timedelta(seconds=2)
+VALUES = 64
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with served_switch() as where:
+        yield where
+
+
+def client(address: str, rank: int = 0, role: Role = "worker") -> ControlClient:
+    return ControlClient(address, rank=rank, role=role, timeout=SHORT, patience=SHORT)
+
+
+def join(control: ControlClient, worker: int, *, job: str = "a", workers: int = 2, values: int = VALUES) -> Joined:
+    told = control.ask(
+        lambda number: JoinSwitchJob(
+            request=number, job=job, worker=worker, workers=workers, values=values, slots=64, ring=8
+        )
+    )
+    assert isinstance(told, Joined)
+    return told
+
+
+def test_workers_join_a_job_and_are_seen(address: str) -> None:
+    first, second = client(address, 0), client(address, 1)
+    joined = join(first, 0), join(second, 1)
+    assert joined[0].number == joined[1].number
+    assert joined[0].cookie != joined[1].cookie
+    (job,) = client(address, role="operator").status().jobs
+    assert (job.job, job.workers, [one.worker for one in job.members]) == ("a", 2, [0, 1])
+    assert [one.silent_s for one in job.members] == [None, None]
+
+
+def until(holds: object, *, within_s: float = 5.0) -> None:
+    assert callable(holds)
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.02)
+
+
+def test_a_job_ends_with_its_last_worker(address: str) -> None:
+    looks, first, second = client(address, role="onlooker"), client(address, 0), client(address, 1)
+    join(first, 0), join(second, 1)
+    first.close()
+    until(lambda: [one.worker for job in looks.status().jobs for one in job.members] == [1])
+    second.close()
+    until(lambda: not looks.status().jobs)
+
+
+def test_another_shape_is_refused(address: str) -> None:
+    first, second = client(address, 0), client(address, 1)
+    join(first, 0)
+    with pytest.raises(PlanError, match="same plan"):
+        join(second, 1, values=128)
+
+
+@pytest.mark.parametrize(("workers", "says"), [(1, "room for 1 workers")])
+def test_a_rank_beyond_the_job_is_refused(address: str, workers: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        join(client(address, 3), 3, workers=workers)
+
+
+def test_nobody_joins_as_another(address: str) -> None:
+    with pytest.raises(NetworkError, match="joins as rank 1"):
+        join(client(address, 0), 1)
+
+
+def test_an_operator_evicts_and_changes_the_policy(address: str) -> None:
+    first, second, operator = client(address, 0), client(address, 1), client(address, role="operator")
+    join(first, 0), join(second, 1)
+    operator.evict("a", 1, "it is slow")
+    until(lambda: [one.worker for one in operator.status().jobs[0].members] == [0])
+    told = operator.ask(lambda number: SetSwitchStrategy(number, "a", Strategy(quorum=1)))
+    assert msgspec.to_builtins(told)["is_set"]
+    with pytest.raises(PlanError, match="offbeat swap"):
+        operator.ask(lambda number: SetSwitchStrategy(number, "a", Strategy("table", window=2)))
+    with pytest.raises(PlanError, match="no such job"):
+        operator.ask(lambda number: SetSwitchStrategy(number, "b", Strategy()))
+
+
+def test_an_onlooker_changes_nothing(address: str) -> None:
+    onlooker = client(address, role="onlooker")
+    with pytest.raises(NetworkError, match="is lost"):
+        onlooker.ask(lambda number: SetSwitchStrategy(number, "a", Strategy()))
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with (
+        served_switch(Token(b"a" * 32)) as address,
+        pytest.raises((PeerError, NetworkError), match="token"),
+    ):
+        ControlClient(address, credentials=Token(b"b" * 32), timeout=SHORT, patience=SHORT)
+
+
+def test_nobody_there_is_told_with_the_address() -> None:
+    with pytest.raises(NetworkError, match=r"127\.0\.0\.1:9 .*within 0\.3 s"):
+        ControlClient("127.0.0.1:9", timeout=SHORT, patience=timedelta(seconds=0.3))
+
+
+@pytest.mark.parametrize("message", [b"", b"\x81", msgspec.msgpack.encode({"type": "Shutdown"}), b"\xff" * 64])
+def test_garbage_is_no_message(message: bytes) -> None:
+    with pytest.raises(PeerError, match="Cannot understand"):
+        to_switch_of(message)
+
+
+def test_messages_have_bounds() -> None:
+    with pytest.raises(PeerError, match="Cannot understand"):
+        to_switch_of(pack(EvictFromSwitchJob("a" * 300, 1)))
+
+
+@pytest.mark.parametrize(("bind", "says"), [("0.0.0.0", "--trusted-network"), ("here", "IPv4 address")])
+def test_a_network_has_to_be_trusted(bind: str, says: str) -> None:
+    with pytest.raises(NetworkError, match=says):
+        check_trust(bind, trusted_network=False)
+    check_trust("127.0.0.1", trusted_network=False)
+
+
+class Worker:
+    """One worker's stream over a real socket, and what it was told when it joined."""
+
+    def __init__(self, address: str, rank: int, workers: int) -> None:
+        self.control = client(address, rank)
+        self.joined = join(self.control, rank, workers=workers)
+        shape = JobShape(self.joined.number, workers, VALUES, 64, 8)
+        stream = StreamClient(shape, rank, self.joined.cookie, window=16, rto_s=0.02)
+        self.stream = StreamThread(stream, UdpSocket(), address_of("127.0.0.1", self.joined.port))
+
+
+@pytest.fixture
+def workers(address: str) -> Iterator[list[Worker]]:
+    made = [Worker(address, rank, 3) for rank in range(3)]
+    yield made
+    for one in made:
+        one.stream.close()
+        one.control.close()
+
+
+def summed(workers: list[Worker], size: int) -> None:
+    """Sum vectors of ones over these workers, and see that all get the sum."""
+    exchanges = [one.stream.begin(np.full(size, 1.0, np.float32)) for one in workers]
+    for one, exchange in zip(workers, exchanges, strict=True):
+        assert one.stream.wait(exchange, timedelta(seconds=10)), one.stream.trouble
+        assert (exchange.total == len(workers)).all()
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(5)
+        yield sock
+
+
+def test_sums_over_sockets_while_strangers_shout(address: str, workers: list[Worker], stranger: socket.socket) -> None:
+    summed(workers, 1000)
+    number, to = workers[0].joined.number, ("127.0.0.1", workers[0].joined.port)
+    for index in range(3000):
+        kind = [Kind.DATA, Kind.CLOCK, Kind.JOIN, Kind.LEAVE][index % 4]
+        forged = encode(Packet(kind, number, index % 5, cookie=index, chunk=index, slot=index % 64))
+        stranger.sendto([forged, os.urandom(40), forged[:20], b""][index // 4 % 4], to)
+    summed(workers, 5000)
+    status = client(address, role="operator").status()
+    assert sum(status.jobs[0].refused.values()) > 0
+    assert sum(status.dropped.values()) > 1000
+
+
+def test_a_stranger_is_told_why(workers: list[Worker], stranger: socket.socket) -> None:
+    summed(workers, 100)
+    joined = workers[0].joined
+    for packet, reason in (
+        (Packet(Kind.DATA, joined.number ^ 1, 0), Reason.UNKNOWN_JOB),
+        (Packet(Kind.DATA, joined.number, 9), Reason.NOT_A_MEMBER),
+        (Packet(Kind.DATA, joined.number, 0, cookie=joined.cookie ^ 1), Reason.STALE_COOKIE),
+        (Packet(Kind.DATA, joined.number, 0, cookie=joined.cookie), Reason.WRONG_PORT),
+    ):
+        stranger.sendto(encode(packet), ("127.0.0.1", joined.port))
+        assert decode(stranger.recv(2000)).reason is reason
+
+
+def test_a_worker_that_was_evicted_is_told_so(address: str, workers: list[Worker]) -> None:
+    summed(workers, 100)
+    operator = client(address, role="operator")
+    operator.evict("a", 1, "it is slow")
+    until(lambda: [one.worker for one in operator.status().jobs[0].members] == [0, 2])
+    exchange = workers[1].stream.begin(np.ones(100, np.float32))
+    with pytest.raises(NetworkError, match="no member of the job"):
+        workers[1].stream.wait(exchange, timedelta(seconds=5))
+    summed([workers[0], workers[2]], 100)

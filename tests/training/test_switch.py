@@ -1,0 +1,93 @@
+"""Whole jobs whose gradients a switch sums: replicas are equal, close to DDP's, and outlive a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import PlanError
+from offbeat.wire.credentials import Token
+from tests.switch.served import served_switch
+from tests.workers import WorkerFailed, run_workers
+
+STEPS = 8
+
+
+def train(fabric: offbeat.Plan, victim: int | None = None) -> tuple[list[str], list[float]]:
+    """Train on random images; digests of the parameters after each step, and the losses."""
+    run = offbeat.init(fabric, timeout=timedelta(seconds=4))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    data = torch.Generator().manual_seed(run.rank)
+    digests, losses = [], []
+    for step in range(STEPS):
+        x, y = torch.randn(32, 64, generator=data), torch.randint(10, (32,), generator=data)
+        if run.rank == victim and step == STEPS // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = nn.functional.cross_entropy(prepared(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        digests.append(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+    run.close()
+    return digests, losses
+
+
+@pytest.mark.parametrize(("world", "sync"), [(2, offbeat.BSP()), (3, offbeat.BSP()), (2, offbeat.LocalSGD(2))])
+def test_replicas_are_equal_and_train_as_with_ddp(world: int, sync: offbeat.BSP | offbeat.LocalSGD) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=sync, fabric=offbeat.Switch(address))
+        switched = run_workers(world, train, plan)
+    if sync == offbeat.BSP():
+        assert all(digests == switched[0][0] for digests, _ in switched)
+    else:
+        assert len({digests[-1] for digests, _ in switched}) == 1
+    reference = run_workers(world, train, offbeat.Plan(sync=sync))
+    for (_, losses), (_, expected) in zip(switched, reference, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(fabric=offbeat.Switch(address))
+        results = run_workers(3, train, plan, 1, faulty=1)
+    assert results[0][0] == results[2][0]
+    assert len(results[0][0]) == STEPS
+
+
+def test_a_switch_that_nobody_answers_for_is_named() -> None:
+    plan = offbeat.Plan(fabric=offbeat.Switch("127.0.0.1:9"))
+    with pytest.raises(WorkerFailed, match=r"Cannot reach 127\.0\.0\.1:9 .* within 4 s"):
+        run_workers(2, train, plan)
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with served_switch(Token(b"a" * 32)) as address:
+        plan = offbeat.Plan(fabric=offbeat.Switch(address))
+        with pytest.raises(WorkerFailed, match="token"):
+            run_workers(2, train, plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: offbeat.Switch("nowhere"), "host:port"),
+        (lambda: offbeat.Switch("127.0.0.1:1", values=100), "multiple of 16"),
+        (lambda: offbeat.Switch("127.0.0.1:1", slots=100), "power of two"),
+        (lambda: offbeat.Switch("127.0.0.1:1", window=300), "twice as many"),
+        (lambda: offbeat.Plan(sync=offbeat.RoundRobin(), fabric=offbeat.Switch("127.0.0.1:1")), "own pace"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_plan_is_made(make: object, says: str) -> None:
+    assert callable(make)
+    with pytest.raises(PlanError, match=says):
+        make()
