@@ -54,7 +54,7 @@ def round_s(workers: int, compute_s: float, push_s: float, block_s: float, sigma
 def main() -> None:
     """Print both."""
     scenario = Scenario.from_toml(_SCENARIO.read_text())
-    workload, rate_mbps = scenario.workload, scenario.hosts.rate_mbps
+    workload, rate_mbps = scenario.workload, scenario.topology.links[0].rate_mbps
     assert isinstance(workload, Replay)
     assert rate_mbps is not None
     bytes_per_s = _GOODPUT * rate_mbps * 1e6 / 8

@@ -4,7 +4,8 @@ A run goes by its `plan`, made of parts: when workers may go on (`sync`), what i
 (`fabric`), how batches are dealt (`batching`), who swaps the policy (`control`).
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
-* training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions
+* training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
+  `switch` - sums in the network
 * processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived
 * behind and before a run: `history`, `audit`, `report`; `sim` - in virtual time; `lab` - on real links
 

@@ -1,15 +1,15 @@
 """What is summed in the network, and who may go on by it?
 
-Workers send packets of integers to a switch, which adds them up and sends each worker the sum (`stream`), or keeps it
-until it is read (`table`). Everything but sockets is without I/O.
+Workers send packets of integers to a switch, which adds them up and sends each worker the sum (`chunk_stream`), or
+keeps it until it is read (`table`). Everything but sockets is without I/O.
 
 * `packet` - the header of a packet, and one packet; `packet_batch` - many, as arrays
 * `fixed_point` - floats as integers with an exponent per chunk, and back
 * `strategy` - a policy as the numbers that a switch knows of it
 * `job_shape` - what a job takes of a switch; `members` - who takes part in it
-* `job_state` - the reference model of a job: what becomes of each packet; of that `stream` are the sums of all workers'
-  chunks, `table` those that last, `clocks` who has finished which step, and who may begin the next
-* `vector_stream` - `stream` for whole batches of packets
+* `job_state` - the reference model of a job: what becomes of each packet; of that `chunk_stream` are the sums of all
+  workers' chunks, `table` those that last, `clocks` who has finished which step, and who may begin the next
+* `vector_stream` - `chunk_stream` for whole batches of packets
 * `stream_client`, `table_client` - a worker's side of each; `stream_thread` - keeps a stream going while it computes
 * `data_plane` - where packets are summed; `software_plane` - in this process, behind `udp_switch` or in `memory_switch`
 * `udp_socket` - batches of datagrams, one system call each

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.switch.members import ALL, Answer, Members, MemberState
-from offbeat.switch.packet import Kind, Packet, Reason, distance, is_newer, wrapped
+from offbeat.switch.packet import Packet, PacketKind, Reason, distance, is_newer, wrapped
 from offbeat.switch.strategy import check_window
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Windows(NamedTuple):
-    """Which steps may be begun; see the module's text.
+    """The windows that say which steps may be begun; see the module's text.
 
     Args:
         old, new: steps ahead of the slowest.
@@ -140,13 +140,13 @@ class Clocks:
 
     def to_all(self) -> Answer:
         """Tell all members how far all are, and the windows."""
-        return Answer(ALL, self._grant(ALL, 0, Kind.GRANT))
+        return Answer(ALL, self._grant(ALL, 0, PacketKind.GRANT))
 
-    def to_one(self, worker: int, kind: Kind = Kind.GRANT) -> Answer:
+    def to_one(self, worker: int, kind: PacketKind = PacketKind.GRANT) -> Answer:
         """Tell one member the same, and how far it may go by name."""
         return Answer(worker, self._grant(worker, self._members[worker].until, kind))
 
-    def _grant(self, worker: int, until: int, kind: Kind) -> Packet:
+    def _grant(self, worker: int, until: int, kind: PacketKind) -> Packet:
         old, new, effective, epoch = self.windows
         return Packet(
             kind, self._shape.number, worker, cookie=until, clock=self.low, epoch=epoch, bitmap=effective,

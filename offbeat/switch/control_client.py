@@ -119,7 +119,7 @@ class ControlClient:
         return told
 
     def status(self) -> SwitchStatus:
-        """What the switch knows of its jobs.
+        """Ask what the switch knows of its jobs.
 
         Raises:
             NetworkError: if it is lost, or does not answer.

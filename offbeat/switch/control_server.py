@@ -157,7 +157,7 @@ class ControlServer:
         return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
 
     def status(self, message: GetSwitchStatus) -> FromSwitch:
-        """What is known of all jobs."""
+        """Tell what is known of all jobs."""
         jobs = tuple(self._status_of(job) for job in self._jobs.values())
         return SwitchStatus(message.request, self._target, jobs, dict(self._dropped()))
 

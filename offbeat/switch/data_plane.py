@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MemberStats(NamedTuple):
-    """What a data plane knows of one worker.
+    """The statistics of one worker.
 
     Args:
         finished: its last step that is over (table).
@@ -35,7 +35,7 @@ class MemberStats(NamedTuple):
 
 
 class JobStats(NamedTuple):
-    """What a data plane knows of one job.
+    """The statistics of one job.
 
     Args:
         low, high: the newest step that all members, or any, have finished.
@@ -52,7 +52,7 @@ class JobStats(NamedTuple):
 
 
 class DataPlane(Protocol):
-    """Where packets are summed."""
+    """The Protocol of where packets are summed."""
 
     def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
         """Make room for a job.
@@ -78,4 +78,4 @@ class DataPlane(Protocol):
         """
 
     def stats(self, number: int, now_s: float) -> JobStats:
-        """What is known of a job."""
+        """Return what is known of a job."""

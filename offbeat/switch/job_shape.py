@@ -1,4 +1,4 @@
-"""What a job takes of a switch."""
+"""The shape of a job: what it takes of a switch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_SLOTS, _MOST_RING = 1 << 16, 128
 
 @dataclass(frozen=True)
 class JobShape:
-    """What a job takes of a switch; it stays as it is while the job lives.
+    """The shape of a job, which takes so much of a switch; it stays as it is while the job lives.
 
     Args:
         number: of the job; a new one for every incarnation.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from offbeat.switch.chunk_stream import ChunkStream
 from offbeat.switch.clocks import Clocks
 from offbeat.switch.members import ALL, Answer, Members, MemberState, Port, refusal
-from offbeat.switch.packet import FROM_WORKERS, Kind, Packet, Reason
-from offbeat.switch.stream import Stream
+from offbeat.switch.packet import FROM_WORKERS, Packet, PacketKind, Reason
 from offbeat.switch.table import Table
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Send(NamedTuple):
 
 
 class SumsChunks(Protocol):
-    """The part of a job that sums streams: `Stream`, or one that does the same faster."""
+    """The part of a job that sums streams: `ChunkStream`, or one that does the same faster."""
 
     quorum: int | None
 
@@ -38,7 +38,7 @@ class SumsChunks(Protocol):
 
 
 class JobState:
-    """What a switch keeps of one job.
+    """The state of one job.
 
     Args:
         shape: what the job takes of it.
@@ -58,7 +58,7 @@ class JobState:
         *,
         clock: int = 0,
         exponent: int = 0,
-        stream: Callable[[JobShape, Members, int | None], SumsChunks] = Stream,
+        stream: Callable[[JobShape, Members, int | None], SumsChunks] = ChunkStream,
     ) -> None:
         self.shape, self.members = shape, Members()
         self.clocks = Clocks(shape, self.members, strategy, clock)
@@ -114,35 +114,35 @@ class JobState:
         member.port = port
         member.heard_s = now_s
         member.counts[packet.kind.name] += 1
-        if packet.kind == Kind.LEAVE:
-            return [*self.evict(packet.worker), Send(port, Packet(Kind.LEAVE_OK, packet.job, packet.worker))]
+        if packet.kind == PacketKind.LEAVE:
+            return [*self.evict(packet.worker), Send(port, Packet(PacketKind.LEAVE_OK, packet.job, packet.worker))]
         return self._addressed(self._answers(packet, member))
 
     def _refusal(self, packet: Packet, member: MemberState | None, port: Port) -> Reason | None:
-        """Why a packet is not looked at; None if it is."""
+        """Find why a packet is not looked at; None if it is."""
         if packet.kind not in FROM_WORKERS:
             return Reason.MALFORMED
         if member is None:
             return Reason.NOT_A_MEMBER
         if packet.cookie != member.cookie:
             return Reason.STALE_COOKIE
-        binds = packet.kind == Kind.JOIN and member.port is None
+        binds = packet.kind == PacketKind.JOIN and member.port is None
         return None if binds or port == member.port else Reason.WRONG_PORT
 
     def _answers(self, packet: Packet, member: MemberState) -> list[Answer]:
         match packet.kind:
-            case Kind.DATA:
+            case PacketKind.DATA:
                 return self.stream.data(packet, member)
-            case Kind.INC:
+            case PacketKind.INC:
                 return self.table.inc(packet, member)
-            case Kind.READ:
+            case PacketKind.READ:
                 return self.table.read(packet, member)
-            case Kind.CLOCK:
+            case PacketKind.CLOCK:
                 return self.clocks.clock(packet, member)
-            case Kind.JOIN:
-                return [self.clocks.to_one(packet.worker, Kind.JOIN_OK)]
+            case PacketKind.JOIN:
+                return [self.clocks.to_one(packet.worker, PacketKind.JOIN_OK)]
             case _:  # PROBE
-                return [self.clocks.to_one(packet.worker, Kind.PROBE_OK)]
+                return [self.clocks.to_one(packet.worker, PacketKind.PROBE_OK)]
 
     def _addressed(self, answers: list[Answer]) -> list[Send]:
         """Say where answers go."""

@@ -1,4 +1,4 @@
-"""Who takes part in a job at a switch."""
+"""The workers that take part in a job at a switch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from offbeat.switch.packet import Kind, Packet, Reason, is_newer
+from offbeat.switch.packet import Packet, PacketKind, Reason, is_newer
 
 ALL = 255  # the worker of an answer to all members
 Port = Hashable
@@ -100,7 +100,7 @@ class Members:
 def refusal(packet: Packet, reason: Reason, worker: int, chunk: int = 0, attempt: int = 0, exponent: int = 0) -> Packet:
     """The packet that says why another one was refused."""
     return Packet(
-        Kind.NACK, packet.job, worker, clock=packet.clock, chunk=chunk, slot=packet.slot, epoch=attempt,
+        PacketKind.NACK, packet.job, worker, clock=packet.clock, chunk=chunk, slot=packet.slot, epoch=attempt,
         exponent=exponent, window_old=packet.kind, window_new=reason,
     )  # fmt: skip
 

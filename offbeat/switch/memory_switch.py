@@ -67,7 +67,7 @@ class MemoryPort:
             self._switch.plane.handle(batch, np.full(len(batch), self.address, np.uint64), 0.0)
 
     def recv(self, batch: PacketBatch) -> tuple[PacketBatch, NDArray[np.uint64]]:
-        """What is here, as far as one delivery goes; empty if nothing is."""
+        """Take one delivery; an empty batch if there is none."""
         if not self._inbox:
             return batch.first(0), np.zeros(0, np.uint64)
         taken = self._inbox.popleft()

@@ -3,7 +3,7 @@
     offset size  field         what it says
     0      2     magic         `MAGIC`; anything else is foreign traffic
     2      1     flags         the version in the upper four bits; below them `Flag`
-    3      1     kind          `Kind`
+    3      1     kind          `PacketKind`
     4      2     job           one number per incarnation of a job
     6      1     worker        who sends it; in answers, to whom
     7      1     count         int32 of payload, divided by 16
@@ -42,7 +42,7 @@ _LAYOUT = struct.Struct("<HBBHBBIIIHHIbbBB")
 _HALF, _WHOLE = 1 << 31, 1 << 32
 
 
-class Kind(enum.IntEnum):
+class PacketKind(enum.IntEnum):
     """The kinds of packets."""
 
     JOIN = 1
@@ -62,11 +62,21 @@ class Kind(enum.IntEnum):
     NACK = 15
 
 
-FROM_WORKERS = frozenset({Kind.JOIN, Kind.DATA, Kind.INC, Kind.READ, Kind.CLOCK, Kind.LEAVE, Kind.PROBE})
+FROM_WORKERS = frozenset(
+    {
+        PacketKind.JOIN,
+        PacketKind.DATA,
+        PacketKind.INC,
+        PacketKind.READ,
+        PacketKind.CLOCK,
+        PacketKind.LEAVE,
+        PacketKind.PROBE,
+    }
+)
 
 
 class Flag(enum.IntFlag):
-    """What more there is to say of a packet."""
+    """The flags of a packet."""
 
     FIRST = 1  # the first chunk of an exchange, which settles who contributes to it
     PRIME = 2  # a chunk without payload, of which only the exponent of a later one counts
@@ -78,7 +88,7 @@ NO_FLAGS = Flag(0)
 
 
 class Reason(enum.IntEnum):
-    """Why a packet was refused."""
+    """The reasons for which packets are refused."""
 
     UNKNOWN_JOB = 1
     NOT_A_MEMBER = 2
@@ -117,7 +127,7 @@ class Packet:
         values: int32 of payload.
     """
 
-    kind: Kind
+    kind: PacketKind
     job: int
     worker: int
     cookie: int = 0
@@ -140,14 +150,14 @@ class Packet:
 
     @property
     def reason(self) -> Reason:
-        """Why it was refused, of a NACK."""
+        """The reason of a NACK."""
         return Reason(self.window_new)
 
 
 def encode(packet: Packet) -> bytes:
     """The datagram of a packet.
 
-    >>> decode(encode(Packet(Kind.CLOCK, job=7, worker=2, clock=5))).clock
+    >>> decode(encode(Packet(PacketKind.CLOCK, job=7, worker=2, clock=5))).clock
     5
     """
     assert len(packet.values) % VALUES_STEP == 0, "payloads are multiples of 16 int32"
@@ -173,14 +183,14 @@ def decode(data: bytes | memoryview) -> Packet:
         raise PeerError(f"it begins with {magic:#06x}, packets of this protocol with {MAGIC:#06x}")
     if flags >> 4 != VERSION:
         raise PeerError(f"it is of version {flags >> 4}, this is version {VERSION}")
-    if not Kind.JOIN <= kind <= Kind.NACK:
+    if not PacketKind.JOIN <= kind <= PacketKind.NACK:
         raise PeerError(f"it is of kind {kind}, which there is not")
     values = count * VALUES_STEP
     if values > MOST_VALUES or len(data) != HEADER_BYTES + 4 * values:
         raise PeerError(f"it has {len(data)} bytes, and says it has {HEADER_BYTES + 4 * values}")
     return Packet(
-        Kind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old, new, Flag(flags & 15),
-        struct.unpack_from(f"<{values}i", data, HEADER_BYTES),
+        PacketKind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old, new,
+        Flag(flags & 15), struct.unpack_from(f"<{values}i", data, HEADER_BYTES),
     )  # fmt: skip
 
 
@@ -194,7 +204,7 @@ def is_newer(number: int, other: int) -> bool:
 
 
 def distance(number: int, other: int) -> int:
-    """How far a number of 32 bits lies behind another; below 0 if it lies before it.
+    """The distance by which a number of 32 bits lies behind another; below 0 if it lies before it.
 
     >>> distance(1, 0xFFFFFFFF), distance(4, 9)
     (2, -5)

@@ -55,7 +55,7 @@ class PacketBatch:
         return batch
 
     def among(self, which: NDArray[np.bool_] | NDArray[np.int64]) -> PacketBatch:
-        """Some of them, copied."""
+        """Copy a part of them."""
         batch = object.__new__(PacketBatch)
         batch._hold(self.rows[which], self.sizes[which])
         return batch

@@ -14,7 +14,7 @@ import numpy as np
 from offbeat.switch.data_plane import JobStats, MemberStats
 from offbeat.switch.job_state import JobState
 from offbeat.switch.members import ALL, refusal
-from offbeat.switch.packet import MOST_WORKERS, Kind, Reason, decode, distance
+from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode, distance
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.vector_stream import VectorStream
 
@@ -135,7 +135,7 @@ class SoftwarePlane:
         index = np.minimum(worker, MOST_WORKERS - 1)
         is_member = (worker < MOST_WORKERS) & (job.ports[index] == ports) & (job.cookies[index] == header["cookie"])
         is_member &= ports != _NO_PORT
-        data = is_member & (header["kind"] == Kind.DATA)
+        data = is_member & (header["kind"] == PacketKind.DATA)
         if data.all():
             self._sum(job, batch, now_s)
             return
@@ -148,14 +148,14 @@ class SoftwarePlane:
                 self._sum(job, batch.among(some), now_s)
                 continue
             for i in some:
-                if not is_member[i] and header["kind"][i] != Kind.JOIN:
+                if not is_member[i] and header["kind"][i] != PacketKind.JOIN:
                     self.dropped["refused"] += 1
                     told += 1
                     if told > _TOLD:
                         continue
                 packet = decode(batch.rows[i, : batch.sizes[i]].tobytes())
                 self._send_each(job, job.state.handle(packet, int(ports[i]), now_s))
-                if packet.kind in (Kind.JOIN, Kind.LEAVE):
+                if packet.kind in (PacketKind.JOIN, PacketKind.LEAVE):
                     job.note_members()
 
     def _sum(self, job: _Job, batch: PacketBatch, now_s: float) -> None:
@@ -163,7 +163,7 @@ class SoftwarePlane:
         for worker, count in zip(workers.tolist(), counts.tolist(), strict=True):
             member = job.state.members[worker]
             member.heard_s = now_s
-            member.counts[Kind.DATA.name] += count
+            member.counts[PacketKind.DATA.name] += count
         to, answers = job.stream.handle(batch.narrowed(job.state.shape.values))
         if not len(to):
             return

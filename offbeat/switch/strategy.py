@@ -1,4 +1,4 @@
-"""What a switch knows of a policy: a few numbers, compiled from the policy's object. No name, so nothing to branch on.
+"""Policies as a switch knows them: a few numbers, compiled from the policy's object. No name, so nothing to branch on.
 
     path      policies                         what decides
     stream    BSP, LocalSGD                    a chunk is complete with all members' values

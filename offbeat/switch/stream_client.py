@@ -31,7 +31,7 @@ from offbeat.switch.packet import (
     VERSION,
     ZERO_EXPONENT,
     Flag,
-    Kind,
+    PacketKind,
     Reason,
     wrapped,
 )
@@ -168,7 +168,7 @@ class StreamClient:
         return not self._exchanges
 
     def wake_s(self) -> float:
-        """When `packets` has something to send again if nothing is received until then; infinite if nothing is due."""
+        """The time when `packets` has something to send again if nothing is received; infinite for never."""
         if not self._in_flight:
             return float("inf")
         return float(self._sent_s[self._is_under_way].min()) + self._rto_s
@@ -184,7 +184,7 @@ class StreamClient:
         slots = numbers % self.shape.slots
         self._sent_s[slots], self._is_under_way[slots], self._overtaken[slots] = now_s, True, 0
         header = batch.header
-        header["magic"], header["kind"], header["job"] = MAGIC, Kind.DATA, self.shape.number
+        header["magic"], header["kind"], header["job"] = MAGIC, PacketKind.DATA, self.shape.number
         header["worker"], header["cookie"] = self.worker, self.cookie
         header["chunk"], header["slot"], header["bitmap"] = numbers % (1 << 32), slots, wrapped(self._acked)
         header["window_old"] = header["window_new"] = 0
@@ -209,7 +209,7 @@ class StreamClient:
         return numbers
 
     def _to_send_first(self) -> NDArray[np.int64]:
-        """What was never sent, and is due: as far as the window, the slots and the exponents allow."""
+        """Find what was never sent, and is due: as far as the window, the slots and the exponents allow."""
         end = min(self._next, self._acked + self.shape.span, self._cursor + self.window - self._in_flight)
         start, cursor = self._cursor, self._cursor
         for exchange in self._exchanges:
@@ -279,11 +279,11 @@ class StreamClient:
         """
         ours = batch.are_ours(self.shape.number, from_workers=False)
         header = batch.header
-        self.has_joined = self.has_joined or bool(((header["kind"] == Kind.JOIN_OK) & ours).any())
-        if ((header["kind"] == Kind.NACK) & ours).any():
-            self._refused(header[(header["kind"] == Kind.NACK) & ours])
+        self.has_joined = self.has_joined or bool(((header["kind"] == PacketKind.JOIN_OK) & ours).any())
+        if ((header["kind"] == PacketKind.NACK) & ours).any():
+            self._refused(header[(header["kind"] == PacketKind.NACK) & ours])
         wide = np.isin(batch.header["count"], (0, self.shape.values // VALUES_STEP))
-        which = np.flatnonzero(ours & wide & (header["kind"] == Kind.RESULT))
+        which = np.flatnonzero(ours & wide & (header["kind"] == PacketKind.RESULT))
         if not len(which):
             return
         numbers = self._unwrapped(header["chunk"][which])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from offbeat.errors import NetworkError, OffbeatError
-from offbeat.switch.packet import Kind, Packet
+from offbeat.switch.packet import Packet, PacketKind
 from offbeat.switch.packet_batch import PacketBatch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _LONGEST_S = 0.1  # between two looks, when nothing is under way
 
 
 class PacketSocket(Protocol):
-    """What carries packets: a `UdpSocket`, or the port of a `MemorySwitch`."""
+    """The Protocol of what carries packets: a `UdpSocket`, or the port of a `MemorySwitch`."""
 
     def fileno(self) -> int: ...
 
@@ -84,7 +84,7 @@ class StreamThread:
 
     @property
     def trouble(self) -> str:
-        """What keeps the stream from going on, in a sentence for reports; "" if nothing is known to."""
+        """A sentence for reports about what keeps the stream from going on; "" if nothing is known to."""
         client = self._client
         if not client.has_joined:
             return "The switch has not answered yet."
@@ -139,7 +139,7 @@ class StreamThread:
 
     def _join(self) -> PacketBatch:
         client = self._client
-        packet = Packet(Kind.JOIN, client.shape.number, client.worker, cookie=client.cookie)
+        packet = Packet(PacketKind.JOIN, client.shape.number, client.worker, cookie=client.cookie)
         return PacketBatch.of([packet], client.shape.values)
 
     def _fail(self, error: OffbeatError) -> None:

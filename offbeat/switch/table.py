@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.switch.chunk_stream import add_to
 from offbeat.switch.members import Answer, Members, MemberState
-from offbeat.switch.packet import NO_FLAGS, Flag, Kind, Packet, Reason, distance, wrapped
-from offbeat.switch.stream import add_to
+from offbeat.switch.packet import NO_FLAGS, Flag, Packet, PacketKind, Reason, distance, wrapped
 
 if TYPE_CHECKING:
     from offbeat.switch.clocks import Clocks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Row:
+class TableRow:
     """One row.
 
     Args:
@@ -44,7 +44,7 @@ class Table:
 
     def __init__(self, shape: JobShape, members: Members, clocks: Clocks, exponent: int = 0) -> None:
         self._shape, self._members, self._clocks, self.exponent = shape, members, clocks, exponent
-        self.rows = [Row([0] * shape.values) for _ in range(shape.rows)]
+        self.rows = [TableRow([0] * shape.values) for _ in range(shape.rows)]
 
     def inc(self, packet: Packet, member: MemberState) -> list[Answer]:
         """Take in a member's update of one row."""
@@ -64,7 +64,9 @@ class Table:
             if add_to(row.values, packet.values):
                 row.flags = Flag.SATURATED
             row.added[packet.worker] = packet.clock
-        told = Packet(Kind.INC_OK, packet.job, packet.worker, clock=packet.clock, chunk=packet.chunk, flags=row.flags)
+        told = Packet(
+            PacketKind.INC_OK, packet.job, packet.worker, clock=packet.clock, chunk=packet.chunk, flags=row.flags
+        )
         return [*answers, Answer(packet.worker, told)]
 
     def read(self, packet: Packet, member: MemberState) -> list[Answer]:
@@ -77,7 +79,7 @@ class Table:
             return [self._members.refuse(packet, Reason.AHEAD_OF_RING)]
         answers = clocks.finish(packet.worker, member, packet.clock) if ahead > 0 else []
         told = Packet(
-            Kind.ROW, packet.job, packet.worker, clock=clocks.low, chunk=packet.chunk, epoch=clocks.windows.epoch,
+            PacketKind.ROW, packet.job, packet.worker, clock=clocks.low, chunk=packet.chunk, epoch=clocks.windows.epoch,
             bitmap=packet.clock, exponent=self.exponent, flags=row.flags, values=tuple(row.values),
         )  # fmt: skip
         return [*answers, Answer(packet.worker, told)]

@@ -23,7 +23,7 @@ from offbeat.switch.packet import (
     VALUES_STEP,
     VERSION,
     Flag,
-    Kind,
+    PacketKind,
     Reason,
     is_newer,
     wrapped,
@@ -121,34 +121,34 @@ class TableClient:
                 return self._batch.first(0)
             self._note_resent(int(self._clock_sent_s > -np.inf))
             self._clock_sent_s = now_s
-            return self._written(np.zeros(1, np.int64), Kind.CLOCK)
+            return self._written(np.zeros(1, np.int64), PacketKind.CLOCK)
         under_way = self._owed & (self._sent_s + self._rto_s > now_s)
         room = self._window - int(under_way.sum())
         rows = np.flatnonzero(self._owed & ~under_way)[: max(0, room)]
         self._note_resent(int((self._sent_s[rows] > -np.inf).sum()))
         self._sent_s[rows] = now_s
-        return self._written(rows, Kind.INC if self.phase == "push" else Kind.READ)
+        return self._written(rows, PacketKind.INC if self.phase == "push" else PacketKind.READ)
 
     def receive(self, batch: PacketBatch) -> None:
         """Take in packets from the switch; what answers nothing that is owed is passed over."""
         batch = batch.narrowed(self.shape.values)
         header = batch.header
         ours = batch.are_ours(self.shape.number, from_workers=False)
-        granted = ours & np.isin(header["kind"], (Kind.GRANT, Kind.JOIN_OK, Kind.PROBE_OK))
+        granted = ours & np.isin(header["kind"], (PacketKind.GRANT, PacketKind.JOIN_OK, PacketKind.PROBE_OK))
         for one in header[granted]:
             self._take_grant(one)
-        refused = ours & (header["kind"] == Kind.NACK)
+        refused = ours & (header["kind"] == PacketKind.NACK)
         for one in header[refused]:
             if 1 <= one["window_new"] <= len(Reason) and one["window_new"] != Reason.AHEAD_OF_RING:
                 self.refusal = self.refusal or Reason(int(one["window_new"]))
         if self.phase == "push":
-            added = ours & (header["kind"] == Kind.INC_OK) & (header["clock"] == self.clock)
+            added = ours & (header["kind"] == PacketKind.INC_OK) & (header["clock"] == self.clock)
             self._note(header[added])
         elif self.phase == "pull":
             fits = header["count"] == self.shape.values // VALUES_STEP
             # An answer to an earlier read may come late, and would be of a table of then.
             fits &= (header["bitmap"] == self.clock) & (header["chunk"] < self.shape.rows)
-            rows = np.flatnonzero(ours & fits & (header["kind"] == Kind.ROW))
+            rows = np.flatnonzero(ours & fits & (header["kind"] == PacketKind.ROW))
             owed = rows[self._owed[header["chunk"][rows]]]
             self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
@@ -184,15 +184,15 @@ class TableClient:
         if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
             self.until = int(one["cookie"])
 
-    def _written(self, rows: NDArray[np.int64], kind: Kind) -> PacketBatch:
+    def _written(self, rows: NDArray[np.int64], kind: PacketKind) -> PacketBatch:
         batch = self._batch.first(len(rows))
         header = batch.header
         header["magic"], header["flags"], header["kind"] = MAGIC, VERSION << 4, kind
         header["job"], header["worker"], header["cookie"] = self.shape.number, self.worker, self.cookie
         header["clock"], header["chunk"], header["exponent"] = self.clock, rows, self.exponent
-        header["count"] = self.shape.values // VALUES_STEP if kind == Kind.INC else 0
+        header["count"] = self.shape.values // VALUES_STEP if kind == PacketKind.INC else 0
         batch.sizes[:] = HEADER_BYTES
-        if kind == Kind.INC:
+        if kind == PacketKind.INC:
             batch.values[:] = self._update[rows]
             batch.sizes[:] += 4 * self.shape.values
         return batch

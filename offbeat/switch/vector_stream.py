@@ -1,4 +1,4 @@
-"""Streaming sums at a switch for whole batches of packets: what `stream` does to each, without a loop over packets.
+"""Streaming sums at a switch for batches of packets: what `chunk_stream` does to each, without a loop over packets.
 
 Packets of different chunks do not touch each other, but for the first of an exchange, which settles who contributes. So
 a batch is cut at those, and between them the packets of the same slot are taken in the order in which they came: the
@@ -19,8 +19,8 @@ from offbeat.switch.packet import (
     VERSION,
     ZERO_EXPONENT,
     Flag,
-    Kind,
     Packet,
+    PacketKind,
     Reason,
     decode,
 )
@@ -63,7 +63,7 @@ class VectorStream:
         self._settled = np.zeros(slots, np.uint64)  # who contributes to the exchange of that clock
         self._answers: list[tuple[NDArray[np.int64], NDArray[np.uint8], PacketBatch]] = []
 
-    # -- one packet, as `stream` takes it ------------------------------------------------------------------------
+    # -- one packet, as `chunk_stream` takes it ------------------------------------------------------------------------
 
     def data(self, packet: Packet, member: MemberState) -> list[Answer]:
         """Take in a chunk of a member."""
@@ -75,7 +75,7 @@ class VectorStream:
         self._settled &= ~np.uint64(1 << worker)
         slots = np.flatnonzero(self.is_used & ~self.is_complete)
         self._answers = []
-        # As in `stream`, those that settle an exchange do so before others of it are looked at.
+        # As in `chunk_stream`, those that settle an exchange do so before others of it are looked at.
         for slot in slots:
             self._complete(np.array([slot]), np.array([slot]))
         return self._as_packets(*self._collected())
@@ -252,7 +252,12 @@ class VectorStream:
         """Answer the packets `at` with the results in `slots`, as they are now."""
         batch = PacketBatch(len(slots), self._shape.values)
         header = batch.header
-        header["magic"], header["kind"], header["job"], header["worker"] = MAGIC, Kind.RESULT, self._shape.number, to
+        header["magic"], header["kind"], header["job"], header["worker"] = (
+            MAGIC,
+            PacketKind.RESULT,
+            self._shape.number,
+            to,
+        )
         header["flags"] = VERSION << 4 | self.flags[slots]
         header["count"] = np.where(self.has_values[slots], self._shape.values // VALUES_STEP, 0)
         seen = self.seen[slots]
@@ -272,7 +277,7 @@ class VectorStream:
             one = batch.header[index]
             slot = int(one["slot"])
             worker = int(one["worker"])
-            packet = Packet(Kind.DATA, int(one["job"]), worker, clock=int(one["clock"]), chunk=int(one["chunk"]),
+            packet = Packet(PacketKind.DATA, int(one["job"]), worker, clock=int(one["clock"]), chunk=int(one["chunk"]),
                             slot=slot)  # fmt: skip
             if reason is Reason.SUPERSEDED:
                 kept, attempt, exponent = self.chunk[slot], self.attempt[slot], self.exponent[slot]
@@ -311,5 +316,5 @@ def _lacking(chunk: NDArray[np.uint32], acked: NDArray[np.uint32]) -> NDArray[np
 
 
 def _lead(number: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """How far numbers of 32 bits lie behind others; below 0 if they lie before them."""
+    """The distances by which numbers of 32 bits lie behind others; below 0 if they lie before them."""
     return (np.asarray(number, np.uint32) - np.asarray(other, np.uint32)).astype(np.int32)

@@ -26,6 +26,8 @@ COMMANDS = {
         "--history",
         "--hash-every",
     ],
+    "switch ctl": ["ADDRESS", "--token-file", "--evict"],
+    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout"],
     "serve": [
         "--bind",
         "--port",

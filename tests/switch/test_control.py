@@ -24,7 +24,7 @@ from offbeat.protocol.switch_control import (
 from offbeat.protocol.switch_control import SwitchJobJoined as Joined
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import Kind, Packet, Reason, decode, encode
+from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
 from offbeat.switch.serve import check_trust
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.stream_thread import StreamThread
@@ -195,7 +195,7 @@ def test_sums_over_sockets_while_strangers_shout(address: str, workers: list[Wor
     summed(workers, 1000)
     number, to = workers[0].joined.number, ("127.0.0.1", workers[0].joined.port)
     for index in range(3000):
-        kind = [Kind.DATA, Kind.CLOCK, Kind.JOIN, Kind.LEAVE][index % 4]
+        kind = [PacketKind.DATA, PacketKind.CLOCK, PacketKind.JOIN, PacketKind.LEAVE][index % 4]
         forged = encode(Packet(kind, number, index % 5, cookie=index, chunk=index, slot=index % 64))
         stranger.sendto([forged, os.urandom(40), forged[:20], b""][index // 4 % 4], to)
     summed(workers, 5000)
@@ -208,10 +208,10 @@ def test_a_stranger_is_told_why(workers: list[Worker], stranger: socket.socket) 
     summed(workers, 100)
     joined = workers[0].joined
     for packet, reason in (
-        (Packet(Kind.DATA, joined.number ^ 1, 0), Reason.UNKNOWN_JOB),
-        (Packet(Kind.DATA, joined.number, 9), Reason.NOT_A_MEMBER),
-        (Packet(Kind.DATA, joined.number, 0, cookie=joined.cookie ^ 1), Reason.STALE_COOKIE),
-        (Packet(Kind.DATA, joined.number, 0, cookie=joined.cookie), Reason.WRONG_PORT),
+        (Packet(PacketKind.DATA, joined.number ^ 1, 0), Reason.UNKNOWN_JOB),
+        (Packet(PacketKind.DATA, joined.number, 9), Reason.NOT_A_MEMBER),
+        (Packet(PacketKind.DATA, joined.number, 0, cookie=joined.cookie ^ 1), Reason.STALE_COOKIE),
+        (Packet(PacketKind.DATA, joined.number, 0, cookie=joined.cookie), Reason.WRONG_PORT),
     ):
         stranger.sendto(encode(packet), ("127.0.0.1", joined.port))
         assert decode(stranger.recv(2000)).reason is reason

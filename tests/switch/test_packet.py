@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
-from offbeat.switch.packet import HEADER_BYTES, Flag, Kind, Packet, decode, distance, encode, is_newer, wrapped
+from offbeat.switch.packet import HEADER_BYTES, Flag, Packet, PacketKind, decode, distance, encode, is_newer, wrapped
 from offbeat.switch.packet_batch import HEADER, PacketBatch
 
 bytes_ = st.integers(0, 255)
@@ -17,7 +17,7 @@ words = st.integers(0, (1 << 32) - 1)
 signed = st.integers(-128, 127)
 packets = st.builds(
     Packet,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(PacketKind),
     job=shorts,
     worker=bytes_,
     cookie=words,
@@ -73,13 +73,15 @@ def test_one_wrong_byte_is_read_or_refused(packet: Packet, at: int, byte: int) -
 
 
 def test_a_packet_that_was_cut_short_by_its_row_is_not_ours() -> None:
-    batch = PacketBatch.of([encode(Packet(Kind.DATA, 7, 0, values=(1,) * 64))], 16)
+    batch = PacketBatch.of([encode(Packet(PacketKind.DATA, 7, 0, values=(1,) * 64))], 16)
     assert batch.sizes.tolist() == [HEADER_BYTES + 256]
     assert not batch.are_ours(7, from_workers=True).any()
 
 
 def test_only_workers_may_send_what_workers_send() -> None:
-    batch = PacketBatch.of([Packet(Kind.DATA, 7, 0), Packet(Kind.RESULT, 7, 0), Packet(Kind.DATA, 8, 0)], 16)
+    batch = PacketBatch.of(
+        [Packet(PacketKind.DATA, 7, 0), Packet(PacketKind.RESULT, 7, 0), Packet(PacketKind.DATA, 8, 0)], 16
+    )
     assert batch.are_ours(7, from_workers=True).tolist() == [True, False, False]
 
 
@@ -97,7 +99,7 @@ def test_numbers_wrap_around(number: int, ahead: int) -> None:
 
 
 def test_rows_may_be_narrowed_in_place() -> None:
-    batch = PacketBatch.of([Packet(Kind.DATA, 7, 0, values=tuple(range(16)))], 64)
+    batch = PacketBatch.of([Packet(PacketKind.DATA, 7, 0, values=tuple(range(16)))], 64)
     narrow = batch.narrowed(16)
     assert narrow.values.tolist() == [list(range(16))]
     assert np.shares_memory(narrow.rows, batch.rows)

@@ -9,7 +9,7 @@ from offbeat.errors import NumericsError
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
-from offbeat.switch.packet import Flag, Kind, Packet, Reason, decode
+from offbeat.switch.packet import Flag, Packet, PacketKind, Reason, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
 from tests.switch.network import VALUES, StreamPlay
@@ -38,7 +38,9 @@ def job(workers: int = 2, **shape: int) -> JobState:
 
 def data(worker: int, chunk: int, *, bitmap: int = 0) -> Packet:
     flags = Flag.FIRST | Flag.PRIME
-    return Packet(Kind.DATA, 7, worker, cookie=100 + worker, chunk=chunk, slot=chunk % 4, bitmap=bitmap, flags=flags)
+    return Packet(
+        PacketKind.DATA, 7, worker, cookie=100 + worker, chunk=chunk, slot=chunk % 4, bitmap=bitmap, flags=flags
+    )
 
 
 def test_a_chunk_that_comes_twice_is_added_once() -> None:
@@ -55,7 +57,7 @@ def test_who_lost_a_result_gets_it_again_and_nobody_else_does() -> None:
     for worker in (0, 1):
         state.handle(data(worker, 0), worker)
     ((port, packet),) = state.handle(data(1, 0), 1)
-    assert (port, packet.kind, packet.contributors) == (1, Kind.RESULT, 0b11)
+    assert (port, packet.kind, packet.contributors) == (1, PacketKind.RESULT, 0b11)
 
 
 def test_a_slot_is_not_taken_over_while_a_member_lacks_its_result() -> None:
@@ -72,17 +74,17 @@ def test_a_slot_is_not_taken_over_while_a_member_lacks_its_result() -> None:
     ("packet", "port", "reason"),
     [
         (data(3, 0), 3, Reason.NOT_A_MEMBER),
-        (Packet(Kind.DATA, 7, 1, cookie=5), 1, Reason.STALE_COOKIE),
+        (Packet(PacketKind.DATA, 7, 1, cookie=5), 1, Reason.STALE_COOKIE),
         (data(1, 0), 0, Reason.WRONG_PORT),
-        (Packet(Kind.DATA, 7, 1, cookie=101, chunk=1, slot=3), 1, Reason.MALFORMED),
-        (Packet(Kind.RESULT, 7, 1, cookie=101), 1, Reason.MALFORMED),
-        (Packet(Kind.DATA, 7, 1, cookie=101, values=(1,) * 32), 1, Reason.MALFORMED),
+        (Packet(PacketKind.DATA, 7, 1, cookie=101, chunk=1, slot=3), 1, Reason.MALFORMED),
+        (Packet(PacketKind.RESULT, 7, 1, cookie=101), 1, Reason.MALFORMED),
+        (Packet(PacketKind.DATA, 7, 1, cookie=101, values=(1,) * 32), 1, Reason.MALFORMED),
     ],
 )
 def test_what_is_refused_is_told_why(packet: Packet, port: int, reason: Reason) -> None:
     state = job()
     ((to, answer),) = state.handle(packet, port)
-    assert (to, answer.kind, answer.reason) == (port, Kind.NACK, reason)
+    assert (to, answer.kind, answer.reason) == (port, PacketKind.NACK, reason)
     assert answer.reason.text
     assert state.members.refused[reason.name] == 1
 
@@ -90,9 +92,9 @@ def test_what_is_refused_is_told_why(packet: Packet, port: int, reason: Reason) 
 def test_a_worker_joins_at_one_port_and_keeps_it() -> None:
     state = JobState(JobShape(7, 1, values=VALUES), Strategy())
     state.admit(0, 100)
-    join = Packet(Kind.JOIN, 7, 0, cookie=100)
-    assert [send.packet.kind for send in state.handle(join, "a")] == [Kind.JOIN_OK]
-    assert [send.packet.kind for send in state.handle(join, "a")] == [Kind.JOIN_OK]
+    join = Packet(PacketKind.JOIN, 7, 0, cookie=100)
+    assert [send.packet.kind for send in state.handle(join, "a")] == [PacketKind.JOIN_OK]
+    assert [send.packet.kind for send in state.handle(join, "a")] == [PacketKind.JOIN_OK]
     assert state.handle(join, "b")[0].packet.reason is Reason.WRONG_PORT
     state.admit(0, 200)  # a new incarnation
     assert state.handle(join, "a")[0].packet.reason is Reason.STALE_COOKIE

@@ -13,7 +13,7 @@ from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
-from offbeat.switch.packet import Kind, Packet, Reason, decode, distance, encode
+from offbeat.switch.packet import Packet, PacketKind, Reason, decode, distance, encode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.strategy import compile_policy
 from offbeat.switch.table_client import TableClient
@@ -56,7 +56,7 @@ class TablePlay:
         self.clients[worker] = TableClient(
             state.shape, worker, cookie, exponent=20, clock=state.clocks.low, window=4, rto_s=0.01
         )
-        ((_, answer),) = state.handle(Packet(Kind.JOIN, 7, worker, cookie=cookie), worker)
+        ((_, answer),) = state.handle(Packet(PacketKind.JOIN, 7, worker, cookie=cookie), worker)
         self.clients[worker].receive(PacketBatch.of([answer], VALUES))
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class TablePlay:
 
     def send(self, sends: list) -> None:  # type: ignore[type-arg]
         for port, packet in sends:
-            if packet.kind == Kind.GRANT and packet.worker < self.workers:
+            if packet.kind == PacketKind.GRANT and packet.worker < self.workers:
                 member = self.state.members[packet.worker]
                 self.note_grant(member.finished, self.state.clocks.low, self.state.clocks.windows)
             self.network.put("worker", port, encode(packet))
@@ -221,30 +221,30 @@ def clocked(window: int, finished: int) -> JobState:
         state.admit(worker, worker)
         state.members[worker].port = worker
     for clock in range(1, finished + 1):
-        state.handle(Packet(Kind.CLOCK, 7, 0, clock=clock), 0)
+        state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=clock), 0)
     return state
 
 
 def test_a_clock_says_the_same_of_all_before_it() -> None:
     state = clocked(2, 2)
-    state.handle(Packet(Kind.CLOCK, 7, 1, cookie=1, clock=2), 1)
+    state.handle(Packet(PacketKind.CLOCK, 7, 1, cookie=1, clock=2), 1)
     assert state.clocks.low == 2
 
 
 def test_a_clock_that_is_over_is_granted_again() -> None:
     state = clocked(2, 2)
-    state.handle(Packet(Kind.CLOCK, 7, 1, cookie=1, clock=2), 1)
-    assert [send.packet.kind for send in state.handle(Packet(Kind.CLOCK, 7, 0, clock=1), 0)] == [Kind.GRANT]
+    state.handle(Packet(PacketKind.CLOCK, 7, 1, cookie=1, clock=2), 1)
+    assert [send.packet.kind for send in state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=1), 0)] == [PacketKind.GRANT]
 
 
 def test_a_clock_beyond_the_ring_is_refused() -> None:
-    ((_, answer),) = clocked(2, 2).handle(Packet(Kind.CLOCK, 7, 0, clock=15), 0)
+    ((_, answer),) = clocked(2, 2).handle(Packet(PacketKind.CLOCK, 7, 0, clock=15), 0)
     assert answer.reason is Reason.AHEAD_OF_RING
 
 
 def test_a_larger_window_releases_who_waits_at_once() -> None:
     state = clocked(0, 1)
-    assert state.handle(Packet(Kind.CLOCK, 7, 0, clock=1), 0) == []
+    assert state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=1), 0) == []
     sends = state.set_strategy(Strategy("table", window=4))
     assert sends is not None
     assert {send.port for send in sends} == {0, 1}
@@ -257,7 +257,7 @@ def test_a_second_change_waits_for_the_first() -> None:
     assert state.set_strategy(Strategy("table", window=1)) is None
     for clock in range(1, 6):
         for worker in (0, 1):
-            state.handle(Packet(Kind.CLOCK, 7, worker, cookie=worker, clock=clock), worker)
+            state.handle(Packet(PacketKind.CLOCK, 7, worker, cookie=worker, clock=clock), worker)
     assert state.set_strategy(Strategy("table", window=1)) is not None
 
 
@@ -266,25 +266,25 @@ def test_one_worker_may_be_allowed_more() -> None:
     for worker in (0, 1):
         state.admit(worker, worker)
         state.members[worker].port = worker
-    clock = Packet(Kind.CLOCK, 7, 0, clock=2)
+    clock = Packet(PacketKind.CLOCK, 7, 0, clock=2)
     assert state.handle(clock, 0) == []
     ((port, grant),) = state.allow(0, 99)
     assert (port, grant.cookie) == (0, 5)  # no further than the strategy says
-    assert [send.packet.kind for send in state.handle(clock, 0)] == [Kind.GRANT]
+    assert [send.packet.kind for send in state.handle(clock, 0)] == [PacketKind.GRANT]
 
 
 def test_who_is_lost_holds_nobody_up() -> None:
     state = clocked(0, 1)
-    assert state.handle(Packet(Kind.CLOCK, 7, 0, clock=1), 0) == []
+    assert state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=1), 0) == []
     assert [send.port for send in state.evict(1)] == [0]
     assert state.clocks.low == 1
 
 
 def test_who_leaves_is_told() -> None:
     state = clocked(0, 0)
-    sends = state.handle(Packet(Kind.LEAVE, 7, 1, cookie=1), 1)
-    assert sends[-1].packet.kind == Kind.LEAVE_OK
-    assert state.handle(Packet(Kind.LEAVE, 7, 1, cookie=1), 1)[0].packet.reason is Reason.NOT_A_MEMBER
+    sends = state.handle(Packet(PacketKind.LEAVE, 7, 1, cookie=1), 1)
+    assert sends[-1].packet.kind == PacketKind.LEAVE_OK
+    assert state.handle(Packet(PacketKind.LEAVE, 7, 1, cookie=1), 1)[0].packet.reason is Reason.NOT_A_MEMBER
 
 
 def test_a_value_that_does_not_fit_is_flagged() -> None:
@@ -296,8 +296,8 @@ def test_a_value_that_does_not_fit_is_flagged() -> None:
     for clock in (1, 2):
         (answer,) = [
             send.packet
-            for send in state.handle(Packet(Kind.INC, 7, 0, clock=clock, values=most), 0)
-            if send.packet.kind == Kind.INC_OK
+            for send in state.handle(Packet(PacketKind.INC, 7, 0, clock=clock, values=most), 0)
+            if send.packet.kind == PacketKind.INC_OK
         ]
         flags.append(bool(answer.flags))
     assert flags == [False, True]

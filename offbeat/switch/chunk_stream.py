@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.switch.members import ALL, Answer, Members, MemberState
-from offbeat.switch.packet import ZERO_EXPONENT, Flag, Kind, Packet, Reason, distance, is_newer
+from offbeat.switch.packet import ZERO_EXPONENT, Flag, Packet, PacketKind, Reason, distance, is_newer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 @dataclass
-class Slot:
+class ChunkSlot:
     """One chunk's sum.
 
     Args:
@@ -54,7 +54,7 @@ class Slot:
     is_complete: bool = False
 
 
-class Stream:
+class ChunkStream:
     """The slots of one job.
 
     Args:
@@ -64,7 +64,7 @@ class Stream:
 
     def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
         self._shape, self._members, self.quorum = shape, members, quorum
-        self.slots: list[Slot | None] = [None] * shape.slots
+        self.slots: list[ChunkSlot | None] = [None] * shape.slots
         self._settled: dict[int, tuple[int, int]] = {}  # exchange modulo slots: which it is, and who contributes
 
     def data(self, packet: Packet, member: MemberState) -> list[Answer]:
@@ -87,7 +87,7 @@ class Stream:
             if slot is not None and lead > 0 and (lacking := self._members.lacks(slot.chunk)) is not None:
                 return [self._members.refuse(packet, Reason.HELD_UP, worker=lacking)]
             flags = packet.flags & (Flag.FIRST | Flag.PRIME)
-            slot = self.slots[packet.slot] = Slot(packet.chunk, packet.clock, packet.epoch, flags)
+            slot = self.slots[packet.slot] = ChunkSlot(packet.chunk, packet.clock, packet.epoch, flags)
         if slot.is_complete:
             return [self._result(slot, packet.worker)]
         if not slot.seen & bit and self._is_in(packet, bit):
@@ -108,7 +108,7 @@ class Stream:
         return Flag.PRIME in packet.flags or bool((self._contributors(packet.clock) or 0) & bit)
 
     def _contributors(self, clock: int) -> int | None:
-        """Who contributes to an exchange, as bits; None while that is not settled."""
+        """The workers that contribute to an exchange, as bits; None while that is not settled."""
         settled, who = self._settled.get(clock % self._shape.slots, (None, 0))
         return who if settled == clock else None
 
@@ -116,7 +116,7 @@ class Stream:
         """Whether all who were to contribute are lost: what lacks then is zeros."""
         return (who := self._contributors(clock)) is not None and not who & self._members.bits
 
-    def _add(self, slot: Slot, packet: Packet) -> None:
+    def _add(self, slot: ChunkSlot, packet: Packet) -> None:
         slot.exponent = max(slot.exponent, packet.exponent)
         slot.ahead = max(slot.ahead, packet.ahead)
         slot.flags |= packet.flags & Flag.SATURATED
@@ -125,7 +125,7 @@ class Stream:
             if add_to(slot.values, packet.values):
                 slot.flags |= Flag.SATURATED
 
-    def _complete(self, slot: Slot) -> list[Answer]:
+    def _complete(self, slot: ChunkSlot) -> list[Answer]:
         """Complete a slot if all are in it that are to be."""
         members = self._members.bits
         if Flag.FIRST in slot.flags:
@@ -143,9 +143,9 @@ class Stream:
             slot.flags |= Flag.PARTIAL
         return [self._result(slot, ALL)]
 
-    def _result(self, slot: Slot, worker: int) -> Answer:
+    def _result(self, slot: ChunkSlot, worker: int) -> Answer:
         packet = Packet(
-            Kind.RESULT, self._shape.number, worker, cookie=slot.seen >> 32, clock=slot.clock, chunk=slot.chunk,
+            PacketKind.RESULT, self._shape.number, worker, cookie=slot.seen >> 32, clock=slot.clock, chunk=slot.chunk,
             slot=slot.chunk % self._shape.slots, epoch=slot.attempt, bitmap=slot.seen & 0xFFFFFFFF,
             exponent=slot.exponent, ahead=slot.ahead, flags=slot.flags, values=tuple(slot.values),
         )  # fmt: skip
