@@ -8,8 +8,10 @@ or M if that is less:
     result   the largest of those        the sums, and the largest exponents
 
 So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
-use. Results clock what is sent (`window` packets are under way at most); what is not answered in time, or has been
-overtaken by three results, is sent again.
+use. Results clock what is sent: no more than `window` packets are under way. What is not answered in time, or has been
+overtaken by three results, is taken for lost, and sent again. In time is what answers took of late, and four times as
+much as they vary (Jacobson, "Congestion avoidance and control", 1988); whenever one comes too late the wait is doubled,
+and fewer packets are under way until results come again: a switch that has too much to do is not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from offbeat.switch.job_shape import JobShape
 
 _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for lost
+_LONGEST_RTO = 64  # times the shortest
+_LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
 
@@ -99,7 +103,7 @@ class StreamClient:
         worker: its rank.
         cookie: of its incarnation.
         window: packets that may be under way.
-        rto_s: after which an unanswered packet is sent again; doubled while nothing comes back.
+        rto_s: the shortest time after which an unanswered packet is sent again.
         chunk, clock: the numbers that the next exchange begins with.
 
     Attributes:
@@ -123,17 +127,20 @@ class StreamClient:
         self.shape, self.worker, self.cookie = shape, worker, cookie
         self.window = min(window, shape.span)
         self._least_rto_s = self._rto_s = rto_s
+        self._rtt_s, self._deviation_s = 0.0, rto_s / 4
+        self._allowed = float(self.window)  # packets under way, at present
         self._next, self._clock = chunk, clock  # of the next exchange
         self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
         self._exchanges: deque[StreamExchange] = deque()
         slots = shape.slots
         self._sent_s = np.zeros(slots)  # by slot, of what is under way
         self._is_under_way = np.zeros(slots, np.bool_)
+        self._is_lost = np.zeros(slots, np.bool_)  # and not sent again yet
+        self._was_resent = np.zeros(slots, np.bool_)
         self._is_received = np.zeros(slots, np.bool_)  # of chunks from `_acked` on
         self._overtaken = np.zeros(slots, np.int16)
-        self._in_flight = self._batch_number = 0
+        self._in_flight = 0
         self._batch = PacketBatch(2 * self.window, shape.values)
-        self._heard_s = 0.0
         self.has_joined = False
         self.refusal: Reason | None = None
         self.held_up_by: int | None = None
@@ -177,12 +184,18 @@ class StreamClient:
 
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""
-        numbers = np.concatenate([self._to_send_again(now_s), self._to_send_first()])
+        self._note_late(now_s)
+        room = max(0, int(self._allowed) - self._in_flight)
+        again = self._to_send_again(room)
+        numbers = np.concatenate([again, self._to_send_first(room - len(again))])
         batch = self._batch.first(len(numbers))
         if not len(numbers):
             return batch
         slots = numbers % self.shape.slots
         self._sent_s[slots], self._is_under_way[slots], self._overtaken[slots] = now_s, True, 0
+        self._was_resent[slots] = numbers < self._cursor - (len(numbers) - len(again))
+        self._is_lost[slots] = False
+        self._in_flight += len(numbers)
         header = batch.header
         header["magic"], header["kind"], header["job"] = MAGIC, PacketKind.DATA, self.shape.number
         header["worker"], header["cookie"] = self.worker, self.cookie
@@ -195,22 +208,30 @@ class StreamClient:
         self.sent += len(numbers)
         return batch
 
-    def _to_send_again(self, now_s: float) -> NDArray[np.int64]:
+    def _note_late(self, now_s: float) -> None:
+        """Take for lost what was not answered in time, or has been overtaken."""
         if not self._in_flight:
-            return np.zeros(0, np.int64)
+            return
         late = self._is_under_way & (self._sent_s + self._rto_s <= now_s)
-        if late.any() and now_s - max(self._heard_s, 0.0) > 2 * self._rto_s:
-            self._rto_s = min(2 * self._rto_s, 64 * self._least_rto_s)
-        lost = late | (self._is_under_way & (self._overtaken >= _OVERTAKEN))
-        slots = np.flatnonzero(lost)
-        numbers = self._acked + (slots - self._acked) % self.shape.slots
-        numbers = np.sort(numbers)[: self.window]
+        if late.any():
+            self._rto_s = min(2 * self._rto_s, _LONGEST_RTO * self._least_rto_s)
+            self._allowed = max(_LEAST_UNDER_WAY, self._allowed / 2)
+        self._lose(late | (self._is_under_way & (self._overtaken >= _OVERTAKEN)))
+
+    def _lose(self, slots: NDArray[np.bool_]) -> None:
+        self._is_lost |= slots
+        self._is_under_way &= ~slots
+        self._in_flight -= int(slots.sum())
+
+    def _to_send_again(self, room: int) -> NDArray[np.int64]:
+        slots = np.flatnonzero(self._is_lost)
+        numbers = np.sort(self._acked + (slots - self._acked) % self.shape.slots)[:room]
         self.resent += len(numbers)
         return numbers
 
-    def _to_send_first(self) -> NDArray[np.int64]:
-        """Find what was never sent, and is due: as far as the window, the slots and the exponents allow."""
-        end = min(self._next, self._acked + self.shape.span, self._cursor + self.window - self._in_flight)
+    def _to_send_first(self, room: int) -> NDArray[np.int64]:
+        """Find what was never sent, and is due: as far as there is room, and slots and exponents allow."""
+        end = min(self._next, self._acked + self.shape.span, self._cursor + room)
         start, cursor = self._cursor, self._cursor
         for exchange in self._exchanges:
             if exchange.end <= cursor or exchange.first >= end:
@@ -219,7 +240,6 @@ class StreamClient:
             if cursor < min(exchange.end, end):
                 break
         self._cursor = cursor
-        self._in_flight += cursor - start
         return np.arange(start, cursor, dtype=np.int64)
 
     @staticmethod
@@ -294,7 +314,7 @@ class StreamClient:
         which, numbers = which[new], numbers[new]
         if not len(which):
             return
-        self._heard_s, self._rto_s = now_s, self._least_rto_s
+        self._measure(numbers % self.shape.slots, now_s)
         for exchange in self._exchanges:
             mine = (numbers >= exchange.first) & (numbers < exchange.end)
             if mine.any():
@@ -302,6 +322,18 @@ class StreamClient:
         under_way = self._is_under_way & (self._numbers_by_slot() < int(numbers.max()))
         self._overtaken[under_way] += 1 if len(numbers) < _OVERTAKEN else _OVERTAKEN
         self._advance()
+
+    def _measure(self, slots: NDArray[np.int64], now_s: float) -> None:
+        """Learn from answers how long they take, but for those of packets that were sent more than once."""
+        self._allowed = min(self.window, self._allowed + len(slots))
+        once = slots[self._is_under_way[slots] & ~self._was_resent[slots]]
+        if not len(once):
+            return
+        took_s = now_s - float(self._sent_s[once].mean())
+        self._deviation_s += (abs(took_s - self._rtt_s) - self._deviation_s) / 4
+        self._rtt_s += (took_s - self._rtt_s) / 8
+        longest_s = _LONGEST_RTO * self._least_rto_s
+        self._rto_s = min(max(self._least_rto_s, self._rtt_s + 4 * self._deviation_s), longest_s)
 
     def _take(
         self, batch: PacketBatch, which: NDArray[np.int64], numbers: NDArray[np.int64], exchange: StreamExchange
@@ -338,8 +370,8 @@ class StreamClient:
                 exchange.sums[chunk[full]] = sums
         exchange.missing -= len(which)
         slots = (exchange.first + index) % self.shape.slots
-        self._is_received[slots], self._is_under_way[slots] = True, False
-        self._in_flight -= len(which)
+        self._in_flight -= int(self._is_under_way[slots].sum())
+        self._is_received[slots], self._is_under_way[slots], self._is_lost[slots] = True, False, False
         self.held_up_by = None
 
     def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
@@ -351,7 +383,10 @@ class StreamClient:
                 "sends other values than it announces; use Elastic(), which adds floats - at `plan.fabric`."
             )
         exchange.agreed[chunk] = exponent
-        self._sent_s[(exchange.first + exchange.primes + chunk) % self.shape.slots] = float("-inf")
+        again = np.zeros(self.shape.slots, np.bool_)
+        again[(exchange.first + exchange.primes + chunk) % self.shape.slots] = True
+        self._lose(again & self._is_under_way)
+        self._is_lost |= again
 
     def _refused(self, header: NDArray[np.void]) -> None:
         for one in header:
