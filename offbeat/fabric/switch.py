@@ -30,7 +30,7 @@ from offbeat.switch.job_shape import JobShape
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.switch.stream_client import StreamClient, mean_of
 from offbeat.switch.stream_thread import StreamThread
-from offbeat.switch.udp_socket import UdpSocket, address_of
+from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
     from offbeat.fabric.elastic_group import ElasticGroup
@@ -151,7 +151,8 @@ class Switch:
             assert isinstance(joined, SwitchJobJoined)
             shape = JobShape(joined.number, context.world, self.values, self.slots, _RING)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
-            thread = StreamThread(client, UdpSocket(), address_of(control.host, joined.port))
+            sock = UdpSocket()
+            thread = StreamThread(client, sock, sock.connect(control.host, joined.port))
             _same_for_all(companion, "", deadline_s)  # from here on all are members
         except BaseException:
             control.close()

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.wire.credentials import Credentials
-    from offbeat.wire.link import PeerLink
     from offbeat.wire.messages import Role
 
 JOB = "offbeat-switch"  # by which links are known to belong to a switch, whatever is summed there
@@ -83,11 +82,6 @@ class ControlClient:
     def host(self) -> str:
         """The host of the switch, as it was dialled."""
         return self._address.rpartition(":")[0].strip("[]")
-
-    @property
-    def link(self) -> PeerLink:
-        """The link to it."""
-        return self._link
 
     def ask(self, request: Callable[[int], ToSwitch]) -> FromSwitch:
         """Ask something, and wait for the answer.

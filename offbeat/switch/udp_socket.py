@@ -63,6 +63,18 @@ class UdpSocket:
         self._messages["name"] = self._addresses.ctypes.data + steps * np.uint64(_ADDRESS.itemsize)
         self.dropped = 0  # datagrams that the kernel had no room for when they were sent
 
+    def connect(self, host: str, port: int) -> int:
+        """Take datagrams of this peer alone from now on: the kernel drops all others. Returns its address.
+
+        Raises:
+            NetworkError: if it has no IPv4 address, or there is no way to it.
+        """
+        try:
+            self._sock.connect((host, port))
+        except OSError as error:
+            raise NetworkError(f"Cannot send datagrams to {host}:{port}: {error.strerror}.") from error
+        return address_of(*self._sock.getpeername())
+
     @property
     def port(self) -> int:
         """The port that it is bound to."""

@@ -24,11 +24,12 @@ from offbeat.protocol.switch_control import (
 from offbeat.protocol.switch_control import SwitchJobJoined as Joined
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
+from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
 from offbeat.switch.serve import check_trust
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.stream_thread import StreamThread
-from offbeat.switch.udp_socket import UdpSocket, address_of
+from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 from tests.switch.served import served_switch
 
@@ -164,7 +165,8 @@ class Worker:
         self.joined = join(self.control, rank, workers=workers)
         shape = JobShape(self.joined.number, workers, VALUES, 64, 8)
         stream = StreamClient(shape, rank, self.joined.cookie, window=16, rto_s=0.02)
-        self.stream = StreamThread(stream, UdpSocket(), address_of("127.0.0.1", self.joined.port))
+        self.sock = UdpSocket()
+        self.stream = StreamThread(stream, self.sock, self.sock.connect("127.0.0.1", self.joined.port))
 
 
 @pytest.fixture
@@ -226,3 +228,13 @@ def test_a_worker_that_was_evicted_is_told_so(address: str, workers: list[Worker
     with pytest.raises(NetworkError, match="no member of the job"):
         workers[1].stream.wait(exchange, timedelta(seconds=5))
     summed([workers[0], workers[2]], 100)
+
+
+def test_a_worker_hears_its_switch_alone(workers: list[Worker], stranger: socket.socket) -> None:
+    summed(workers, 100)
+    joined = workers[0].joined
+    for chunk in range(64):
+        forged = Packet(PacketKind.RESULT, joined.number, 0, chunk=chunk, slot=chunk, bitmap=7, values=(1,) * VALUES)
+        for packet in (forged, refusal(forged, Reason.UNKNOWN_JOB, 0)):
+            stranger.sendto(encode(packet), ("127.0.0.1", workers[0].sock.port))
+    summed(workers, 5000)
