@@ -41,7 +41,7 @@ from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
-from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, check_spec
+from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, check_spec
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin, TakesTurns, check_workers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Plan:
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
-        if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and self._takes_single_turns:
+        if isinstance(self.fabric, Served) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
                 "of the shards beside them, would be idle. Use slots=, as many as there are workers or a little less, "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.worker_context import WorkerContext
-    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.fabric import Served
     from offbeat.server.launch import ShardSettings
 
 
@@ -76,7 +76,7 @@ def start_beside(context: WorkerContext) -> ServerLaunch:
     return ServerLaunch(first, _with_snapshots(settings, context.run_dir, first))
 
 
-def addresses_of(spec: ParameterServer, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
+def addresses_of(spec: Served, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
     """The addresses of shards that somebody else has started; empty if there are none.
 
     Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.server_launch import ServerLaunch
     from offbeat.engine.worker_context import LauncherInfo, WorkerContext
-    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.fabric import Served
     from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.server.launch import ShardSettings
     from offbeat.wire.link import PeerLink
@@ -102,7 +102,7 @@ class ServerSession:
     def __init__(
         self,
         client: Client,
-        spec: ParameterServer,
+        spec: Served,
         loop: LoopThread,
         shards: int,
         plans: ServerPlans,
@@ -240,7 +240,7 @@ class ServerSession:
 
 def connect(
     plan: Plan,
-    spec: ParameterServer,
+    spec: Served,
     context: WorkerContext,
     stays: Callable[[Plan], str] = lambda plan: "",
     *,

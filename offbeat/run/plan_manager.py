@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.control import RoundController
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
-from offbeat.fabric.parameter_server import ParameterServer
+from offbeat.fabric import Served
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
 from offbeat.sync import ASP
@@ -74,7 +74,7 @@ class PlanManager:
             PlanError: if this worker joins a job that has one, and its plan has none.
         """
         fabric, named = self.plan.fabric, ",".join(self._context.launcher.servers)
-        if not isinstance(fabric, ParameterServer):
+        if not self.plan.is_served:
             if self._context.joins and named:
                 raise PlanError(
                     f"Cannot join the job of the parameter server at {named}: this worker's plan has "
@@ -88,12 +88,14 @@ class PlanManager:
                     "and OFFBEAT_SERVERS.",
                     named, short_name(fabric),
                 )  # fmt: skip
+            return
+        assert isinstance(fabric, Served), "checked when the plan was made"
         # A worker that is alone needs no server, unless one is there.
-        elif self._control.world > 1 or fabric.addresses or named:
+        if self._control.world > 1 or fabric.addresses or named:
             self.server = self._data.server = self._reach(self.plan)
 
     def _reach(self, plan: Plan, **how: Any) -> ServerSession:
-        assert isinstance(plan.fabric, ParameterServer)
+        assert isinstance(plan.fabric, Served), "checked when the plan was made"
         return connect(plan, plan.fabric, self._context, self._stays, **how)
 
     def _stays(self, plan: Plan) -> str:
@@ -226,7 +228,7 @@ class PlanManager:
 
     def _expect_server(self, plan: Plan) -> str:
         """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
-        assert isinstance(plan.fabric, ParameterServer)
+        assert isinstance(plan.fabric, Served), "checked when the plan was made"
         self._migration.due, when = plan, "now"
         if not addresses_of(plan.fabric, self._context, again=self._had_server):
             self._migration.starting = start_beside(self._context)
