@@ -1,6 +1,6 @@
 """A small process beside each worker that can speak for it when it cannot.
 
-    python -m offbeat.wire SOCKET PAGE STACK      (three file descriptors, inherited from the worker)
+    python -m offbeat.diagnosis SOCKET PAGE STACK      (three file descriptors, inherited from the worker)
 
 The worker may be stopped, hold the GIL in C, or be dead: then no thread of it can answer. The sentinel loads no torch,
 looks at the worker four times a second (its page of last words, and what the kernel says of the process), and tells the

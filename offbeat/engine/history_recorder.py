@@ -109,7 +109,7 @@ class HistoryRecorder:
         """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.
 
         Args:
-            weights: as in `has`.
+            weights: as in `record_parameters`.
         """
         if self._writer is not None:
             self._writer.append(ParametersAfter(model, step, time.monotonic(), None, samples, weights=weights))

@@ -75,7 +75,7 @@ class ServerPlans:
         return new.digest, "", *self.sync_point.freeze()
 
     def adopt(self, plan: str, text: str, place: int | None = None) -> None:
-        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
+        """Adopt this plan; all leave the server once they have passed `place` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
             self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")

@@ -67,7 +67,7 @@ class LeasedLoader:
         loader: a `DataLoader` over a dataset with a length.
         source: decides who computes what.
         drawn: called with each batch.
-        put_back: called with those in whose middle the loop was left.
+        put_back: called with the last batches of a loop that was left early, before the next loop begins.
         world: number of workers.
         begins: called when a loop begins, before anything is asked for; it may `change_source`.
         draws: called before each batch is asked for, with this.

@@ -92,7 +92,7 @@ class ShardedLoader:
         loader: any iterable of batches.
         control: how the workers agree on the number of batches.
         drawn: called with each batch.
-        put_back: called with those in whose middle the loop was left.
+        put_back: called with the last batches of a loop that was left early, before the next loop begins.
         seed: of the permutation.
         together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
             agreed on after this.

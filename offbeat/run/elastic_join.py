@@ -8,8 +8,8 @@ A newcomer's script begins its loop, so the others have to be there, too: whatev
 an evaluation, a learning rate's schedule) is over by then. That is
 
     with leased data    before the next batch is drawn, in the outermost of the loops over such data (`LoaderManager`);
-                        of the next epoch, where this one has no more without             before the next forward pass
-                        that trains, behind a step of the model that steps last in the loop
+                        of the next epoch, where this one has no more
+    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ElasticJoin:
         return self._server.wants_vote(looks=looks)
 
     def reject_pending(self, *, looks: bool) -> None:
-        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
+        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `wants_vote`."""
         self._server.reject_pending(looks=looks)
 
     def stepped(self, model: int) -> None:

@@ -1,8 +1,8 @@
 """Fabric migration while training: between the workers' own fabric and a parameter server.
 
-    to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
-                    next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
-                    optimizer has gathered, and the place in the data.
+    to a server     behind an exchange in which one worker has requested a vote (`engine.plan_vote`); with leased data
+                    where the next loop over it begins. A server is found or started, and rank 0 brings the parameters,
+                    what the optimizer has gathered, and the place in the data.
     from a server   where in its script no worker has been yet (`engine.sync_point`): all take the newest parameters,
                     and what the server's optimizer has gathered, and work out alike who computes what. The server ends.
 
