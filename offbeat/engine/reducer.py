@@ -30,7 +30,7 @@ from offbeat.engine.bucket_exchange import BucketExchange
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.gradient_order import GradientOrder
-from offbeat.engine.issue_queue import FirstInFirstOut, IssueQueue
+from offbeat.engine.issue_queue import IssueQueue, first_in_first_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.step_times import StepTimes
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
@@ -449,7 +449,7 @@ class Reducer:
             times = self.times if bucket is layout.buckets[-1] else None
             self._buckets.append(BucketBuffer(bucket, entries, self.communicator.world, times))
         self._sparse = [self._entries[name] for name in layout.sparse]
-        self._queue = IssueQueue(FirstInFirstOut().order(layout), self._issue)
+        self._queue = IssueQueue(first_in_first_out(layout), self._issue)
         self.communicator.buckets = len(self._buckets)
 
     def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:

@@ -91,8 +91,3 @@ class WorkerContext:
     def is_first(self) -> bool:
         """Whether this worker is the first of those that train: it does what one has to do for all."""
         return self.rank == (0 if self.group is None else self.group.members[0])
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that take part now, in order."""
-        return self.control.members

@@ -74,7 +74,7 @@ class ElasticJoin:
         self._newcomer, self._control, self._group = newcomer, context.control, context.group
         self._waiter, self._models = context.waiter, models
         self._witness, self._data, self._history = witness, data, history
-        self._plan, self._has_come = Plan(), False
+        self._plan = Plan()
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
         self._is_last = False  # the last of them has stepped, so the loop begins again
         self._server = JoinServer(
@@ -176,11 +176,6 @@ class ElasticJoin:
         """Whether this worker is a newcomer that is not in yet."""
         return self._newcomer is not None
 
-    @property
-    def has_come(self) -> bool:
-        """Whether this worker was a newcomer."""
-        return self._has_come
-
     def join(self) -> JoinResult:
         """Take part from now on, with what the others have.
 
@@ -191,7 +186,7 @@ class ElasticJoin:
         """
         assert self._newcomer is not None
         self._newcomer.join(self._group, lambda: {} if self._witness is None else self._witness.ended())
-        self._newcomer, self._control.compares, self._has_come = None, None, True
+        self._newcomer = self._control.compares = None
         state = self._transfer_state(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
         for one, theirs in zip(self._models.together, state["models"], strict=True):
