@@ -99,9 +99,7 @@ class HistoryRecorder:
         if self._writer is None:
             return
         now_s = time.monotonic()
-        self._writer.append(
-            ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights)
-        )
+        self._writer.append(ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights))
 
     def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
         """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.

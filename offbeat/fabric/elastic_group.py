@@ -357,9 +357,9 @@ class ElasticGroup:
             self._store.set(f"{self._number}/{key}", "")
 
     def _connect(self, number: int, index: int, members: Sequence[int]) -> dist.ProcessGroup:
-        place = PrefixStore(f"{number}/groups/{index}", self._store)
+        store = PrefixStore(f"{number}/groups/{index}", self._store)
         # By itself, without torch's registry of groups: that knows only the workers of the beginning.
-        group: Any = dist.ProcessGroupGloo(place, members.index(self.rank), len(members), _NEVER)
+        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), _NEVER)
         return cast("dist.ProcessGroup", group)
 
 

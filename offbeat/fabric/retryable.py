@@ -94,7 +94,7 @@ class RetryableOp(ABC):
         return None
 
     @abstractmethod
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Pending: ...
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Pending: ...
 
     @abstractmethod
     def _pack(self) -> tuple[GatherHeader, bytes]: ...
@@ -153,7 +153,7 @@ class RetryableAllReduce(RetryableOp):
             return Total(self._tensor, weight)
         return Total(self._tensor, weight, self._tail.copy_(self._memory[numel:]))
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
         memory = self._memory = self._spare.take(self._numel, self._tensor.dtype)
         memory[: self._tensor.numel()].copy_(self._tensor)
         if self._tail is not None:
@@ -186,18 +186,18 @@ class RetryableAllGather(RetryableOp):
     def reply(self) -> list[GatheredPart]:
         return self._found()
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> GatherWorks:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> GatherWorks:
         def all_gather(into: list[torch.Tensor], tensor: torch.Tensor) -> Any:
             return group.allgather([into], [tensor])
 
-        self._works = GatherWorks(all_gather, place, len(self._workers), self._tensors)
+        self._works = GatherWorks(all_gather, group_rank, len(self._workers), self._tensors)
         return self._works
 
     def _found(self) -> list[GatheredPart]:
         if self._works is not None:
-            by_place = self._works.result()
+            by_group_rank = self._works.result()
             self._contributions = [
-                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
+                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_group_rank, strict=True)
             ]
             self._works = None
         return self._contributions
@@ -245,7 +245,7 @@ class RetryableBroadcast(RetryableOp):
         # As bytes: Gloo has no broadcast for some dtypes, such as int16.
         return self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8)
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
         source = self._workers.index(self._source) if self._source in self._workers else 0
         memory = self._memory = self._bytes.clone()
         return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
@@ -261,7 +261,7 @@ class ReplayBroadcast:
     """One worker gives another's exchange to those that lack it, as bytes: first how many, then these.
 
     Args:
-        source: place of who gives in the group.
+        source: the group rank of the worker that gives it.
         data: what it gives; elsewhere b"".
     """
 

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from offbeat.engine import samples_in, state_checks
 from offbeat.errors import ModelError
-from offbeat.loading.epoch_size import EpochSize, course_of, relative_size
+from offbeat.loading.epoch_size import EpochSize, epoch_size_of, relative_size
 from offbeat.rng import LoopRng
 
 if TYPE_CHECKING:
@@ -123,10 +123,9 @@ class ShardedLoader:
         if control.world > 1:
             control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
-        self._agreed: list[
-            EpochSize
-        ] = []  # each rank's epoch, as it was agreed on last; empty if lengths are not known
-        lengths = [course.length for course in self._courses()]  # compared by all, so that all refuse
+        # Each rank's epoch, as it was agreed on last; empty if lengths are not known.
+        self._agreed: list[EpochSize] = []
+        lengths = [one.length for one in self._epoch_sizes()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
         if 0 in lengths:
             raise ModelError(
@@ -147,9 +146,9 @@ class ShardedLoader:
         if isinstance(sampler, ShardSampler):
             sampler.set_epoch(epoch)
         self._epoch, self._skip = epoch + 1, 0
-        courses = self._courses()
-        self._longest = max((course.length for course in courses), default=0)
-        return self._iterate(courses, epoch, skip)
+        epoch_sizes = self._epoch_sizes()
+        self._longest = max((one.length for one in epoch_sizes), default=0)
+        return self._iterate(epoch_sizes, epoch, skip)
 
     def go_alone(self) -> None:
         """The workers have a server from now on: nothing is agreed on, and loops stay as long as they were."""
@@ -238,20 +237,20 @@ class ShardedLoader:
 
     def _sizes(self) -> list[int]:
         """Samples of a full batch, by worker, as they were agreed on last."""
-        return [course.batch or 1 for course in self._agreed]
+        return [one.batch or 1 for one in self._agreed]
 
     @property
     def progress(self) -> float:
         """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
         return self._progress
 
-    def _iterate(self, courses: list[EpochSize], epoch: int, skip: int) -> Iterator[Any]:
+    def _iterate(self, epoch_sizes: list[EpochSize], epoch: int, skip: int) -> Iterator[Any]:
         # Only now, and not when it was left: what was drawn may have been computed since.
         self._put_back(self._left)
         self._left = ()
         given: deque[DrawnBatch] = deque(maxlen=MOST_LEFT)
         try:
-            for index, (batch, draw) in enumerate(self._all_batches(courses, skip), skip + 1):
+            for index, (batch, draw) in enumerate(self._all_batches(epoch_sizes, skip), skip + 1):
                 self._at = (epoch, index)
                 self._progress = max(self._progress, self._reached())
                 given.append(draw)
@@ -267,7 +266,7 @@ class ShardedLoader:
         epoch, batch = self._at
         return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
 
-    def _all_batches(self, courses: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
+    def _all_batches(self, epoch_sizes: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
         """Yield this worker's batches behind the first `skip`, and then its last one again while others still have
         data.
         """
@@ -281,7 +280,7 @@ class ShardedLoader:
         while True:
             batch = next(batches, _END)
             real = batch is not _END
-            who = [c.length > index for c in courses] if courses else self._who_has_data(real)
+            who = [one.length > index for one in epoch_sizes] if epoch_sizes else self._who_has_data(real)
             if not any(who):
                 if real:
                     raise ModelError(
@@ -295,7 +294,7 @@ class ShardedLoader:
             if self._unchecked and not self._goes_alone:
                 self._unchecked = False
                 self._compare_first(last)
-            weight = self._weight(last, real, relative_size(courses, index, self._place))
+            weight = self._weight(last, real, relative_size(epoch_sizes, index, self._place))
             samples = samples_in(last) if real else 0
             draw = self._drawn(real=real, source=who.index(True), samples=samples, weight=weight)
             index += 1
@@ -333,16 +332,16 @@ class ShardedLoader:
                 self._control.world,
             )
 
-    def _courses(self) -> list[EpochSize]:
+    def _epoch_sizes(self) -> list[EpochSize]:
         """Each rank's epoch; empty if a rank does not know its length."""
         if self._goes_alone:
             return self._agreed
-        mine = course_of(self.loader)
-        courses = [mine]
+        mine = epoch_size_of(self.loader)
+        epoch_sizes = [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
-            courses = [EpochSize.from_text(text) for text in texts.values()]
-        self._agreed = courses if all(course.length >= 0 for course in courses) else []
+            epoch_sizes = [EpochSize.from_text(text) for text in texts.values()]
+        self._agreed = epoch_sizes if all(one.length >= 0 for one in epoch_sizes) else []
         return self._agreed
 
     def _who_has_data(self, mine: bool) -> list[bool]:

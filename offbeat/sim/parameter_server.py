@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from offbeat.coordinator.instructions import Timer
     from offbeat.plan import Plan
     from offbeat.protocol.messages import Decision, ToWorker
-    from offbeat.sim.compute_time import ComputeTimes
+    from offbeat.sim.compute_times import ComputeTimes
     from offbeat.sim.links import Links
     from offbeat.sim.worker import PendingUpdate
     from offbeat.sync import Member, Policy
@@ -85,7 +85,7 @@ class SimulatedServer:
 
     Args:
         plan: of the row.
-        courses: of the workers.
+        compute_times: of the workers.
         links: of the scenario.
         size_bytes: of a contribution on the wire; `pull_bytes` of the parameters.
         steps: of each worker.
@@ -96,7 +96,7 @@ class SimulatedServer:
     def __init__(
         self,
         plan: Plan,
-        courses: Sequence[ComputeTimes],
+        compute_times: Sequence[ComputeTimes],
         links: Links,
         *,
         size_bytes: float,
@@ -112,14 +112,14 @@ class SimulatedServer:
         self._transfers = SimulatedTransfers(
             self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes
         )
-        self._workers = [SimWorker(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
-        self._steps, self._world = steps, len(courses)
+        self._workers = [SimWorker(rank, rank, own, plan.sync, steps) for rank, own in enumerate(compute_times)]
+        self._steps, self._world = steps, len(compute_times)
         self._life = 0
         self._coordinator = self._new_coordinator()
         self._timers: dict[Timer, int] = {}  # how often each was set in this life
-        samples = 2 * steps * batch * len(courses)
-        self._data = LeasedData(plan.tuning is not None, world=len(courses), batch=batch, samples=samples)
-        self.played = SimResult.of(len(courses))
+        samples = 2 * steps * batch * len(compute_times)
+        self._data = LeasedData(plan.tuning is not None, world=len(compute_times), batch=batch, samples=samples)
+        self.played = SimResult.of(len(compute_times))
 
     def play(self) -> SimResult:
         """All steps of all workers.
@@ -151,7 +151,7 @@ class SimulatedServer:
             self._say(worker, ask)
         tuned = self._data.samples(worker)
         worker.begun_s, worker.samples = self._timeline.now_s, self._data.batch if tuned is None else tuned
-        computing_s, lost_s = worker.course.next_s(tuned)
+        computing_s, lost_s = worker.compute_times.next_s(tuned)
         worker.computed_s = computing_s + lost_s
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
         self._timeline.at(done_s, lambda: self._computed(worker))
@@ -442,8 +442,8 @@ class SimulatedServer:
 
         def come() -> None:
             rank = len(self._workers)
-            course = self._workers[host].course.of_another(rank)
-            self._workers.append(SimWorker(rank, host, course, self._policy, self._steps))
+            compute_times = self._workers[host].compute_times.of_another(rank)
+            self._workers.append(SimWorker(rank, host, compute_times, self._policy, self._steps))
             self._open(self._workers[rank])
 
         self._timeline.after(after_s, lambda: self._when_up(come))
