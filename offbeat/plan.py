@@ -245,8 +245,8 @@ class Plan:
         return self.fabric.offers.holds == "server"
 
     @property
-    def outlives(self) -> bool:
-        """Whether the others go on without a worker that is lost, and without a server."""
+    def has_elastic_group(self) -> bool:
+        """Whether there is no server, and the others go on without a worker that is lost."""
         return self.fabric.offers.elastic and not self.is_served
 
     @property

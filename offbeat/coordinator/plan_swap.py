@@ -101,7 +101,7 @@ class PlanSwaps:
                 )
             parts = self.present.swapped(part, whole=whole)
             parts.check_world(len(workers))
-            if not parts.is_served and not parts.outlives and workers != ranks:
+            if not parts.is_served and not parts.has_elastic_group and workers != ranks:
                 there = ", ".join(map(str, sorted(workers)))
                 raise PlanError(
                     f"Cannot leave the server: the workers' process group is of the {len(ranks)} that the job began "
@@ -187,10 +187,10 @@ class PlanSwaps:
         proposal = self._proposal
         if proposal is not None:
             proposal.waiting.discard(worker)
-            if not proposal.parts.is_served and not proposal.parts.outlives and not proposal.refusal:
+            if not proposal.parts.is_served and not proposal.parts.has_elastic_group and not proposal.refusal:
                 proposal.refusal = f"Cannot leave the server: rank {worker} is gone, which all would wait for."
             self._decide()
-        elif self._before is not None and self.present is not None and not self.present.outlives:
+        elif self._before is not None and self.present is not None and not self.present.has_elastic_group:
             reason = f"rank {worker} is gone, so that the others stay at the server"
             before, self._before = self._before, None
             self._adopt(before, before.to_toml(), self.count + 1, "the server", reason)

@@ -207,9 +207,10 @@ async def serve(stream: MessageStream, config: Config, page: StatusPage, stack_f
     sentinel = Sentinel(config, page, stack_fd)
     _watch_for_death(config.pid, sentinel.died)
     if config.hub is None:
-        hub = Hub(token=config.token, world=config.world, grows=config.outlives)
+        stays = config.stays_without_worker
+        hub = Hub(token=config.token, world=config.world, grows=stays)
         stream.send(SentinelReady(hub=await hub.serve(config.bind)))
-        host = Duty(stream, sentinel, LocalHubClient(hub, config.rank, outlives=config.outlives))
+        host = Duty(stream, sentinel, LocalHubClient(hub, config.rank, stays_without_worker=stays))
         hub.on_show = host.show
         await host.run()
         return

@@ -358,7 +358,7 @@ class JoinClient:
 
     def _await_key(self, what: str, kind: type[T], words: str, check: Callable[[], None]) -> T:
         key = f"{self._number}/{what}"
-        self._waiter.wait(_Key(self._store, key, check), WaitContext(words, outlives=True))
+        self._waiter.wait(_Key(self._store, key, check), WaitContext(words, through_server=True))
         heard = _read(self._store, key, kind)
         if heard is None:
             raise NetworkError("Cannot join: the job runs another offbeat, whose messages this one cannot read.")

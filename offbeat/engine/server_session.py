@@ -140,7 +140,7 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask(question, numbers)
-        waiter.wait(asked, WaitContext(question, outlives=True))
+        waiter.wait(asked, WaitContext(question, through_server=True))
         return asked.numbers
 
     def settle(self, waiter: BlockingWait) -> None:
@@ -150,7 +150,7 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, WaitContext("all workers to call run.settle()", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to call run.settle()", through_server=True))
 
     def take_over(self, waiter: BlockingWait, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
@@ -165,7 +165,7 @@ class ServerSession:
         brought = float(self.is_first and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
-        waiter.wait(asked, WaitContext("all workers to load the checkpoint", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to load the checkpoint", through_server=True))
         if asked.numbers != (1.0, 0.0):
             why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
@@ -177,7 +177,7 @@ class ServerSession:
         """
         try:
             look = self.client.look()
-            waiter.wait(look, WaitContext("a last look at the server", outlives=True))
+            waiter.wait(look, WaitContext("a last look at the server", through_server=True))
         except OffbeatError:
             return "", ""
         statuses = look.model_statuses
@@ -203,7 +203,7 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.swap(plan, whole=True)
-        waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", outlives=True))
+        waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", through_server=True))
         if asked.refused:
             raise PlanError(asked.refused)
 
@@ -215,7 +215,7 @@ class ServerSession:
         """
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, WaitContext("all workers to leave the server", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to leave the server", through_server=True))
         sums = [int(number) for number in asked.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
@@ -276,7 +276,7 @@ def connect(
         )
     if not addresses:
         addresses, settings = beside_workers(context, starting or start_beside(context), everywhere=spec.collocated)
-    launcher.note_outlives(True)
+    launcher.note_survival(True)
     comes_alone = context.joins and context.world == 1  # where the others are is at the server
     if context.run_dir is not None and control.is_first and not comes_alone:
         _leave_address(context.run_dir / "server.json", addresses, settings)

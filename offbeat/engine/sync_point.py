@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.payload import Reply
 
-_HOLDING = WaitContext("all workers to agree where they leave the server", outlives=True)
+_HOLDING = WaitContext("all workers to agree where they leave the server", through_server=True)
 
 
 class SyncPoint:

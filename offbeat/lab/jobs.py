@@ -199,7 +199,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         made.to_toml(),
         tolerance,
         served,
-        elastic=made.outlives,
+        elastic=made.has_elastic_group,
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,
         is_settled=each and not served and made.controller is None,

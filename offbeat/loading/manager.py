@@ -80,7 +80,7 @@ class LoaderManager:
         models: ModelRegistry,
     ) -> None:
         self._plan, self._control, self._waiter, self._metrics = plan, context.control, context.waiter, context.metrics
-        self._began_with, self._seed, self._outlives = context.began_with, context.seed, context.group is not None
+        self._began_with, self._seed, self._is_elastic = context.began_with, context.seed, context.group is not None
         self._models = models
         self.observer: LoopObserver = _NobodyListens()
         self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
@@ -304,7 +304,7 @@ class LoaderManager:
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1
-        if not tuned and self.server is None and not self._outlives:
+        if not tuned and self.server is None and not self._is_elastic:
             return False
         can = can_lease(loader)
         if tuned and not can:
@@ -358,7 +358,7 @@ class LoaderManager:
             BatchSizes(spec.batch, spec.least, self._keeps),
             control=self._control,
             take_timings=lambda: [Timing(*one) for one in self._metrics.take_recent()],
-            kept=spec.ahead + _MOST_UNTOLD if self._outlives else 0,
+            kept=spec.ahead + _MOST_UNTOLD if self._is_elastic else 0,
         )
 
     # -- from one fabric to the other ----------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class LoaderManager:
         server.sum(DEALING, (), self._waiter)
         if server.is_first:
             reply = server.client.set_data_state(position.for_coordinator(places))
-            self._waiter.wait(reply, WaitContext("the server to resume the data", outlives=True))
+            self._waiter.wait(reply, WaitContext("the server to resume the data", through_server=True))
         return sources
 
     def to_server(self, server: ServerSession, sources: Mapping[int, ServerSource]) -> None:
@@ -439,7 +439,7 @@ class LoaderManager:
             said = ""
             if self._control.is_first:
                 asked = server.client.data_state()
-                self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
+                self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
                 said = bytes(asked.place).decode()
             reply = self._control.texts("the place in the data", said)
             lease_state = next(filter(None, reply.values()), "")

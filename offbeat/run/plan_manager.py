@@ -102,7 +102,7 @@ class PlanManager:
         """The reason why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
-        if plan.outlives != (self._context.group is not None):
+        if plan.has_elastic_group != (self._context.group is not None):
             here = "ProcessGroup()" if self._context.group is None else "Elastic()"
             return (
                 f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
@@ -266,8 +266,8 @@ class PlanManager:
         """Adopt this plan, which has no server, and leave no trace of one to look for."""
         if self._context.run_dir is not None and self._control.is_first:
             (self._context.run_dir / "server.json").unlink(missing_ok=True)
-        if not plan.outlives:
-            self._context.launcher.note_outlives(False)
+        if not plan.has_elastic_group:
+            self._context.launcher.note_survival(False)
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
@@ -308,7 +308,7 @@ class PlanManager:
             synchronizer.refreshed()
         self.take_plan()
         plan = server.plans.present
-        if plan.is_served or (len(there) < self._control.world and not plan.outlives):
+        if plan.is_served or (len(there) < self._control.world and not plan.has_elastic_group):
             return
         self._go_on_with(there)
         self._migration.to_group(plan, server)

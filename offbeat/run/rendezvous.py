@@ -115,7 +115,7 @@ def store_of_job(plan: Plan, environment: Environment) -> Store | None:
     prefix = environment.store_prefix
     if not prefix or (environment.store_file is None and environment.store_address is None):
         return None
-    if not plan.outlives:
+    if not plan.has_elastic_group:
         raise PlanError(
             f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
             "plan (`offbeat run --plan`) - at `plan.fabric`."

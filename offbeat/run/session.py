@@ -186,7 +186,7 @@ class WorkerSession:
         self._metrics_file = _open_metrics(settings.run_dir)
         metrics = StepMetrics(rank, clock, self._metrics_file, waiter)
         group = None
-        if plan.outlives and meeting.world > 1:
+        if plan.has_elastic_group and meeting.world > 1:
             group = ElasticGroup(_shared(meeting.store), rank, meeting.world, settings.timeout)
         self.fabrics = FabricBinding(rank, meeting.world, waiter, group)
         members = None if group is None else lambda: group.members
@@ -223,7 +223,7 @@ class WorkerSession:
         if job is not None:
             self._watch = join_watch(context.rank, context.world, hub=job.hub, token=job.token)
         elif context.world > 1:
-            self._watch = start_watch(context.control, outlives=group is not None)
+            self._watch = start_watch(context.control, stays_without_worker=group is not None)
             if self._watch is not None and context.rank == 0 and context.run_dir is not None:
                 about = {"address": self._watch.hub, "token": self._watch.token.hex()}
                 leave_file(context.run_dir / "hub.json", about)
@@ -236,7 +236,7 @@ class WorkerSession:
         )
         if group is not None:
             group.gone, group.changed = self._witness.gone, self._go_on_without
-            context.launcher.note_outlives(True)
+            context.launcher.note_survival(True)
 
     def _put_together(self, plan: Plan) -> None:
         """Make the parts, which know of each other by the context."""

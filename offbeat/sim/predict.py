@@ -129,7 +129,7 @@ def predict(
         )
     struck = scenario.fault if faults is None else faults
     for fault in struck:
-        check(fault, elastic=plan is not None and plan.outlives)
+        check(fault, elastic=plan is not None and plan.has_elastic_group)
     dropped = scenario.run.warmup_steps
     count = dropped + (scenario.run.steps if steps is None else steps)
     played = _played(scenario, row, plan, known, count, struck)
