@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.fabric import Fabric
 
-    Compared = Callable[[str, str, str], None]
+    EqualityCheck = Callable[[str, str, str], None]
 
 _MAX_TEXT_BYTES = 64 << 20
 _NUMBERS = 2
@@ -39,8 +39,8 @@ class ControlGroup:
         members: ranks that take part now, in order; None for all.
 
     Attributes:
-        compares: compares what `agree` is asked to, instead of all workers: this one is not among them yet.
-        compared: what was compared so far: the thing, the text, the advice.
+        newcomer_check: called by `check_equal` instead of asking all workers: this one is not among them yet.
+        checks_made: what was compared so far: the thing, the text, the advice.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ControlGroup:
     ) -> None:
         self._fabric, self._waiter, self._members = fabric, waiter, members
         self.rank, self.world = fabric.rank, fabric.world
-        self.compares: Compared | None = None
-        self.compared: list[tuple[str, str, str]] = []
+        self.newcomer_check: EqualityCheck | None = None
+        self.checks_made: list[tuple[str, str, str]] = []
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -57,14 +57,14 @@ class ControlGroup:
         return tuple(range(self.world)) if self._members is None else tuple(self._members())
 
     @property
-    def first(self) -> int:
+    def leader(self) -> int:
         """Rank of the one that does for all what one has to do."""
         return self.members[0]
 
     @property
-    def is_first(self) -> bool:
-        """Whether this worker is that one."""
-        return self.rank == self.first
+    def is_leader(self) -> bool:
+        """Whether this worker does for all what one has to do."""
+        return self.rank == self.leader
 
     def sum(self, question: str, numbers: Sequence[float] = ()) -> list[float]:
         """The sum over all workers of up to two numbers. Collective.
@@ -97,7 +97,7 @@ class ControlGroup:
         self.sum(question)
         return self._gather(question, text)
 
-    def agree(self, what: str, text: str, advice: str) -> None:
+    def check_equal(self, what: str, text: str, advice: str) -> None:
         """Compare `text` between all ranks, line by line. Collective.
 
         Args:
@@ -108,14 +108,14 @@ class ControlGroup:
         Raises:
             DisagreementError: naming the ranks that differ from the majority and the first line in which they do.
         """
-        self.compared.append((what, text, advice))
-        if self.compares is not None:
-            self.compares(what, text, advice)
+        self.checks_made.append((what, text, advice))
+        if self.newcomer_check is not None:
+            self.newcomer_check(what, text, advice)
             return
-        self.compare(what, text, advice)
+        self.check_equal_now(what, text, advice)
 
-    def compare(self, what: str, text: str, advice: str) -> None:
-        """Compare as `agree` does, but among the present workers alone: those that join later are not asked.
+    def check_equal_now(self, what: str, text: str, advice: str) -> None:
+        """Compare as `check_equal` does, but among the present workers alone: those that join later are not asked.
         Collective.
         """
         texts = self.texts(f"the comparison of the {what}", text)

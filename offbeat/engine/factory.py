@@ -41,7 +41,7 @@ class SynchronizerFactory:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
-    def agree_on_optimizer(self, one: PreparedModel, *, is_served: bool) -> None:
+    def check_optimizers_equal(self, one: PreparedModel, *, is_served: bool) -> None:
         """See that all workers' optimizers are alike. Collective.
 
         Args:
@@ -51,7 +51,7 @@ class SynchronizerFactory:
             ModelError: if a server cannot hold it.
             DisagreementError: if they are not.
         """
-        self._context.control.agree(
+        self._context.control.check_equal(
             "optimizer",
             "\n".join(lines_of(one.describe()) if is_served else one.outline()),
             "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",

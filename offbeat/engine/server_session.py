@@ -96,7 +96,7 @@ class ServerSession:
         shards: how many there are.
         plans: which one holds.
         job: its name.
-        first: rank of the worker that brings what one has to bring for all.
+        state_rank: rank of the worker that brings the state that is the same for all.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class ServerSession:
         shards: int,
         plans: ServerPlans,
         job: str = "",
-        first: int = 0,
+        state_rank: int = 0,
     ) -> None:
-        self.client, self.plans, self.job, self.first = client, plans, job, first
+        self.client, self.plans, self.job, self.state_rank = client, plans, job, state_rank
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
@@ -119,13 +119,13 @@ class ServerSession:
         self._loop = loop
 
     @property
-    def is_first(self) -> bool:
-        """Whether this worker brings what one has to bring for all."""
-        return self.client.rank == self.first
+    def brings_state(self) -> bool:
+        """Whether this worker brings the state that is the same for all, such as a checkpoint."""
+        return self.client.rank == self.state_rank
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
-        """Begin the job at this server with these workers; the first of them brings what one has to."""
-        self.client.ranks, self.first = ranks, ranks[0]
+        """Begin the job at this server with these workers; the first of them brings the state."""
+        self.client.ranks, self.state_rank = ranks, ranks[0]
 
     def keep_drawn(self) -> None:
         """Count what was drawn as used in this worker's next contribution."""
@@ -162,12 +162,12 @@ class ServerSession:
             ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
-        brought = float(self.is_first and self.is_brought and not refusal)
+        brought = float(self.brings_state and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, WaitContext("all workers to load the checkpoint", through_server=True))
         if asked.numbers != (1.0, 0.0):
-            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
+            why = asked.refused or f"Rank {self.state_rank}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
@@ -278,7 +278,7 @@ def connect(
         addresses, settings = beside_workers(context, starting or start_beside(context), everywhere=spec.collocated)
     launcher.note_survival(True)
     comes_alone = context.joins and context.world == 1  # where the others are is at the server
-    if context.run_dir is not None and control.is_first and not comes_alone:
+    if context.run_dir is not None and control.is_leader and not comes_alone:
         _leave_address(context.run_dir / "server.json", addresses, settings)
     rank, world = (context.rank, context.began_with) if comes_alone else (control.rank, control.world)
     credentials, limits = settings.credentials(), Limits(timeout=context.timeout)
@@ -318,7 +318,7 @@ def connect(
         raise
     reached = True
     waiter.ask_server = client.trouble
-    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.first)
+    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.leader)
 
 
 def _has_ended(launcher: LauncherInfo) -> str:

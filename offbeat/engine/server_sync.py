@@ -294,7 +294,7 @@ class ServerSync:
         except PeerError as error:
             raise ModelError(f"Cannot load the optimizer's state from this checkpoint: {error}") from error
         self.step = state_checks.whole(state["step"], "step")
-        if self._server.is_first:
+        if self._server.brings_state:
             portions = list(scatter(brought, self._blocks))
             for _, parameter, value, _ in self._slots:
                 value.copy_(parameter.data)

@@ -193,7 +193,7 @@ class ElasticGroup:
         return self._reconfiguration is None and bool(self.members)
 
     @property
-    def is_first(self) -> bool:
+    def is_first_generation(self) -> bool:
         """Whether this is the generation that the job began with: nobody has come or gone."""
         return self._number == 0
 

@@ -106,7 +106,7 @@ class LoaderManager:
         if self._leases(loader):
             prepared = self._lease(loader)
         else:
-            if self._control.compares is not None:
+            if self._control.newcomer_check is not None:
                 raise ModelError(
                     "Cannot join with this loader: each worker has a part of its data for the whole job. Prepare a "
                     "DataLoader over a dataset with a length, or none."
@@ -283,7 +283,7 @@ class LoaderManager:
         if isinstance(loader, ShardedLoader) and not is_leased:
             return state
         epoch = position.epoch_of(state, number) if is_leased else state_checks.whole(state["epoch"], "epoch")
-        if self._control.is_first:
+        if self._control.is_leader:
             _log.warning("The checkpoint's data was in another order, that of its fabric: epoch %d begins anew.", epoch)
         if isinstance(loader, ShardedLoader):
             return {"epoch": epoch, "batch": 0}
@@ -293,7 +293,7 @@ class LoaderManager:
     def _tell_who_made_it(self, then: Sequence[int]) -> None:
         """Tell, as the first worker, what carries over to other workers than made the checkpoint."""
         present = self._control.members
-        if tuple(then) != tuple(present) and self._control.is_first:
+        if tuple(then) != tuple(present) and self._control.is_leader:
             _log.warning(
                 "The checkpoint was made by rank %s, and this run has rank %s: the position in the data carries over, "
                 "and what other workers had leased is leased again; %s.",
@@ -330,7 +330,8 @@ class LoaderManager:
         )
         described = f"{spec.samples} samples\nshuffle {spec.shuffle}\nseed {spec.seed}\nbatches of {spec.batch}"
         described += f"\nof {spec.least} at least\ndrop_last {spec.drop_last}\n{spec.ahead} batches ahead"
-        self._control.agree("data", described, "Give every worker the same seed, dataset, batch size and num_workers.")
+        advice = "Give every worker the same seed, dataset, batch size and num_workers."
+        self._control.check_equal("data", described, advice)
         server = self.server
         source: BatchSource = (
             self._replicated_source(spec) if server is None else ServerSource(server, self._waiter, spec)
@@ -391,7 +392,7 @@ class LoaderManager:
         if not places:
             return sources
         server.sum(DEALING, (), self._waiter)
-        if server.is_first:
+        if server.brings_state:
             reply = server.client.set_data_state(position.for_coordinator(places))
             self._waiter.wait(reply, WaitContext("the server to resume the data", through_server=True))
         return sources
@@ -437,7 +438,7 @@ class LoaderManager:
         lease_state = ""
         while not lease_state:
             said = ""
-            if self._control.is_first:
+            if self._control.is_leader:
                 asked = server.client.data_state()
                 self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
                 said = bytes(asked.place).decode()

@@ -129,7 +129,7 @@ class ServerSource:
         self.progress = state_checks.number(state.get("progress", 0.0), "progress in the data")
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
-        if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
+        if self._server.brings_state and self._server.is_brought and self._loader == 0:  # it is that of all loaders
             reply = client.set_data_state(place)
             self._waiter.wait(reply, WaitContext("the server to resume the data", through_server=True))
 

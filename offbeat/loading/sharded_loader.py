@@ -121,7 +121,7 @@ class ShardedLoader:
         self.loader = _deal_out(loader, control.rank, control.world, seed)
         self.loop_rng = LoopRng(self.loader)
         if control.world > 1:
-            control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
+            control.check_equal("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
         # Each rank's epoch, as it was agreed on last; empty if lengths are not known.
         self._agreed: list[EpochSize] = []

@@ -137,7 +137,7 @@ class ElasticJoin:
         # Data that is not leased is dealt out for the whole job.
         if self._witness is None or len(self._data.leased) < len(self._data.loaders):
             return None
-        claims = tuple(JoinCheck(*one) for one in self._control.compared)
+        claims = tuple(JoinCheck(*one) for one in self._control.checks_made)
         return JobInfo(self._plan.to_toml(), self._witness.watch.hub, self._witness.watch.token, self._history, claims)
 
     def _state(self, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class ElasticJoin:
         """
         assert self._newcomer is not None
         self._newcomer.join(self._group, lambda: {} if self._witness is None else self._witness.ended())
-        self._newcomer = self._control.compares = None
+        self._newcomer = self._control.newcomer_check = None
         state = self._transfer_state(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
         for one, theirs in zip(self._models.together, state["models"], strict=True):

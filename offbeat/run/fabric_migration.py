@@ -89,7 +89,7 @@ class FabricMigration:
         if self.due is None or self.starting is None:
             return False
         if self.starting.beside not in self._control.members:
-            return self._control.is_first
+            return self._control.is_leader
         return self._control.rank == self.starting.beside and self.starting.done()
 
     def is_due(self) -> bool:

@@ -264,7 +264,7 @@ class PlanManager:
 
     def _forget_server(self, plan: Plan) -> None:
         """Adopt this plan, which has no server, and leave no trace of one to look for."""
-        if self._context.run_dir is not None and self._control.is_first:
+        if self._context.run_dir is not None and self._control.is_leader:
             (self._context.run_dir / "server.json").unlink(missing_ok=True)
         if not plan.has_elastic_group:
             self._context.launcher.note_survival(False)

@@ -192,7 +192,7 @@ class WorkerSession:
         members = None if group is None else lambda: group.members
         control = ControlGroup(self.fabrics.bind(plan, "gloo"), waiter, members)
         if meeting.newcomer is not None:
-            control.compares = meeting.newcomer.compare
+            control.newcomer_check = meeting.newcomer.compare
         speaks = meeting.joins and self._environment.is_first_here
         self._log = log = RunLog(
             metrics, lambda: self.models.step, lambda: self.context.is_first, speaks_for_newcomers=speaks
@@ -255,9 +255,9 @@ class WorkerSession:
     def _assemble(self, meeting: Meeting) -> None:
         """Agree on the plan, and bring in server, history and newcomers as it says. Collective."""
         context, plan = self.context, meeting.plan
-        context.control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
+        context.control.check_equal("plan", plan.to_toml(), "Start every worker with the same plan.")
         advice = "Give offbeat.init(seed=...) the same number on every worker."
-        context.control.agree("seed", str(context.seed), advice)
+        context.control.check_equal("seed", str(context.seed), advice)
         plan.check_world(context.world)
         self.plans.connect()
         if self._watch is not None or self.server is not None:
@@ -494,7 +494,7 @@ class WorkerSession:
         if self._meeting is None or not self._meeting.owns_group:
             return
         group = self.context.group if self._has_parts else None
-        if orderly and (group is None or group.is_first):
+        if orderly and (group is None or group.is_first_generation):
             dist.destroy_process_group()
         elif dist.group.WORLD is not None:
             never_destroy(dist.group.WORLD)

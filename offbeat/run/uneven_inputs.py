@@ -170,7 +170,7 @@ class UnevenInputs:
         """Have what those have that were there in the last exchange. Collective."""
         has_it = self._control.rank in self._present
         mine = {"models": [_state_of(one) for one in self._models.prepared]} if has_it else None
-        first = next((rank for rank in self._control.members if rank in self._present), self._control.first)
+        first = next((rank for rank in self._control.members if rank in self._present), self._control.leader)
         state = hand_over(self._control, lambda: first, mine)
         if not has_it:
             for one, theirs in zip(self._models.prepared, state["models"], strict=True):
