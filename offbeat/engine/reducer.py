@@ -326,8 +326,8 @@ class Reducer:
     def _fire(self) -> None:
         """Note that something will certainly be exchanged."""
         self._any_fired = True
-        if self.accounting.asks is not None:
-            self.accounting.asks()
+        if self.accounting.before_exchange is not None:
+            self.accounting.before_exchange()
 
     def _reset_counts(self) -> None:
         for buffer in self._buckets:

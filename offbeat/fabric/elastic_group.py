@@ -142,7 +142,7 @@ class ElasticGroup:
     Attributes:
         members: ranks that take part, in the order in which they came.
         gone: says who is known to be gone, and why; None as long as that cannot be known.
-        changed: called with who is lost, and why, when the others go on.
+        on_change: called with who is lost, and why, when the others go on.
     """
 
     def __init__(self, store: Store, rank: int, world: int, patience: timedelta = timedelta(seconds=5)) -> None:
@@ -150,7 +150,7 @@ class ElasticGroup:
         self.rank, self.world, self.patience_s = rank, world, patience.total_seconds()
         self.members = tuple(range(world)) if rank < world else ()
         self.gone: Callable[[], Mapping[int, str]] | None = None
-        self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
+        self.on_change: Callable[[Mapping[int, str]], None] = lambda lost: None
         self._number = 0
         self._clients: list[GroupClient] = []
         self._reconfiguration: _Reconfiguration | None = None
@@ -343,7 +343,7 @@ class ElasticGroup:
                 )
                 self._rejected |= {rank: lost[rank] for rank in self._admits if rank in lost}
                 if lost or not came:
-                    self.changed(lost)
+                    self.on_change(lost)
             elif time.monotonic() > deadline_s:
                 return False
             else:

@@ -45,7 +45,7 @@ class LoopObserver(Protocol):
     def on_loop(self) -> None:
         """A loop begins."""
 
-    def on_draw(self) -> None:
+    def before_draw(self) -> None:
         """The next batch is about to be drawn, in the outermost loop."""
 
 
@@ -55,7 +55,7 @@ class _NobodyListens:
     def on_loop(self) -> None:
         """Do nothing."""
 
-    def on_draw(self) -> None:
+    def before_draw(self) -> None:
         """Do nothing."""
 
 
@@ -114,7 +114,7 @@ class LoaderManager:
             prepared = ShardedLoader(
                 loader,
                 control=self._control,
-                drawn=self._on_batch,
+                on_batch=self._on_batch,
                 put_back=self._put_back,
                 seed=self._seed,
                 together=self.server is None,
@@ -340,11 +340,11 @@ class LoaderManager:
         return LeasedLoader(
             loader,
             source=source,
-            drawn=self._on_batch,
+            on_batch=self._on_batch,
             put_back=self._put_back,
             world=self._began_with,
-            begins=self.observer.on_loop,
-            draws=self._before_draw,
+            on_loop=self.observer.on_loop,
+            before_draw=self._before_draw,
         )
 
     def _replicated_source(self, spec: RegisterLoader) -> ReplicatedSource:
@@ -455,7 +455,7 @@ class LoaderManager:
         if self._outermost is None or not self._outermost.is_open:
             self._outermost = loader
         if loader is self._outermost:
-            self.observer.on_draw()
+            self.observer.before_draw()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> DrawnBatch:
         self.has_data = real

@@ -91,7 +91,7 @@ class ShardedLoader:
     Args:
         loader: any iterable of batches.
         control: how the workers agree on the number of batches.
-        drawn: called with each batch.
+        on_batch: called with each batch.
         put_back: called with the last batches of a loop that was left early, before the next loop begins.
         seed: of the permutation.
         together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
@@ -105,12 +105,12 @@ class ShardedLoader:
         loader: Iterable[Any],
         *,
         control: ControlGroup,
-        drawn: OnBatch,
+        on_batch: OnBatch,
         put_back: PutBack,
         seed: int = 0,
         together: bool = True,
     ) -> None:
-        self._control, self._drawn, self._put_back = control, drawn, put_back
+        self._control, self._on_batch, self._put_back = control, on_batch, put_back
         self._left: tuple[DrawnBatch, ...] = ()  # the last batches of a loop that was left early
         self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
@@ -296,7 +296,7 @@ class ShardedLoader:
                 self._compare_first(last)
             weight = self._weight(last, real, relative_size(epoch_sizes, index, self._place))
             samples = samples_in(last) if real else 0
-            draw = self._drawn(real=real, source=who.index(True), samples=samples, weight=weight)
+            draw = self._on_batch(real=real, source=who.index(True), samples=samples, weight=weight)
             index += 1
             yield last, draw
 

@@ -235,7 +235,7 @@ class WorkerSession:
             self._watch, context.rank, context.timeout, members, self._environment.worker_pids
         )
         if group is not None:
-            group.gone, group.changed = self._witness.gone, self._go_on_without
+            group.gone, group.on_change = self._witness.gone, self._go_on_without
             context.launcher.note_survival(True)
 
     def _put_together(self, plan: Plan) -> None:

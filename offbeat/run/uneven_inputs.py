@@ -86,10 +86,10 @@ class UnevenInputs:
         try:
             for number, one in enumerate(together):
                 one.accounting.requests_vote = False
-                one.accounting.asks = lambda model=number: self._ask(model)
+                one.accounting.before_exchange = lambda model=number: self._ask(model)
             yield
             for one in together:
-                one.accounting.asks = None
+                one.accounting.before_exchange = None
                 one.accounting.absent = float(divides_by_all)
             self._follow(together)
             if self._is_uneven:
@@ -97,7 +97,7 @@ class UnevenInputs:
         finally:
             self.is_open = False
             for one in together:
-                one.accounting.asks = one.accounting.absent = None
+                one.accounting.before_exchange = one.accounting.absent = None
                 one.accounting.source = 0
 
     def _follow(self, together: Sequence[SwitchableSync]) -> None:
