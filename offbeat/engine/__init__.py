@@ -22,7 +22,8 @@
   alone
 * `nonfinite` - NaN and Inf where other workers go on without them; `worker_questions` - who is at another batch, whose
   gradient is NaN
-* `control_group` - collective questions beside the data's path: are we the same, who has data
+* `control_group` - collective questions beside the data's path: are we the same, who has data; `rank_bits` - who, as
+  numbers that can be added up
 * `plan_vote` - how workers without a server come to another plan; `step_times` - how long each worker computes, told in
   the trailers of exchanges
 * `join` - how workers come to a job without a server; `state_transfer` - what they are handed

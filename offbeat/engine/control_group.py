@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine.rank_bits import bit_of, ranks_in
 from offbeat.errors import DisagreementError
 from offbeat.payload import Gather, GatheredPart, Sum, Total
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_TEXT_BYTES = 64 << 20
 _NUMBERS = 2
+_BITS = 52  # of an exact integer in float64
 # The square of a question's number, summed over 4096 workers, is exact in float64.
 _QUESTIONS = 1 << 20
 
@@ -96,6 +98,30 @@ class ControlGroup:
         """
         self.sum(question)
         return self._gather(question, text)
+
+    def ranks_that(self, question: str, flag: bool) -> tuple[int, ...]:
+        """The ranks of the workers whose `flag` is set, in their order. Collective.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        return tuple(self.numbers_of(question, 0 if flag else None))
+
+    def numbers_of(self, question: str, number: int | None) -> dict[int, int]:
+        """The `number` of each worker that brings one, by rank, in their order; all bring the same. Collective.
+
+        In a group that keeps its workers one sum says who does, and what: of different numbers it gives the mean.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        if self._members is not None or self.world > _BITS:
+            texts = self.texts(question, "" if number is None else str(number))
+            return {rank: int(text) for rank, text in texts.items() if text}
+        mine: tuple[float, ...] = (0.0, 0.0) if number is None else (*bit_of(self.rank, _BITS), float(number))
+        flags, numbers = self.sum(question, mine)
+        ranks = ranks_in((flags,), _BITS)
+        return {rank: int(numbers) // len(ranks) for rank in ranks}
 
     def check_equal(self, what: str, text: str, advice: str) -> None:
         """Compare `text` between all ranks, line by line. Collective.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine.rank_bits import bit_of, ranks_in
 from offbeat.engine.server_launch import addresses_of, beside_workers, start_beside
 from offbeat.engine.sync_point import SyncPoint
 from offbeat.errors import ModelError, OffbeatError, PlanError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from offbeat.wire.session import Receiver
 
 _FIRST_PATIENCE = timedelta(seconds=20)
-_BITS = 32  # of a float that is a set of ranks
+_BITS = 32  # of each number that says which ranks
 _log = logging.getLogger("offbeat")
 
 
@@ -143,6 +144,23 @@ class ServerSession:
         waiter.wait(asked, WaitContext(question, through_server=True))
         return asked.numbers
 
+    def ranks_that(
+        self, question: str, flag: bool, waiter: BlockingWait, *, awaited: str = "", refresh: bool = False
+    ) -> tuple[int, ...]:
+        """The ranks of the workers that are there whose `flag` is set, in order. Collective.
+
+        Args:
+            awaited: what is waited for, in words, if that is not the question.
+            refresh: take the newest parameters of all models, too.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(question, bit_of(self.client.rank, _BITS) if flag else (), refresh=refresh)
+        waiter.wait(asked, WaitContext(awaited or question, through_server=True))
+        return ranks_in(asked.numbers, _BITS)
+
     def settle(self, waiter: BlockingWait) -> None:
         """Wait until all workers are here, and take the newest parameters of all models. Collective.
 
@@ -213,11 +231,7 @@ class ServerSession:
         Raises:
             NetworkError: if the server is gone.
         """
-        place, bit = divmod(self.client.rank, _BITS)
-        asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, WaitContext("all workers to leave the server", through_server=True))
-        sums = [int(number) for number in asked.numbers]
-        return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
+        return self.ranks_that(LEAVING, True, waiter, awaited="all workers to leave the server", refresh=True)
 
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""

@@ -34,7 +34,6 @@ _log = logging.getLogger("offbeat")
 _END = object()
 MOST_LEFT = 1 << 12  # batches of a loop that was left early, from which nothing was computed
 _MOST_WORKERS = 1 << 16
-_MOST_BITS = 52  # of an exact integer in float64
 
 
 class OnBatch(Protocol):
@@ -280,8 +279,11 @@ class ShardedLoader:
         while True:
             batch = next(batches, _END)
             real = batch is not _END
-            who = [one.length > index for one in epoch_sizes] if epoch_sizes else self._who_has_data(real)
-            if not any(who):
+            if epoch_sizes:
+                who = tuple(place for place, one in enumerate(epoch_sizes) if one.length > index)
+            else:
+                who = self._who_has_data(real)
+            if not who:
                 if real:
                     raise ModelError(
                         f"The loader of rank {self._control.rank} gave more batches than its len() of {index}; "
@@ -296,7 +298,7 @@ class ShardedLoader:
                 self._compare_first(last)
             weight = self._weight(last, real, relative_size(epoch_sizes, index, self._place))
             samples = samples_in(last) if real else 0
-            draw = self._on_batch(real=real, source=who.index(True), samples=samples, weight=weight)
+            draw = self._on_batch(real=real, source=min(who), samples=samples, weight=weight)
             index += 1
             yield last, draw
 
@@ -344,15 +346,11 @@ class ShardedLoader:
         self._agreed = epoch_sizes if all(one.length >= 0 for one in epoch_sizes) else []
         return self._agreed
 
-    def _who_has_data(self, mine: bool) -> list[bool]:
-        world, question = self._control.world, "the agreement on who has data"
+    def _who_has_data(self, mine: bool) -> tuple[int, ...]:
+        """The ranks of the workers that have a batch; of one that goes alone 0. Collective, unless it does."""
         if self._apart or self._goes_alone:
-            return [mine]
-        if world > _MOST_BITS:
-            texts = self._control.texts(question, str(int(mine)))
-            return [texts.get(rank) == "1" for rank in range(world)]
-        (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
-        return [bool(int(flags) >> rank & 1) for rank in range(world)]
+            return (0,) if mine else ()
+        return self._control.ranks_that("the agreement on who has data", mine)
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _QUESTION = "who has inputs, within join()"
-_MOST_BITS = 52  # of an exact integer in float64
 
 
 class UnevenInputs:
@@ -51,7 +50,7 @@ class UnevenInputs:
 
     def __init__(self, context: WorkerContext, models: ModelRegistry) -> None:
         self._control, self._history, self._log = context.control, context.history, context.log
-        self._models, self._is_elastic = models, context.group is not None
+        self._models = models
         self.is_open = self._has_told = False
         self._divides_by_all = self._raises = False
         self._present: tuple[int, ...] = ()  # ranks that had a gradient in the last exchange
@@ -126,7 +125,8 @@ class UnevenInputs:
         Args:
             model: of which this worker has one, or None.
         """
-        said = self._said(model)
+        # The models' numbers are the same if all make their steps in the same order.
+        said = self._control.numbers_of(_QUESTION, model)
         if not said:
             return None
         self._present, present = tuple(said), next(iter(said.values()))
@@ -140,17 +140,6 @@ class UnevenInputs:
             self._is_uneven = True
             self._tell_of(done)
         return present
-
-    def _said(self, model: int | None) -> dict[int, int]:
-        control = self._control
-        if self._is_elastic or control.world > _MOST_BITS:
-            texts = control.texts(_QUESTION, "" if model is None else str(model))
-            return {rank: int(text) for rank, text in texts.items() if text}
-        # The models' numbers are added: they are the same if all make their steps in the same order.
-        mine = (0.0, 0.0) if model is None else (float(1 << control.rank), float(model))
-        flags, numbers = control.sum(_QUESTION, mine)
-        ranks = [rank for rank in range(control.world) if int(flags) >> rank & 1]
-        return {rank: int(numbers) // len(ranks) for rank in ranks}
 
     def _tell_of(self, done: Sequence[int]) -> None:
         ranks = f"Rank {', '.join(map(str, done))} {'is' if len(done) == 1 else 'are'} done"
