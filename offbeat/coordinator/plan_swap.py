@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.control import swap_sentence
 from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
 from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
@@ -258,21 +259,14 @@ class PlanSwaps:
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
-        text = f"{short_name(new.sync)} decides when workers may go on"
-        if border is not None:
-            text += ", once all have left the server, which none has reached yet"
-        text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
-        text += f": {reason}" if reason else ""
+        until = "" if border is None else ", once all have left the server, which none has reached yet"
+        notes = []
         if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
-            text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
+            notes.append("each worker's own optimizer begins with what the server's has gathered, such as momentum")
         if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
-            text += "; the server's optimizer resumes from its own earlier state, not from the workers'"
-        if old.controller is not None and new.controller != old.controller:
-            text += f"; {short_name(old.controller)} has let go of it"
-        if new.controller is not None and new.controller != old.controller:
-            text += f"; {short_name(new.controller)} swaps it from now on"
+            notes.append("the server's optimizer resumes from its own earlier state, not from the workers'")
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
-        text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
+        text = swap_sentence(old, new, until=until, reason=reason, notes=notes, agreed=agreed)
         self._adopted(new, AdoptPlan(plan, count, text, border), by)
         return text
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from offbeat.control import RoundController
+from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
 from offbeat.fabric import Served
@@ -274,17 +274,8 @@ class PlanManager:
         self.adopt(plan, by_controller=bool(reason))
         new, old = short_name(plan.fabric), short_name(before.fabric)
         where = "" if plan.fabric == before.fabric else f", on {new}, not {old} any more"
-        policy = "" if plan.sync == before.sync else f", not {short_name(before.sync)} any more"
-        why = f": {reason}" if reason else ""
-        if before.controller is not None and plan.controller != before.controller:
-            why += f"; {short_name(before.controller)} has let go of it"
-        if plan.controller is not None and plan.controller != before.controller:
-            why += f"; {short_name(plan.controller)} swaps it from now on"
-        text = (
-            f"From step {self._models.step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}"
-            f"{why} (plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
-            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
-        )
+        since, took_ms = f"From step {self._models.step} on ", 1000 * (self._clock.now_s() - began_s)
+        text = swap_sentence(before, plan, since=since, where=where, reason=reason, took=f"; it took {took_ms:.0f} ms")
         self._tell(text)
         return text
 
