@@ -37,7 +37,7 @@
 """
 
 from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
-from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.buffers import Buffers
 from offbeat.engine.control_group import ControlGroup
 from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
@@ -70,7 +70,6 @@ __all__ = [
     "Synchronizer",
     "addresses_of",
     "connect",
-    "distinct",
     "hand_over",
     "happenings",
     "ignored_names",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.diagnosis.wait import WaitContext
-from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.buffers import Buffers
 from offbeat.engine.communicator import Communicator
-from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.local_sgd_server import ServerAverager
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.server_sync import ServerSync
 from offbeat.engine.state_average import average_states
@@ -117,13 +117,8 @@ class SynchronizerFactory:
         """Give every rank rank 0's parameters (frozen ones too) and buffers. Collective."""
         if self._context.control.world == 1:
             return
-        ignored = ignored_names(one.model)
-        named = [*one.model.named_parameters(), *one.model.named_buffers()]
         with torch.no_grad():
-            for name, tensor in named:
-                if name in ignored or not tensor.numel():
-                    continue
-                own = distinct(tensor.detach())
+            for name, own in tensors_of(one.model):
                 whole = own.contiguous()
                 self._context.waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
                 if whole.data_ptr() != own.data_ptr():

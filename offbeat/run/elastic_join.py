@@ -21,14 +21,15 @@ import xxhash
 
 from offbeat.diagnosis.explain import END_OF_RUN
 from offbeat.diagnosis.wait import WaitContext
-from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier, distinct, hand_over, ignored_names
+from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier, hand_over
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import PeerError
 from offbeat.plan import Plan
 from offbeat.tensors import bytes_of
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -213,11 +214,3 @@ class ElasticJoin:
         if mine is None and said not in texts.values():
             raise PeerError("Cannot join: this worker's parameters are those of no worker of the job. Start it again.")
         return state
-
-
-def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is the same on all workers, by name: parameters, frozen ones too, and buffers."""
-    ignored = ignored_names(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name not in ignored and tensor.numel():
-            yield name, distinct(tensor.detach())

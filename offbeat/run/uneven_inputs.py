@@ -21,8 +21,8 @@ import torch
 
 from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.run.elastic_join import tensors_of
 from offbeat.sync import LocalSGD
 
 if TYPE_CHECKING:
