@@ -185,5 +185,5 @@ class HistoryRecorder:
     def _digest_of(tensors: Iterable[torch.Tensor]) -> int:
         digest = xxhash.xxh3_64()
         for tensor in tensors:
-            digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))
+            digest.update(bytes_of(tensor.detach().cpu()))
         return digest.intdigest()

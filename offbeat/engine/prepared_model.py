@@ -68,14 +68,14 @@ class PreparedModel:
     def digests(self) -> list[str]:
         """Each parameter's name, and a digest of its values."""
         return [
-            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu().contiguous().reshape(-1)))}"
+            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu()))}"
             for name, parameter in self.parameters.items()
         ]
 
     def digests_gathered(self) -> list[str]:
         """The digests of the optimizer's state here: parameter, key, and a digest of the values."""
         return [
-            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
+            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value))}"
             for name, states in self.gathered().items()
             for key, value in states.items()
         ]

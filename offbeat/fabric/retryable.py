@@ -19,6 +19,7 @@ import torch.distributed as dist
 from offbeat.errors import PeerError
 from offbeat.fabric.process_group import GatherWorks, Works
 from offbeat.payload import Gather, GatheredPart, Reply, Sum, Total
+from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +162,7 @@ class RetryableAllReduce(RetryableOp):
         return Works([group.allreduce([memory])], lambda: Total(memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
-        return GatherHeader(self._workers), _bytes_of(self._memory)
+        return GatherHeader(self._workers), bytes(bytes_of(self._memory))
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, self._tensor.dtype, (self._numel,))
@@ -205,7 +206,7 @@ class RetryableAllGather(RetryableOp):
     def _pack(self) -> tuple[GatherHeader, bytes]:
         found = self._found()
         shapes = tuple(tuple(tuple(tensor.shape) for tensor in one.tensors) for one in found)
-        return GatherHeader(self._workers, shapes), b"".join(_bytes_of(t) for one in found for t in one.tensors)
+        return GatherHeader(self._workers, shapes), b"".join(bytes_of(t) for one in found for t in one.tensors)
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._works, self._contributions = None, []
@@ -251,7 +252,7 @@ class RetryableBroadcast(RetryableOp):
         return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
-        return GatherHeader(self._workers), _bytes_of(self._memory)
+        return GatherHeader(self._workers), bytes(bytes_of(self._memory))
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, torch.uint8, self._bytes.shape)
@@ -291,7 +292,7 @@ class ReplayBroadcast:
 
     @property
     def data(self) -> bytes:
-        return _bytes_of(self._bytes)
+        return bytes(bytes_of(self._bytes))
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> Any:
@@ -299,11 +300,6 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> An
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     return group.broadcast([tensor], options)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _tensor_of(elements: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

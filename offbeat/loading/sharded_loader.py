@@ -24,6 +24,7 @@ from offbeat.engine import samples_in, state_checks
 from offbeat.errors import ModelError
 from offbeat.loading.epoch_size import EpochSize, epoch_size_of, relative_size
 from offbeat.rng import LoopRng
+from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -441,7 +442,7 @@ def _fingerprint(batch: Any) -> str:
     """The fingerprint of the values in a batch; "" if there is no tensor."""
     tensors = [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)
     digest = hashlib.sha256()
-    found = [t.detach().cpu().contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+    found = [t.detach().cpu() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
     for tensor in found:
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest() if found else ""

@@ -207,7 +207,7 @@ class ElasticJoin:
         digest = xxhash.xxh3_64()
         for model in self._models.modules:
             for _, tensor in tensors_of(model):
-                digest.update(bytes_of(tensor.contiguous().reshape(-1)))
+                digest.update(bytes_of(tensor))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
         texts = self._control.texts("the comparison with new workers", "" if mine is None else said)
