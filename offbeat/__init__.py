@@ -16,7 +16,8 @@ Beside them stand the nouns that rooms share:
 * a cluster: `topology` - hosts and links; `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` -
   faults
 * a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
-* text and files: `toml_reader`, `safe_read` - what may be damaged; `short_name` - of a part; `float_sum` - exact sums
+* text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
+  of a part; `float_sum` - exact sums
 
 Names are loaded when they are first used, so that the parts that need no torch (the wire, the command line) start fast.
 """

@@ -6,7 +6,6 @@ import collections
 import functools
 import json
 import logging
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.plan import Plan
 from offbeat.protocol.checkpoints import LOADING
 from offbeat.protocol.plan_swap import LEAVING
+from offbeat.safe_write import write_whole
 from offbeat.server.client.client import Client
 from offbeat.short_name import short_name
 
@@ -355,12 +355,8 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: ShardSettings
 
 def leave_file(path: Path, about: Mapping[str, Any]) -> None:
     """Write down how a job can be looked at, as JSON, for this user only: a secret is in it."""
-    part = path.with_suffix(".part")
     try:
-        # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(about, file, indent=1)
-        part.replace(path)
+        # Whole: who looks may come at any moment.
+        write_whole(path, json.dumps(about, indent=1).encode(), mode=0o600)
     except OSError as error:  # a full disk is no reason to end the run
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)
