@@ -42,7 +42,20 @@ from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, check_spec
-from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin, TakesTurns, check_workers
+from offbeat.sync import (
+    ASP,
+    BSP,
+    DSSP,
+    SSP,
+    Hybrid,
+    KSync,
+    LocalSGD,
+    Policy,
+    RoundRobin,
+    StepsLocally,
+    TakesTurns,
+    check_workers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -104,7 +117,7 @@ class Plan:
         for f in dataclasses.fields(self):
             toml_reader.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
         check_spec(self.fabric)
-        local = isinstance(self.sync, LocalSGD)
+        local = isinstance(self.sync, StepsLocally)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
                 f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, which only LocalSGD can "

@@ -18,7 +18,7 @@ from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
 from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
 from offbeat.short_name import short_name
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -261,9 +261,9 @@ class PlanSwaps:
         assert old is not None
         until = "" if border is None else ", once all have left the server, which none has reached yet"
         notes = []
-        if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+        if border is None and isinstance(new.sync, StepsLocally) and not isinstance(old.sync, StepsLocally):
             notes.append("each worker's own optimizer begins with what the server's has gathered, such as momentum")
-        if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
+        if isinstance(old.sync, StepsLocally) and (border is not None or not isinstance(new.sync, StepsLocally)):
             notes.append("the server's optimizer resumes from its own earlier state, not from the workers'")
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
         text = swap_sentence(old, new, until=until, reason=reason, notes=notes, agreed=agreed)

@@ -23,7 +23,7 @@ from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class UnevenInputs:
             return
         together = self._models.together
         for one in together:
-            if isinstance(policy := one.plan.sync, LocalSGD):
+            if isinstance(policy := one.plan.sync, StepsLocally):
                 raise PlanError(
                     f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "
                     "cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."

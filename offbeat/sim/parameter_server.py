@@ -63,7 +63,7 @@ from offbeat.sim.sim_plan import SimPlan
 from offbeat.sim.timeline import Timeline
 from offbeat.sim.transfers import SimulatedTransfers
 from offbeat.sim.worker import SimWorker
-from offbeat.sync import Apply, LocalSGD, Pushed, PushEnding
+from offbeat.sync import Apply, Pushed, PushEnding, StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -161,11 +161,11 @@ class SimulatedServer:
         if not worker.left:
             return
         before, policy = worker.policy, self._policy
-        if before != policy and not isinstance(before, LocalSGD):
+        if before != policy and not isinstance(before, StepsLocally):
             self._goes_over(worker, policy)
         what = worker.policy.contributes(worker.own_step)
         worker.own_step, worker.alone = worker.own_step + 1, worker.alone + 1
-        if before != policy and isinstance(before, LocalSGD):
+        if before != policy and isinstance(before, StepsLocally):
             what = what or "change"  # it brings what it has
             self._goes_over(worker, policy, brings=1)
         if what is None:
@@ -182,7 +182,7 @@ class SimulatedServer:
         member = self._members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy
-        worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
+        worker.own_step = policy.step_of(number) if isinstance(policy, StepsLocally) else number
 
     def _bring(self, worker: SimWorker) -> None:
         back_s = max(self._troubles.back_s(rank, self.now_s) for rank in (worker.rank, SERVER))
