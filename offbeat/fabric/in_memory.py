@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric.fabric import BindContext, Offers
-from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
+from offbeat.payload import Gather, GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -143,10 +143,11 @@ def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
     ordered = [brought[rank] for rank in sorted(brought)]
     sources = {source for source, _ in ordered}
     sums = [payload for _, payload in ordered if isinstance(payload, Sum)]
-    if len(sources) > 1 or len(sums) not in (0, len(ordered)):
+    gathers = {rank: payload for rank, (_, payload) in sorted(brought.items()) if isinstance(payload, Gather)}
+    if len(sources) > 1 or (sums and gathers):
         raise DisagreementError(f"The workers issued different operations in one exchange: {ordered}.")
-    if not sums:
-        return [GatheredPart(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
+    if gathers:
+        return [GatheredPart(rank, tuple(t.clone() for t in gather.tensors)) for rank, gather in gathers.items()]
     (source,) = sources
     if source >= 0:
         return Total(sums[source].tensor.clone())

@@ -42,6 +42,12 @@ class EpochSize:
         return cls(length, samples, batch)
 
 
+def dataset_size(loader: DataLoader[Any]) -> int:
+    """The number of samples in the dataset of a loader; it has a length."""
+    dataset: Any = loader.dataset
+    return len(dataset)
+
+
 def epoch_size_of(loader: Iterable[Any]) -> EpochSize:
     """Ask `loader` for the size of its next epoch."""
     if not isinstance(loader, Sized):

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
+from offbeat.loading.epoch_size import dataset_size
 from offbeat.loading.replicated_source import ReplicatedSource
 from offbeat.loading.sharded_loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 from offbeat.rng import LoopRng
@@ -229,7 +230,7 @@ def drops_last(loader: DataLoader[Any]) -> bool:
         ModelError: if there would be no other.
     """
     size, drops = batching_of(loader)
-    count = len(loader.dataset)  # type: ignore[arg-type]
+    count = dataset_size(loader)
     if drops and size is not None and count < size:
         raise ModelError(
             f"Cannot prepare a loader without batches: {count} samples are fewer than a batch of {size}, and with "

@@ -14,6 +14,7 @@ from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import BatchCounts, DrawnBatch, state_checks
 from offbeat.errors import ModelError
 from offbeat.loading import position
+from offbeat.loading.epoch_size import dataset_size
 from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loading.loader_check import LoaderCheck
 from offbeat.loading.replicated_source import BatchSizes, ReplicatedSource, Timing
@@ -320,7 +321,7 @@ class LoaderManager:
             loader=len(self.loaders),
             plan=self._plan.to_toml(),
             world=self._began_with,
-            samples=len(loader.dataset),  # type: ignore[arg-type]
+            samples=dataset_size(loader),
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
             drop_last=drops_last(loader),

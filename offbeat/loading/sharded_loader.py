@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from offbeat.engine import samples_in, state_checks
 from offbeat.errors import ModelError
-from offbeat.loading.epoch_size import EpochSize, epoch_size_of, relative_size
+from offbeat.loading.epoch_size import EpochSize, dataset_size, epoch_size_of, relative_size
 from offbeat.rng import LoopRng
 from offbeat.tensors import bytes_of
 
@@ -362,7 +362,7 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
     if world == 1 or (own := sampler_of(loader)) is None:
         return loader
     assert isinstance(loader, DataLoader)
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size = dataset_size(loader)
     if size < world:
         raise ModelError(
             f"Cannot split {size} samples among {world} workers: each needs at least one. Use fewer workers."
@@ -399,7 +399,7 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
             "or none."
         )
     assert isinstance(own, RandomSampler | SequentialSampler)
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size = dataset_size(loader)
     if len(own) != size or getattr(own, "replacement", False):
         how = "with replacement" if getattr(own, "replacement", False) else f"{len(own)} of {size}"
         raise ModelError(
