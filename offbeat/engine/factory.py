@@ -83,9 +83,9 @@ class SynchronizerFactory:
         Raises:
             ModelError: if the server's copy of the optimizer cannot go on from what theirs have gathered.
         """
-        synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
+        synchronizer.adopt(dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None))
         gradients = ServerSync(one, plan, server, self._context, synchronizer.accounting)
-        gradients.plan = synchronizer.plan
+        gradients.adopt(synchronizer.plan)
         try:
             gradients.begin_with(synchronizer.step, one.gathered())
         except OffbeatError:

@@ -109,8 +109,8 @@ class Reducer:
         """The one that it goes by."""
         return self._plan
 
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on; on all workers at the same place, since buckets may be laid out anew."""
         self._plan = plan
         self._tell_times(self.times.ranks)
 

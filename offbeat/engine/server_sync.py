@@ -107,6 +107,10 @@ class ServerSync:
 
     # -- called by the front end ---------------------------------------------------------------------------------
 
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on."""
+        self.plan = plan
+
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins."""
         self._context.metrics.forward(inputs)

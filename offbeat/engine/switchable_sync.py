@@ -159,14 +159,17 @@ class SwitchableSync:
 
     @property
     def plan(self) -> Plan:
-        """The one that it goes by; another one is set where all are where it may be (see above)."""
+        """The one that it goes by."""
         return self._plan
 
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self._plan = self._gradients.plan = plan
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on, where all may go over to it (see above). Collective where exchanges are: behind
+        local steps all average.
+        """
+        self._plan = plan
+        self._gradients.adopt(plan)
         if self._local is not None and not self._is_to_end:
-            self._local.plan = plan
+            self._local.adopt(plan)
         if not self.is_collective:
             return
         if self._local is not None and self._is_to_end:
@@ -284,7 +287,8 @@ class SwitchableSync:
         Args:
             plan: that holds there.
         """
-        self._plan = self._gradients.plan = plan
+        self._plan = plan
+        self._gradients.adopt(plan)
         self._gradients.ranks = int(state["ranks"])
         self.accounting.stamp = int(state["stamp"])
         self._begin()

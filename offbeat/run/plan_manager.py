@@ -145,7 +145,7 @@ class PlanManager:
             self._context.metrics.event("swap", plans.notices.popleft(), self._models.step, plan=plan.to_toml())
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
-        """Go by it from now on."""
+        """Go by it from now on. Collective where exchanges are: see `SwitchableSync.adopt`."""
         if plan.controller != self.plan.controller:
             self._controller.replaced()
         if plan.sync != self.plan.sync:
@@ -154,7 +154,7 @@ class PlanManager:
         if self.server is None:
             self._context.history.record_plan(plan)
         for synchronizer in self._models.synchronizers:
-            synchronizer.plan = plan
+            synchronizer.adopt(plan)
 
     def wants_vote(self, *, looks: bool, step_times: Mapping[int, Sequence[float]] | None = None) -> bool:
         """Whether this worker, which has no server, wants all to confer behind their next exchange.
