@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from offbeat.coordinator.instructions import Timer
     from offbeat.plan import Plan
     from offbeat.protocol.messages import Decision, ToWorker
-    from offbeat.sim.compute_times import ComputeTimes
+    from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.links import Links
     from offbeat.sim.worker import PendingUpdate
     from offbeat.sync import Member, Policy

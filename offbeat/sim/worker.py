@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.batching import Lease
-    from offbeat.sim.compute_times import ComputeTimes
+    from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.flows import Flow
     from offbeat.sync import Policy, Push
 
