@@ -11,12 +11,14 @@ A run goes by its `plan`, made of parts: when workers may go on (`sync`), what i
 
 Beside them stand the nouns that rooms share:
 
-* a model: `layout` - parameters in flat buckets; `tensors` - as bytes; `payload` - what is exchanged; `pending` - an
-  exchange under way; `rng` - random generators; `model_profiles` - sizes of well-known networks
+* a model: `layout` - parameters in flat buckets; `tensors` - as bytes, and dtypes by name; `payload` - what is
+  exchanged; `pending` - an exchange under way; `rng` - random generators; `model_profiles` - sizes of well-known
+  networks
 * a cluster: `topology` - hosts and links; `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` -
   faults
 * a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
-* text and files: `toml_reader`, `safe_read` - what may be damaged; `short_name` - of a part; `float_sum` - exact sums
+* text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
+  of a part; `float_sum` - exact sums
 
 Names are loaded when they are first used, so that the parts that need no torch (the wire, the command line) start fast.
 """

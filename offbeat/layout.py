@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.tensors import dtype_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -83,7 +85,7 @@ class Layout:
     def describe(self) -> str:
         """One line per parameter, in order of issue: what two workers must have in common."""
         lines = [
-            f"{slot.name} {list(slot.shape)} {str(bucket.dtype).removeprefix('torch.')} bucket {bucket.index}"
+            f"{slot.name} {list(slot.shape)} {dtype_name(bucket.dtype)} bucket {bucket.index}"
             for bucket in self.buckets
             for slot in bucket.slots
         ]

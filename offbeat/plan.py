@@ -41,8 +41,21 @@ from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
-from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Switch, check_spec
-from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin, TakesTurns, check_workers
+from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.sync import (
+    ASP,
+    BSP,
+    DSSP,
+    SSP,
+    Hybrid,
+    KSync,
+    LocalSGD,
+    Policy,
+    RoundRobin,
+    StepsLocally,
+    TakesTurns,
+    check_workers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -104,7 +117,7 @@ class Plan:
         for f in dataclasses.fields(self):
             toml_reader.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
         check_spec(self.fabric)
-        local = isinstance(self.sync, LocalSGD)
+        local = isinstance(self.sync, StepsLocally)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
                 f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, which only LocalSGD can "
@@ -117,7 +130,7 @@ class Plan:
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
-        if isinstance(self.fabric, ParameterServer) and self.fabric.collocated and self._takes_single_turns:
+        if isinstance(self.fabric, Served) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
                 "of the shards beside them, would be idle. Use slots=, as many as there are workers or a little less, "
@@ -245,8 +258,8 @@ class Plan:
         return self.fabric.offers.holds == "server"
 
     @property
-    def outlives(self) -> bool:
-        """Whether the others go on without a worker that is lost, and without a server."""
+    def has_elastic_group(self) -> bool:
+        """Whether there is no server, and the others go on without a worker that is lost."""
         return self.fabric.offers.elastic and not self.is_served
 
     @property

@@ -51,6 +51,7 @@ NOUNS = {
     "pending",
     "rng",
     "safe_read",
+    "safe_write",
     "short_name",
     "straggler_model",
     "tensors",

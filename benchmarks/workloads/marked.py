@@ -163,7 +163,7 @@ def _held(run: offbeat.Run, module: Marked, done: int, began: int, loss: float, 
     server, seen = run._session.server, []
     if server is not None:
         look = server.client.look()
-        run._session.waiter.wait(look, WaitContext("a look at the server", outlives=True))
+        run._session.waiter.wait(look, WaitContext("a look at the server", through_server=True))
         seen = [msgspec.to_builtins(one) for one in look.model_statuses[0].workers]
     return Held(
         rank=run.rank,

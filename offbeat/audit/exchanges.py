@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from offbeat.audit.findings import AuditResult
@@ -89,7 +89,7 @@ def _check_lead(history: WorkerHistory, result: AuditResult) -> None:
             result.releases += 1
         if policy is None or place not in exchanged:
             continue
-        bound = policy.every - 1 if isinstance(policy, LocalSGD) else 0
+        bound = policy.every - 1 if isinstance(policy, StepsLocally) else 0
         lead = has.step - exchanged[place]
         result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, bound)
         if lead > bound:

@@ -22,7 +22,7 @@ from offbeat.history import (
     WorkersAdmitted,
 )
 from offbeat.plan import Plan
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -163,7 +163,7 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
         else:
             policy = history.policy(index)
             # From which step on a policy counts is not recorded; whether a step ended with an average is.
-            if policy is None or (isinstance(policy, LocalSGD) and not has.weights):
+            if policy is None or (isinstance(policy, StepsLocally) and not has.weights):
                 continue
             step = (has.model, has.step, history.loaded(index))
             times[step] += 1  # the optimizer may step twice between two exchanges

@@ -116,7 +116,7 @@ class Launch:
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
-        self._outlives = Path()  # exists once the job goes on without a worker that is lost
+        self._survival_file = Path()  # exists once the job goes on without a worker that is lost
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
         self._reported: set[int] = set()
@@ -127,7 +127,7 @@ class Launch:
         previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         # What looks after a shard may still write there when all is over.
         with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as private:
-            self._outlives, self._ended = Path(private) / "outlives", Path(private) / "ended"
+            self._survival_file, self._ended = Path(private) / "outlives", Path(private) / "ended"
             notes = Path(private) / "shards"
             notes.mkdir()
             # By which what is below this process ends with it, and is known to it.
@@ -188,7 +188,7 @@ class Launch:
             "LOCAL_WORLD_SIZE": str(job.workers),
             # The workers meet through a file: torch's TCPStore would listen on every interface.
             "OFFBEAT_STORE": str(job.store or private / "store"),
-            "OFFBEAT_OUTLIVES": str(self._outlives),
+            "OFFBEAT_OUTLIVES": str(self._survival_file),
             "OFFBEAT_WORKERS": str(private / "workers.json"),
             "OFFBEAT_ENDED": str(self._ended),
             "MASTER_ADDR": "127.0.0.1",
@@ -254,7 +254,7 @@ class Launch:
                         self._record("killed", f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
             failed = [w for w in self._workers if w.code not in (None, 0, UNPREPARED)]
             all_ended = self._is_over()
-            if failed and self._outlives.exists() and (not all_ended or len(failed) < len(self._workers)):
+            if failed and self._survival_file.exists() and (not all_ended or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
                 failed = []
             if failed and (all_ended or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S):

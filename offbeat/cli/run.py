@@ -121,7 +121,7 @@ def run(
         joining=joining,
         history=folder.resolve() / "history" if history else None if joining is None else joining.history,
         hash_every=hash_every,
-        store=_store(folder.resolve()) if chosen.outlives and joining is None else None,
+        store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

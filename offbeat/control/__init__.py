@@ -7,6 +7,7 @@ A person swaps the policy with `run.swap` or `offbeat swap`; a controller does i
 * `round_metrics` - what it is told without one, kept from how long each worker computed between two exchanges
 * `round_controller` - asks the controller where there is no server, as `offbeat.coordinator` does with one
 * `metrics_history` - what both keep: readings, swaps, and the pace under each policy
+* `swap_sentence` - what people are told of a swap
 * `threshold` - looser while workers wait for each other, tighter again when they would not
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
 
@@ -19,6 +20,7 @@ from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace
 from offbeat.control.event_metrics import EventMetrics
 from offbeat.control.round_controller import RoundController
 from offbeat.control.round_metrics import RoundMetrics
+from offbeat.control.swap_sentence import swap_sentence
 from offbeat.control.threshold import WaitThreshold
 
 __all__ = [
@@ -34,4 +36,5 @@ __all__ = [
     "RoundMetrics",
     "Swap",
     "WaitThreshold",
+    "swap_sentence",
 ]

@@ -25,7 +25,7 @@ class DecidingParts(Protocol):
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
         is_served: whether parameters live at a server.
-        outlives: whether the others go on without a worker that is lost, and without a server.
+        has_elastic_group: whether there is no server, and the others go on without a worker that is lost.
         digest: of its TOML.
     """
 
@@ -40,7 +40,7 @@ class DecidingParts(Protocol):
     @property
     def is_served(self) -> bool: ...
     @property
-    def outlives(self) -> bool: ...
+    def has_elastic_group(self) -> bool: ...
     @property
     def digest(self) -> str: ...
     def to_toml(self) -> str: ...

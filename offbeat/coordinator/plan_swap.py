@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.control import swap_sentence
 from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
 from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
 from offbeat.short_name import short_name
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -101,7 +102,7 @@ class PlanSwaps:
                 )
             parts = self.present.swapped(part, whole=whole)
             parts.check_world(len(workers))
-            if not parts.is_served and not parts.outlives and workers != ranks:
+            if not parts.is_served and not parts.has_elastic_group and workers != ranks:
                 there = ", ".join(map(str, sorted(workers)))
                 raise PlanError(
                     f"Cannot leave the server: the workers' process group is of the {len(ranks)} that the job began "
@@ -187,10 +188,10 @@ class PlanSwaps:
         proposal = self._proposal
         if proposal is not None:
             proposal.waiting.discard(worker)
-            if not proposal.parts.is_served and not proposal.parts.outlives and not proposal.refusal:
+            if not proposal.parts.is_served and not proposal.parts.has_elastic_group and not proposal.refusal:
                 proposal.refusal = f"Cannot leave the server: rank {worker} is gone, which all would wait for."
             self._decide()
-        elif self._before is not None and self.present is not None and not self.present.outlives:
+        elif self._before is not None and self.present is not None and not self.present.has_elastic_group:
             reason = f"rank {worker} is gone, so that the others stay at the server"
             before, self._before = self._before, None
             self._adopt(before, before.to_toml(), self.count + 1, "the server", reason)
@@ -258,21 +259,14 @@ class PlanSwaps:
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
-        text = f"{short_name(new.sync)} decides when workers may go on"
-        if border is not None:
-            text += ", once all have left the server, which none has reached yet"
-        text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
-        text += f": {reason}" if reason else ""
-        if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
-            text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
-        if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
-            text += "; the server's optimizer resumes from its own earlier state, not from the workers'"
-        if old.controller is not None and new.controller != old.controller:
-            text += f"; {short_name(old.controller)} has let go of it"
-        if new.controller is not None and new.controller != old.controller:
-            text += f"; {short_name(new.controller)} swaps it from now on"
+        until = "" if border is None else ", once all have left the server, which none has reached yet"
+        notes = []
+        if border is None and isinstance(new.sync, StepsLocally) and not isinstance(old.sync, StepsLocally):
+            notes.append("each worker's own optimizer begins with what the server's has gathered, such as momentum")
+        if isinstance(old.sync, StepsLocally) and (border is not None or not isinstance(new.sync, StepsLocally)):
+            notes.append("the server's optimizer resumes from its own earlier state, not from the workers'")
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
-        text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
+        text = swap_sentence(old, new, until=until, reason=reason, notes=notes, agreed=agreed)
         self._adopted(new, AdoptPlan(plan, count, text, border), by)
         return text
 

@@ -280,11 +280,11 @@ class LocalHubClient:
 
     Args:
         rank: of its worker.
-        outlives: the others may go on when that is lost.
+        stays_without_worker: the hub stays when that is lost, since the others may go on.
     """
 
-    def __init__(self, hub: Hub, rank: int, *, outlives: bool = False) -> None:
-        self._hub, self._rank, self._outlives = hub, rank, outlives
+    def __init__(self, hub: Hub, rank: int, *, stays_without_worker: bool = False) -> None:
+        self._hub, self._rank, self._stays_without_worker = hub, rank, stays_without_worker
         self.report = hub.report
         self.ask = hub.ask_all
 
@@ -296,9 +296,9 @@ class LocalHubClient:
         """Stay until the others have gone as well, or have had time to ask what happened."""
         if well:
             self._hub.leave(self._rank)
-        if not self._outlives:
+        if not self._stays_without_worker:
             self._hub.farewell(self._rank)
         deadline_s = time.monotonic() + _LINGER_S
-        while self._hub.peers and (self._outlives or time.monotonic() < deadline_s):
+        while self._hub.peers and (self._stays_without_worker or time.monotonic() < deadline_s):
             await asyncio.sleep(0.05)
         self._hub.close()

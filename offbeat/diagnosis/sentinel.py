@@ -1,6 +1,6 @@
 """A small process beside each worker that can speak for it when it cannot.
 
-    python -m offbeat.wire SOCKET PAGE STACK      (three file descriptors, inherited from the worker)
+    python -m offbeat.diagnosis SOCKET PAGE STACK      (three file descriptors, inherited from the worker)
 
 The worker may be stopped, hold the GIL in C, or be dead: then no thread of it can answer. The sentinel loads no torch,
 looks at the worker four times a second (its page of last words, and what the kernel says of the process), and tells the
@@ -207,9 +207,10 @@ async def serve(stream: MessageStream, config: Config, page: StatusPage, stack_f
     sentinel = Sentinel(config, page, stack_fd)
     _watch_for_death(config.pid, sentinel.died)
     if config.hub is None:
-        hub = Hub(token=config.token, world=config.world, grows=config.outlives)
+        stays = config.stays_without_worker
+        hub = Hub(token=config.token, world=config.world, grows=stays)
         stream.send(SentinelReady(hub=await hub.serve(config.bind)))
-        host = Duty(stream, sentinel, LocalHubClient(hub, config.rank, outlives=config.outlives))
+        host = Duty(stream, sentinel, LocalHubClient(hub, config.rank, stays_without_worker=stays))
         hub.on_show = host.show
         await host.run()
         return

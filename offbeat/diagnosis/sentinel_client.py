@@ -71,7 +71,7 @@ class SentinelClient:
         hub: str | None,
         bind: str = "127.0.0.1",
         host: str | None = None,
-        outlives: bool = False,
+        stays_without_worker: bool = False,
     ) -> SentinelClient:
         """Start this worker's sentinel.
 
@@ -81,7 +81,7 @@ class SentinelClient:
             hub: "address:port" of rank 0's, or None to open it here (see `SentinelClient.hub` for where).
             bind: address to open it on.
             host: this machine's name, for people.
-            outlives: the hub stays when this worker is lost, as long as another is connected.
+            stays_without_worker: the hub stays when this worker is lost, as long as another is connected.
 
         Raises:
             NetworkError: if the sentinel or the hub cannot be started.
@@ -92,7 +92,7 @@ class SentinelClient:
         stack_fd = _append_only_file()
         root = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", PROGRAM, *map(str, (root, theirs.fileno(), page.fd, stack_fd))]
-        stays = hub is None and outlives
+        stays = hub is None and stays_without_worker
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -107,7 +107,8 @@ class SentinelClient:
         # The kernel prefers the main thread, which shows itself. To walk the frames of another one while that runs is a
         # crash sooner or later: with two busy threads it came within ten signals.
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False, chain=False)
-        config = Config(rank, world, os.getpid(), (host or socket.gethostname())[:256], token, hub, bind, outlives)
+        name = (host or socket.gethostname())[:256]
+        config = Config(rank, world, os.getpid(), name, token, hub, bind, stays_without_worker)
         watch._begin(config)
         return watch
 

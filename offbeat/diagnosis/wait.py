@@ -54,7 +54,8 @@ class WaitContext:
         buckets: how many there are.
         label: the layer names the bucket covers.
         model: of several prepared, which one; from 0.
-        outlives: whether it comes to its end even if another worker never does, because a server stands between.
+        through_server: whether a server stands between, or the store in which the workers met, so that it comes to its
+            end even if another worker never does.
         alone: it is this worker's own, such as starting a process; the others wait for it, and it for none of them.
         starts: `alone`, and it takes as long as a process takes to start.
     """
@@ -65,7 +66,7 @@ class WaitContext:
     buckets: int = 0
     label: str = ""
     model: int = 0
-    outlives: bool = False
+    through_server: bool = False
     alone: bool = False
     starts: bool = False
 
@@ -243,7 +244,7 @@ class BlockingWait:
         if findings.is_on_its_way and is_soon:
             return False
         self._leave(findings)
-        if findings.fatal and not awaited.outlives:
+        if findings.fatal and not awaited.through_server:
             raise WorkerLostError(findings.text)
         self._tell(findings.text)
         return True
@@ -253,7 +254,7 @@ class BlockingWait:
         while True:
             waited_s = self._clock.now_s() - began_s
             findings = self.witness.investigate(awaited, waited_s, self._trouble_of_server(awaited))
-            if findings is not None and findings.fatal and not awaited.outlives:
+            if findings is not None and findings.fatal and not awaited.through_server:
                 self._leave(findings)
                 raise WorkerLostError(findings.text) from error
             if findings is None or self._clock.now_s() - broke_s > _OBITUARY_S:
@@ -262,7 +263,7 @@ class BlockingWait:
             self._clock.sleep(0.1)
 
     def _trouble_of_server(self, awaited: WaitContext) -> str:
-        return self.ask_server() if awaited.outlives else ""
+        return self.ask_server() if awaited.through_server else ""
 
     def _leave(self, findings: StallReport) -> None:
         if self._report_path is None:

@@ -22,7 +22,8 @@
   alone
 * `nonfinite` - NaN and Inf where other workers go on without them; `worker_questions` - who is at another batch, whose
   gradient is NaN
-* `control_group` - collective questions beside the data's path: are we the same, who has data
+* `control_group` - collective questions beside the data's path: are we the same, who has data; `rank_bits` - who, as
+  numbers that can be added up
 * `plan_vote` - how workers without a server come to another plan; `step_times` - how long each worker computes, told in
   the trailers of exchanges
 * `join` - how workers come to a job without a server; `state_transfer` - what they are handed
@@ -36,7 +37,7 @@
 """
 
 from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
-from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.buffers import Buffers
 from offbeat.engine.control_group import ControlGroup
 from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
@@ -69,7 +70,6 @@ __all__ = [
     "Synchronizer",
     "addresses_of",
     "connect",
-    "distinct",
     "hand_over",
     "happenings",
     "ignored_names",

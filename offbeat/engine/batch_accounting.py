@@ -58,7 +58,7 @@ class BatchAccount:
         self._ahead = 0  # drawn since the last forward pass
         self.uncomputed = 0  # drawn since there was a gradient last
         # Within `join`: called when this worker is about to exchange a gradient; its weight when it has no more inputs.
-        self.asks: Callable[[], object] | None = None
+        self.before_exchange: Callable[[], object] | None = None
         self.absent: float | None = None
         self.requests_vote = False  # this worker wants all to vote behind the next exchange
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine.rank_bits import bit_of, ranks_in
 from offbeat.errors import DisagreementError
 from offbeat.payload import Gather, GatheredPart, Sum, Total
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.fabric import Fabric
 
-    Compared = Callable[[str, str, str], None]
+    EqualityCheck = Callable[[str, str, str], None]
 
 _MAX_TEXT_BYTES = 64 << 20
 _NUMBERS = 2
+_BITS = 52  # of an exact integer in float64
 # The square of a question's number, summed over 4096 workers, is exact in float64.
 _QUESTIONS = 1 << 20
 
@@ -39,8 +41,8 @@ class ControlGroup:
         members: ranks that take part now, in order; None for all.
 
     Attributes:
-        compares: compares what `agree` is asked to, instead of all workers: this one is not among them yet.
-        compared: what was compared so far: the thing, the text, the advice.
+        newcomer_check: called by `check_equal` instead of asking all workers: this one is not among them yet.
+        checks_made: what was compared so far: the thing, the text, the advice.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class ControlGroup:
     ) -> None:
         self._fabric, self._waiter, self._members = fabric, waiter, members
         self.rank, self.world = fabric.rank, fabric.world
-        self.compares: Compared | None = None
-        self.compared: list[tuple[str, str, str]] = []
+        self.newcomer_check: EqualityCheck | None = None
+        self.checks_made: list[tuple[str, str, str]] = []
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -57,14 +59,14 @@ class ControlGroup:
         return tuple(range(self.world)) if self._members is None else tuple(self._members())
 
     @property
-    def first(self) -> int:
+    def leader(self) -> int:
         """Rank of the one that does for all what one has to do."""
         return self.members[0]
 
     @property
-    def is_first(self) -> bool:
-        """Whether this worker is that one."""
-        return self.rank == self.first
+    def is_leader(self) -> bool:
+        """Whether this worker does for all what one has to do."""
+        return self.rank == self.leader
 
     def sum(self, question: str, numbers: Sequence[float] = ()) -> list[float]:
         """The sum over all workers of up to two numbers. Collective.
@@ -97,7 +99,31 @@ class ControlGroup:
         self.sum(question)
         return self._gather(question, text)
 
-    def agree(self, what: str, text: str, advice: str) -> None:
+    def ranks_that(self, question: str, flag: bool) -> tuple[int, ...]:
+        """The ranks of the workers whose `flag` is set, in their order. Collective.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        return tuple(self.numbers_of(question, 0 if flag else None))
+
+    def numbers_of(self, question: str, number: int | None) -> dict[int, int]:
+        """The `number` of each worker that brings one, by rank, in their order; all bring the same. Collective.
+
+        In a group that keeps its workers one sum says who does, and what: of different numbers it gives the mean.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        if self._members is not None or self.world > _BITS:
+            texts = self.texts(question, "" if number is None else str(number))
+            return {rank: int(text) for rank, text in texts.items() if text}
+        mine: tuple[float, ...] = (0.0, 0.0) if number is None else (*bit_of(self.rank, _BITS), float(number))
+        flags, numbers = self.sum(question, mine)
+        ranks = ranks_in((flags,), _BITS)
+        return {rank: int(numbers) // len(ranks) for rank in ranks}
+
+    def check_equal(self, what: str, text: str, advice: str) -> None:
         """Compare `text` between all ranks, line by line. Collective.
 
         Args:
@@ -108,14 +134,14 @@ class ControlGroup:
         Raises:
             DisagreementError: naming the ranks that differ from the majority and the first line in which they do.
         """
-        self.compared.append((what, text, advice))
-        if self.compares is not None:
-            self.compares(what, text, advice)
+        self.checks_made.append((what, text, advice))
+        if self.newcomer_check is not None:
+            self.newcomer_check(what, text, advice)
             return
-        self.compare(what, text, advice)
+        self.check_equal_now(what, text, advice)
 
-    def compare(self, what: str, text: str, advice: str) -> None:
-        """Compare as `agree` does, but among the present workers alone: those that join later are not asked.
+    def check_equal_now(self, what: str, text: str, advice: str) -> None:
+        """Compare as `check_equal` does, but among the present workers alone: those that join later are not asked.
         Collective.
         """
         texts = self.texts(f"the comparison of the {what}", text)

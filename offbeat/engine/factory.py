@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.diagnosis.wait import WaitContext
-from offbeat.engine.buffers import Buffers, distinct
+from offbeat.engine.buffers import Buffers
 from offbeat.engine.communicator import Communicator
-from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.local_sgd_server import ServerAverager
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.server_sync import ServerSync
 from offbeat.engine.state_average import average_states
@@ -41,7 +41,7 @@ class SynchronizerFactory:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
-    def agree_on_optimizer(self, one: PreparedModel, *, is_served: bool) -> None:
+    def check_optimizers_equal(self, one: PreparedModel, *, is_served: bool) -> None:
         """See that all workers' optimizers are alike. Collective.
 
         Args:
@@ -51,7 +51,7 @@ class SynchronizerFactory:
             ModelError: if a server cannot hold it.
             DisagreementError: if they are not.
         """
-        self._context.control.agree(
+        self._context.control.check_equal(
             "optimizer",
             "\n".join(lines_of(one.describe()) if is_served else one.outline()),
             "Build the same optimizer on every worker, with the same groups; what its groups hold may change later.",
@@ -83,9 +83,9 @@ class SynchronizerFactory:
         Raises:
             ModelError: if the server's copy of the optimizer cannot go on from what theirs have gathered.
         """
-        synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
+        synchronizer.adopt(dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None))
         gradients = ServerSync(one, plan, server, self._context, synchronizer.accounting)
-        gradients.plan = synchronizer.plan
+        gradients.adopt(synchronizer.plan)
         try:
             gradients.begin_with(synchronizer.step, one.gathered())
         except OffbeatError:
@@ -117,13 +117,8 @@ class SynchronizerFactory:
         """Give every rank rank 0's parameters (frozen ones too) and buffers. Collective."""
         if self._context.control.world == 1:
             return
-        ignored = ignored_names(one.model)
-        named = [*one.model.named_parameters(), *one.model.named_buffers()]
         with torch.no_grad():
-            for name, tensor in named:
-                if name in ignored or not tensor.numel():
-                    continue
-                own = distinct(tensor.detach())
+            for name, own in tensors_of(one.model):
                 whole = own.contiguous()
                 self._context.waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
                 if whole.data_ptr() != own.data_ptr():

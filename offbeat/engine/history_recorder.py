@@ -48,7 +48,6 @@ class HistoryRecorder:
         self._every = every
         self._writer: HistoryWriter | None = None
         self._folder, self._rank = Path(), 0
-        self.cost_s = 0.0  # that training has waited for it
 
     def open(self, folder: Path, *, job: str, rank: int) -> None:
         """Begin a file of this process.
@@ -99,17 +98,14 @@ class HistoryRecorder:
         """
         if self._writer is None:
             return
-        began_s = time.monotonic()
-        self._writer.append(
-            ParametersAfter(model, step, began_s, self._digest(step, tensors), samples, weights=weights)
-        )
-        self.cost_s += time.monotonic() - began_s
+        now_s = time.monotonic()
+        self._writer.append(ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights))
 
     def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
         """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.
 
         Args:
-            weights: as in `has`.
+            weights: as in `record_parameters`.
         """
         if self._writer is not None:
             self._writer.append(ParametersAfter(model, step, time.monotonic(), None, samples, weights=weights))
@@ -134,7 +130,7 @@ class HistoryRecorder:
         """
         if self._writer is None:
             return
-        began_s = time.monotonic()
+        now_s = time.monotonic()
         versions = exchange.versions
         if len(set(versions)) > 1:
             each = xxhash.xxh3_64_intdigest(",".join(map(str, versions)).encode())
@@ -143,9 +139,8 @@ class HistoryRecorder:
         numbers = exchange.announced if brought else ()
         is_counted = brought and exchange.is_counted
         self._writer.append(
-            ParametersAfter(model, step, began_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
+            ParametersAfter(model, step, now_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
         )
-        self.cost_s += time.monotonic() - began_s
 
     def record_departure(self, place: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """A stretch ends, with a server or without, and another begins, in a file of its own.
@@ -190,5 +185,5 @@ class HistoryRecorder:
     def _digest_of(tensors: Iterable[torch.Tensor]) -> int:
         digest = xxhash.xxh3_64()
         for tensor in tensors:
-            digest.update(bytes_of(tensor.detach().cpu().contiguous().reshape(-1)))
+            digest.update(bytes_of(tensor.detach().cpu()))
         return digest.intdigest()

@@ -6,7 +6,7 @@ first, or workers wait for each other for ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,18 +14,9 @@ if TYPE_CHECKING:
     from offbeat.layout import Layout
 
 
-class IssueOrder(Protocol):
-    """The Protocol of an order for a layout; pure, so that it is the same on all workers."""
-
-    def order(self, layout: Layout) -> Sequence[int]:
-        """Each bucket's index, in the order in which they are issued."""
-
-
-class FirstInFirstOut:
+def first_in_first_out(layout: Layout) -> Sequence[int]:
     """The order in which buckets are expected to be complete."""
-
-    def order(self, layout: Layout) -> Sequence[int]:
-        return range(len(layout.buckets))
+    return range(len(layout.buckets))
 
 
 class IssueQueue:

@@ -1,13 +1,15 @@
 """The protocol by which workers join a job without a server while it trains, over the store in which the others met.
 
     newcomer                                      the first of those that train
-      hello: who it is, its plan           ---> <---   answer: the plan that holds, what was prepared; or why not
-                                           prepares the same, and compares ready                                --->
-                                           calls all together, as for another plan (`plan_vote`): all know of it where
-                                           the script begins again, behind a step: <---   entry: behind which one,
-                                           at how many exchanges; it is in the next generation
-                                           (`ElasticGroup.join`, `ElasticGroup.admit`), and is handed what the others
-                                           have (`state_transfer`)
+      hello: who it is, its plan           --->
+                                           <---   answer: the plan that holds, what was prepared; or why not
+      prepares the same, and compares
+      ready                                --->
+                                                  requests a vote, as for another plan (`plan_vote`): all know of it
+      where the script begins again, behind a step:
+                                           <---   entry: behind which generation, how many exchanges were begun by then
+      is in the next generation (`ElasticGroup.join`, `ElasticGroup.admit`), and is handed what the others have
+      (`state_transfer`)
 
 Until it is ready nobody waits for it, and of those that train only the first looks for newcomers, once a second. It is
 agreed upon behind an exchange, and comes in later: it begins its script where the others have to be then, and these may
@@ -258,7 +260,7 @@ class JoinServer:
 
 
 class JoinClient:
-    """A worker that is to come in. Call order: `ask`, `compare` for each thing prepared, `come_in`.
+    """A worker that is to come in. Call order: `ask`, `compare` for each thing prepared, `join`.
 
     Args:
         store: where the others met.
@@ -356,7 +358,7 @@ class JoinClient:
 
     def _await_key(self, what: str, kind: type[T], words: str, check: Callable[[], None]) -> T:
         key = f"{self._number}/{what}"
-        self._waiter.wait(_Key(self._store, key, check), WaitContext(words, outlives=True))
+        self._waiter.wait(_Key(self._store, key, check), WaitContext(words, through_server=True))
         heard = _read(self._store, key, kind)
         if heard is None:
             raise NetworkError("Cannot join: the job runs another offbeat, whose messages this one cannot read.")
@@ -401,7 +403,7 @@ class _Arrival(PolledPending):
 
 
 class LeaveBarrier(PolledPending):
-    """The wait until no worker needs this one any more, which is done; `told_at` as in `ElasticGroup.part`."""
+    """The wait until no worker needs this one any more, which is done; `told_at` as in `ElasticGroup.finish`."""
 
     def __init__(self, group: ElasticGroup, told_at: int | None = None) -> None:
         self._group, self._told_at = group, told_at

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.synchronizer import GradientSync
     from offbeat.engine.worker_context import WorkerContext
+    from offbeat.plan import Plan
 
 
 class Averager(Protocol):
@@ -100,6 +101,10 @@ class LocalSGDSync:
         self._spans: list[tuple[float, float]] = []  # of exchanges since the last step
 
     # -- called by the front end ---------------------------------------------------------------------------------
+
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on."""
+        self.plan = plan
 
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins."""

@@ -18,7 +18,7 @@ from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.state_average import average_states
 from offbeat.layout import arrange
 from offbeat.payload import Gather
-from offbeat.sync.local_sgd import apply_change_
+from offbeat.sync.outer_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from offbeat.engine.step_times import StepTimes
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
-    from offbeat.sync import LocalSGD, OuterSGD
+    from offbeat.sync import OuterSGD, StepsLocally
 
 
 class AllReduceAverager:
@@ -49,7 +49,7 @@ class AllReduceAverager:
         model: PreparedModel,
         reducer: Reducer,
         buffers: Buffers | None,
-        policy: LocalSGD,
+        policy: StepsLocally,
         context: WorkerContext,
     ) -> None:
         self._model, self._reducer, self._buffers, self._context = model, reducer, buffers, context

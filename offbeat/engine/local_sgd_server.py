@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.server_sync import ServerSync
-    from offbeat.sync import LocalSGD
+    from offbeat.sync import StepsLocally
 
 
 class ServerAverager:
@@ -33,7 +33,9 @@ class ServerAverager:
         policy: when deltas are pushed, and how they are applied.
     """
 
-    def __init__(self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: LocalSGD) -> None:
+    def __init__(
+        self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: StepsLocally
+    ) -> None:
         self._gradients, self._policy = gradients, policy
         self._anchors = [Anchor(bucket, parameters) for bucket in gradients.layout.buckets]
         gradients.land(in_place=False)

@@ -1,5 +1,5 @@
-"""The vote on another plan among workers without a server: one calls all together behind an exchange
-(`allreduce_switch`).
+"""The vote on another plan among workers without a server: one requests it, all hold it behind the next exchange
+(`BatchAccount.requests_vote`).
 
 any worker      wants a plan: its own script's, one that somebody left in the run's folder
                 (`offbeat.wire.swap_request`), or what the present plan's controller has decided

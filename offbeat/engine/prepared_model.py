@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_hexdigest
 
+from offbeat.engine.buffers import distinct
 from offbeat.engine.codec_state import CodecState
+from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.optimizer_state import gathered
 from offbeat.engine.sparse import sparse_names
 from offbeat.layout import arrange
@@ -15,7 +17,7 @@ from offbeat.server.optimizers import describe
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -66,14 +68,14 @@ class PreparedModel:
     def digests(self) -> list[str]:
         """Each parameter's name, and a digest of its values."""
         return [
-            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu().contiguous().reshape(-1)))}"
+            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu()))}"
             for name, parameter in self.parameters.items()
         ]
 
     def digests_gathered(self) -> list[str]:
         """The digests of the optimizer's state here: parameter, key, and a digest of the values."""
         return [
-            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value.reshape(-1)))}"
+            f"{name} {key} {xxh3_64_hexdigest(bytes_of(value))}"
             for name, states in self.gathered().items()
             for key, value in states.items()
         ]
@@ -82,3 +84,11 @@ class PreparedModel:
         """The layout of its parameters."""
         sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)
         return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is the same on all workers, by name: parameters, frozen ones too, and buffers."""
+    ignored = ignored_names(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in ignored and tensor.numel():
+            yield name, distinct(tensor.detach())

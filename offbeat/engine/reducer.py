@@ -30,7 +30,7 @@ from offbeat.engine.bucket_exchange import BucketExchange
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.gradient_order import GradientOrder
-from offbeat.engine.issue_queue import FirstInFirstOut, IssueQueue
+from offbeat.engine.issue_queue import IssueQueue, first_in_first_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.step_times import StepTimes
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
@@ -109,8 +109,8 @@ class Reducer:
         """The one that it goes by."""
         return self._plan
 
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on; on all workers at the same place, since buckets may be laid out anew."""
         self._plan = plan
         self._tell_times(self.times.ranks)
 
@@ -326,8 +326,8 @@ class Reducer:
     def _fire(self) -> None:
         """Note that something will certainly be exchanged."""
         self._any_fired = True
-        if self.accounting.asks is not None:
-            self.accounting.asks()
+        if self.accounting.before_exchange is not None:
+            self.accounting.before_exchange()
 
     def _reset_counts(self) -> None:
         for buffer in self._buckets:
@@ -449,7 +449,7 @@ class Reducer:
             times = self.times if bucket is layout.buckets[-1] else None
             self._buckets.append(BucketBuffer(bucket, entries, self.communicator.world, times))
         self._sparse = [self._entries[name] for name in layout.sparse]
-        self._queue = IssueQueue(FirstInFirstOut().order(layout), self._issue)
+        self._queue = IssueQueue(first_in_first_out(layout), self._issue)
         self.communicator.buckets = len(self._buckets)
 
     def _on_nonfinite(self, places: list[str], mine: list[str]) -> None:

@@ -31,14 +31,14 @@ def meeting_address(control: ControlGroup) -> str:
     return "127.0.0.1" if len(set(here.values())) == 1 else _address()
 
 
-def start_watch(control: ControlGroup, *, outlives: bool = False) -> SentinelClient | None:
+def start_watch(control: ControlGroup, *, stays_without_worker: bool = False) -> SentinelClient | None:
     """Give this worker a sentinel, and connect it with the others'. Collective.
 
     The hub's address and the run's token, fresh for each run, travel over the control group: who can read there could
     read the gradients as well.
 
     Args:
-        outlives: the job goes on without a worker that is lost.
+        stays_without_worker: the hub stays when its worker is lost, since the job goes on.
 
     Returns:
         None if the hub or the sentinel cannot be started; training works without, only silently.
@@ -48,7 +48,7 @@ def start_watch(control: ControlGroup, *, outlives: bool = False) -> SentinelCli
     if control.rank == 0:
         try:
             watch = SentinelClient.start(
-                rank=0, world=control.world, token=token, hub=None, bind=bind, outlives=outlives
+                rank=0, world=control.world, token=token, hub=None, bind=bind, stays_without_worker=stays_without_worker
             )
             announced = f"{watch.hub} {token.hex()}"
         except NetworkError as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.worker_context import WorkerContext
-    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.fabric import Served
     from offbeat.server.launch import ShardSettings
 
 
@@ -68,15 +68,14 @@ def start_beside(context: WorkerContext) -> ServerLaunch:
     """Have the first worker begin to start the first shard of a server, with its own job and token. Collective."""
     control = context.control
     bind = meeting_address(control)
-    first = control.first
-    if control.rank != first:
-        return ServerLaunch(first, None)
+    if not control.is_leader:
+        return ServerLaunch(control.leader, None)
     job, token = secrets.token_hex(8), secrets.token_hex(32)
     settings = msgspec.structs.replace(context.launcher.settings, job=job, token=token, bind=bind)
-    return ServerLaunch(first, _with_snapshots(settings, context.run_dir, first))
+    return ServerLaunch(control.rank, _with_snapshots(settings, context.run_dir, control.rank))
 
 
-def addresses_of(spec: ParameterServer, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
+def addresses_of(spec: Served, context: WorkerContext, *, again: bool = False) -> tuple[str, ...]:
     """The addresses of shards that somebody else has started; empty if there are none.
 
     Args:

@@ -6,18 +6,19 @@ import collections
 import functools
 import json
 import logging
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine.rank_bits import bit_of, ranks_in
 from offbeat.engine.server_launch import addresses_of, beside_workers, start_beside
 from offbeat.engine.sync_point import SyncPoint
 from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.plan import Plan
 from offbeat.protocol.checkpoints import LOADING
 from offbeat.protocol.plan_swap import LEAVING
+from offbeat.safe_write import write_whole
 from offbeat.server.client.client import Client
 from offbeat.short_name import short_name
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.server_launch import ServerLaunch
     from offbeat.engine.worker_context import LauncherInfo, WorkerContext
-    from offbeat.fabric.parameter_server import ParameterServer
+    from offbeat.fabric import Served
     from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.server.launch import ShardSettings
     from offbeat.wire.link import PeerLink
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from offbeat.wire.session import Receiver
 
 _FIRST_PATIENCE = timedelta(seconds=20)
-_BITS = 32  # of a float that is a set of ranks
+_BITS = 32  # of each number that says which ranks
 _log = logging.getLogger("offbeat")
 
 
@@ -75,7 +76,7 @@ class ServerPlans:
         return new.digest, "", *self.sync_point.freeze()
 
     def adopt(self, plan: str, text: str, place: int | None = None) -> None:
-        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
+        """Adopt this plan; all leave the server once they have passed `place` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
             self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")
@@ -96,20 +97,20 @@ class ServerSession:
         shards: how many there are.
         plans: which one holds.
         job: its name.
-        first: rank of the worker that brings what one has to bring for all.
+        state_rank: rank of the worker that brings the state that is the same for all.
     """
 
     def __init__(
         self,
         client: Client,
-        spec: ParameterServer,
+        spec: Served,
         loop: LoopThread,
         shards: int,
         plans: ServerPlans,
         job: str = "",
-        first: int = 0,
+        state_rank: int = 0,
     ) -> None:
-        self.client, self.plans, self.job, self.first = client, plans, job, first
+        self.client, self.plans, self.job, self.state_rank = client, plans, job, state_rank
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
@@ -119,13 +120,13 @@ class ServerSession:
         self._loop = loop
 
     @property
-    def is_first(self) -> bool:
-        """Whether this worker brings what one has to bring for all."""
-        return self.client.rank == self.first
+    def brings_state(self) -> bool:
+        """Whether this worker brings the state that is the same for all, such as a checkpoint."""
+        return self.client.rank == self.state_rank
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
-        """Begin the job at this server with these workers; the first of them brings what one has to."""
-        self.client.ranks, self.first = ranks, ranks[0]
+        """Begin the job at this server with these workers; the first of them brings the state."""
+        self.client.ranks, self.state_rank = ranks, ranks[0]
 
     def keep_drawn(self) -> None:
         """Count what was drawn as used in this worker's next contribution."""
@@ -140,8 +141,25 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask(question, numbers)
-        waiter.wait(asked, WaitContext(question, outlives=True))
+        waiter.wait(asked, WaitContext(question, through_server=True))
         return asked.numbers
+
+    def ranks_that(
+        self, question: str, flag: bool, waiter: BlockingWait, *, awaited: str = "", refresh: bool = False
+    ) -> tuple[int, ...]:
+        """The ranks of the workers that are there whose `flag` is set, in order. Collective.
+
+        Args:
+            awaited: what is waited for, in words, if that is not the question.
+            refresh: take the newest parameters of all models, too.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+            NetworkError: if the server is gone.
+        """
+        asked = self.client.ask(question, bit_of(self.client.rank, _BITS) if flag else (), refresh=refresh)
+        waiter.wait(asked, WaitContext(awaited or question, through_server=True))
+        return ranks_in(asked.numbers, _BITS)
 
     def settle(self, waiter: BlockingWait) -> None:
         """Wait until all workers are here, and take the newest parameters of all models. Collective.
@@ -150,7 +168,7 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.ask("the newest parameters", refresh=True)
-        waiter.wait(asked, WaitContext("all workers to call run.settle()", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to call run.settle()", through_server=True))
 
     def take_over(self, waiter: BlockingWait, refusal: str = "") -> None:
         """Wait until all workers have taken over a checkpoint, and take the newest parameters. Collective.
@@ -162,12 +180,12 @@ class ServerSession:
             ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
-        brought = float(self.is_first and self.is_brought and not refusal)
+        brought = float(self.brings_state and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
-        waiter.wait(asked, WaitContext("all workers to load the checkpoint", outlives=True))
+        waiter.wait(asked, WaitContext("all workers to load the checkpoint", through_server=True))
         if asked.numbers != (1.0, 0.0):
-            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
+            why = asked.refused or f"Rank {self.state_rank}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
@@ -177,7 +195,7 @@ class ServerSession:
         """
         try:
             look = self.client.look()
-            waiter.wait(look, WaitContext("a last look at the server", outlives=True))
+            waiter.wait(look, WaitContext("a last look at the server", through_server=True))
         except OffbeatError:
             return "", ""
         statuses = look.model_statuses
@@ -203,7 +221,7 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         asked = self.client.swap(plan, whole=True)
-        waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", outlives=True))
+        waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", through_server=True))
         if asked.refused:
             raise PlanError(asked.refused)
 
@@ -213,11 +231,7 @@ class ServerSession:
         Raises:
             NetworkError: if the server is gone.
         """
-        place, bit = divmod(self.client.rank, _BITS)
-        asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
-        waiter.wait(asked, WaitContext("all workers to leave the server", outlives=True))
-        sums = [int(number) for number in asked.numbers]
-        return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
+        return self.ranks_that(LEAVING, True, waiter, awaited="all workers to leave the server", refresh=True)
 
     def abort(self) -> None:
         """Leave without a good-bye, because of an error: nobody is to wait for this worker."""
@@ -240,7 +254,7 @@ class ServerSession:
 
 def connect(
     plan: Plan,
-    spec: ParameterServer,
+    spec: Served,
     context: WorkerContext,
     stays: Callable[[Plan], str] = lambda plan: "",
     *,
@@ -276,9 +290,9 @@ def connect(
         )
     if not addresses:
         addresses, settings = beside_workers(context, starting or start_beside(context), everywhere=spec.collocated)
-    launcher.note_outlives(True)
+    launcher.note_survival(True)
     comes_alone = context.joins and context.world == 1  # where the others are is at the server
-    if context.run_dir is not None and control.is_first and not comes_alone:
+    if context.run_dir is not None and control.is_leader and not comes_alone:
         _leave_address(context.run_dir / "server.json", addresses, settings)
     rank, world = (context.rank, context.began_with) if comes_alone else (control.rank, control.world)
     credentials, limits = settings.credentials(), Limits(timeout=context.timeout)
@@ -318,7 +332,7 @@ def connect(
         raise
     reached = True
     waiter.ask_server = client.trouble
-    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.first)
+    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.leader)
 
 
 def _has_ended(launcher: LauncherInfo) -> str:
@@ -341,12 +355,8 @@ def _leave_address(path: Path, addresses: Sequence[str], settings: ShardSettings
 
 def leave_file(path: Path, about: Mapping[str, Any]) -> None:
     """Write down how a job can be looked at, as JSON, for this user only: a secret is in it."""
-    part = path.with_suffix(".part")
     try:
-        # Exchanged whole: who looks may come at any moment, and a file that was there may be readable for others.
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(about, file, indent=1)
-        part.replace(path)
+        # Whole: who looks may come at any moment.
+        write_whole(path, json.dumps(about, indent=1).encode(), mode=0o600)
     except OSError as error:  # a full disk is no reason to end the run
         _log.warning("Cannot write %s: %s. `offbeat top` will need the address and the token.", path, error.strerror)

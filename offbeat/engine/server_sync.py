@@ -98,7 +98,7 @@ class ServerSync:
             values=[self.values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
             optimizer=model.describe(),
         )
-        context.waiter.wait(opening, WaitContext("the parameters of the server", outlives=True))
+        context.waiter.wait(opening, WaitContext("the parameters of the server", through_server=True))
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _: self.accounting.computed())
             for parameter in model.parameters.values()
@@ -106,6 +106,10 @@ class ServerSync:
         self._take_values()
 
     # -- called by the front end ---------------------------------------------------------------------------------
+
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on."""
+        self.plan = plan
 
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins."""
@@ -209,7 +213,7 @@ class ServerSync:
         parts = [encoded[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         request = self._client.exchange(number, parts, about=info, unused=tuple(unused))
         operation = f"the exchange with the server ({short_name(self.plan.sync)})"
-        self._context.waiter.wait(request, WaitContext(operation, step, model=number, outlives=True))
+        self._context.waiter.wait(request, WaitContext(operation, step, model=number, through_server=True))
         self._take_values()
         if request.fate:
             text = f"Rank {self._client.rank} is back: what it had computed in step {step} {request.fate}."
@@ -250,7 +254,7 @@ class ServerSync:
 
     def _fetch(self) -> States:
         fetched = self._client.fetch(self._model.number)
-        self._context.waiter.wait(fetched, WaitContext("the optimizer's state at the server", outlives=True))
+        self._context.waiter.wait(fetched, WaitContext("the optimizer's state at the server", through_server=True))
         return gather(fetched.portions, self._blocks)
 
     def after_step(self) -> ExchangeResult | None:
@@ -294,12 +298,12 @@ class ServerSync:
         except PeerError as error:
             raise ModelError(f"Cannot load the optimizer's state from this checkpoint: {error}") from error
         self.step = state_checks.whole(state["step"], "step")
-        if self._server.is_first:
+        if self._server.brings_state:
             portions = list(scatter(brought, self._blocks))
             for _, parameter, value, _ in self._slots:
                 value.copy_(parameter.data)
             put = self._client.put(self._model.number, portions)
-            self._context.waiter.wait(put, WaitContext("the server to take over a checkpoint", outlives=True))
+            self._context.waiter.wait(put, WaitContext("the server to take over a checkpoint", through_server=True))
             if put.refused:  # all hear why when they are asked what a checkpoint holds
                 self._server.is_brought = False
                 _log.warning("The server keeps what it has. %s", put.refused)

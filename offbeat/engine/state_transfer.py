@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.errors import NetworkError, PeerError
+from offbeat.tensors import dtype_name, flat_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def hand_over(control: ControlGroup, first: Callable[[], int], state: Mapping[st
     """
     tensors: list[torch.Tensor] = []
     mine = "" if state is None else json.dumps(_plain_of(state, tensors))
-    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    shapes = [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in tensors]
     source, head, told = _tell(control, first, "" if state is None else f"{json.dumps(shapes)}\n{mine}")
     try:
         kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in json.loads(head)]
@@ -50,7 +51,7 @@ def hand_over(control: ControlGroup, first: Callable[[], int], state: Mapping[st
     if not fits:
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
     for part in _parts(tensors):
-        whole = torch.cat([_bytes_of(tensor) for tensor in part])
+        whole = torch.cat([flat_bytes(tensor) for tensor in part])
         control.broadcast("what new workers begin with", whole, source)
         if state is None:
             for tensor, data in zip(part, whole.split([t.numel() * t.element_size() for t in part]), strict=True):
@@ -82,10 +83,6 @@ def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += size_bytes
     if size:
         yield part
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _plain_of(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """The reporter of this worker's training status, about once a second, on a thread of its own.
 
-What the training thread leaves in the meter and in the run is read here without a lock: single numbers, and copies of
-small collections. A script that holds the GIL is late with it, and whoever looks sees its last words instead.
+What the training thread leaves in `StepMetrics` and in the run is read here without a lock: single numbers, and copies
+of small collections. A script that holds the GIL is late with it, and whoever looks sees its last words instead.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _MOST = 64  # steps that are told one by one
 
 
 class StepTimes:
-    """The computing times for one model. Call order, in each exchange: `write`, `read`; then `take`.
+    """The computing times for one model. Call order, in each exchange: `write`, then `read`.
 
     Args:
         rank: of this worker.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +48,7 @@ class Transport(NamedTuple):
     """A way from worker to worker: what takes gradients there, and what makes an averager of deltas for a policy."""
 
     gradients: GradientSync
-    averager: Callable[[LocalSGD], Averager]
+    averager: Callable[[StepsLocally], Averager]
 
 
 class SwitchableSync:
@@ -111,7 +111,7 @@ class SwitchableSync:
     def before_step(self) -> None:
         """Have in `.grad` what the optimizer is to step with; at a server local steps may begin with this one."""
         policy = self._plan.sync
-        if self._local is None and isinstance(policy, LocalSGD):
+        if self._local is None and isinstance(policy, StepsLocally):
             self._begin_local_steps(policy)
         self._note_last_delta()
         self._active.before_step()
@@ -159,21 +159,24 @@ class SwitchableSync:
 
     @property
     def plan(self) -> Plan:
-        """The one that it goes by; another one is set where all are where it may be (see above)."""
+        """The one that it goes by."""
         return self._plan
 
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self._plan = self._gradients.plan = plan
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on, where all may go over to it (see above). Collective where exchanges are: behind
+        local steps all average.
+        """
+        self._plan = plan
+        self._gradients.adopt(plan)
         if self._local is not None and not self._is_to_end:
-            self._local.plan = plan
+            self._local.adopt(plan)
         if not self.is_collective:
             return
         if self._local is not None and self._is_to_end:
             if not self._local.is_even:  # another model's step is the border
                 self.settle()
             self._end_local_steps_if_due()
-        if self._local is None and isinstance(plan.sync, LocalSGD):
+        if self._local is None and isinstance(plan.sync, StepsLocally):
             self._begin_local_steps(plan.sync)
 
     @property
@@ -198,15 +201,15 @@ class SwitchableSync:
     def _begin(self) -> None:
         self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
         self._local = None
-        if isinstance(policy := self._plan.sync, LocalSGD):
+        if isinstance(policy := self._plan.sync, StepsLocally):
             begun = policy.step_of(self._gradients.number)
             self._local = self._local_sync(policy, begun, 0)
 
-    def _begin_local_steps(self, policy: LocalSGD) -> None:
+    def _begin_local_steps(self, policy: StepsLocally) -> None:
         begun = self._gradients.step
         self._local = self._local_sync(policy, begun, policy.step_of(self._gradients.number) - begun)
 
-    def _local_sync(self, policy: LocalSGD, step: int, ahead: int) -> LocalSGDSync:
+    def _local_sync(self, policy: StepsLocally, step: int, ahead: int) -> LocalSGDSync:
         averager = self._averager(policy)
         return LocalSGDSync(self._model, self._gradients, averager, self._context, step=step, ahead=ahead)
 
@@ -220,7 +223,7 @@ class SwitchableSync:
         if self._local is None or not self._is_to_end:
             return
         if self._local.is_even:  # else the swap has come since the optimizer began to step
-            self._local.end(evens_optimizers=not isinstance(self._plan.sync, LocalSGD))
+            self._local.end(evens_optimizers=not isinstance(self._plan.sync, StepsLocally))
             self._local = None
 
     @property
@@ -284,7 +287,8 @@ class SwitchableSync:
         Args:
             plan: that holds there.
         """
-        self._plan = self._gradients.plan = plan
+        self._plan = plan
+        self._gradients.adopt(plan)
         self._gradients.ranks = int(state["ranks"])
         self.accounting.stamp = int(state["stamp"])
         self._begin()

@@ -4,8 +4,8 @@ Workers with a server go through the same script, each at its own pace. So they 
 and each can tell that place by counting: beginnings of loops over data that is dealt out to whoever asks, since those
 loops differ in length; else steps.
 
-    event loop's thread     `hold` when a plan is proposed that has no server; `settle` when that is decided
-    training thread         `is_here` at each place: waits while it is held, for as long as all take to agree
+    event loop's thread     `freeze` when a plan is proposed that has no server; `resume` when that is decided
+    training thread         `reached` at each place: waits while it is frozen, for as long as all take to agree
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.payload import Reply
 
-_HOLDING = WaitContext("all workers to agree where they leave the server", outlives=True)
+_HOLDING = WaitContext("all workers to agree where they leave the server", through_server=True)
 
 
 class SyncPoint:

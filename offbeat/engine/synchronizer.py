@@ -26,12 +26,17 @@ class Synchronizer(Protocol):
     """The Protocol of what keeps one model together with the other workers' replicas.
 
     Attributes:
-        plan: that it goes by.
         sync: False while gradients are only accumulated.
     """
 
-    plan: Plan
     sync: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it goes by."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from here on; between two steps, where exchanges are collective at the same place on all."""
 
     @property
     def step(self) -> int:

@@ -29,26 +29,25 @@ class LauncherInfo:
     Args:
         servers: "host:port" of each shard of a parameter server that is there already.
         settings: how to connect with a shard, and to start one.
-        outlives: a file that this worker creates once the job goes on without a worker that is lost; None if nobody
-            looks.
+        survival_file: this worker creates it once the job goes on without one that is lost; None if nobody looks.
         ended: a file that is there when the job that this worker joins has ended; None if nobody creates it.
         switch: "host:port" of a switch's control; "" if none is named.
     """
 
     servers: tuple[str, ...]
     settings: ShardSettings
-    outlives: Path | None = None
+    survival_file: Path | None = None
     ended: Path | None = None
     switch: str = ""
 
-    def note_outlives(self, outlives: bool) -> None:
+    def note_survival(self, survives: bool) -> None:
         """Tell the launcher whether a worker that is lost ends the job."""
-        if self.outlives is None:
+        if self.survival_file is None:
             return
-        if outlives:
-            self.outlives.touch()
+        if survives:
+            self.survival_file.touch()
         else:
-            self.outlives.unlink(missing_ok=True)
+            self.survival_file.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +92,3 @@ class WorkerContext:
     def is_first(self) -> bool:
         """Whether this worker is the first of those that train: it does what one has to do for all."""
         return self.rank == (0 if self.group is None else self.group.members[0])
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that take part now, in order."""
-        return self.control.members

@@ -1,6 +1,7 @@
 """Where is it summed?
 
-* `fabric` - the nouns: `FabricSpec` describes and `Offers`, what `Binds` makes a `Fabric`, which has handles
+* `fabric` - the nouns: `FabricSpec` describes and `Offers`, what `Binds` makes a `Fabric`, which has handles; one with
+  a server is `Served`
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
@@ -11,7 +12,7 @@
 
 from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.elastic_group import ElasticGroup
-from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, Offers, check_spec
+from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, Offers, Served, check_spec
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
@@ -30,6 +31,7 @@ __all__ = [
     "Offers",
     "ParameterServer",
     "ProcessGroup",
+    "Served",
     "Switch",
     "check_spec",
     "never_destroy",

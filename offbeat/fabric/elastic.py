@@ -148,21 +148,21 @@ class BoundElastic:
 
     def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
         self._group, self._progress, self._members = group, progress, tuple(progress)
-        first, end = min(stand.below for stand in progress.values()), max(stand.end for stand in progress.values())
+        first, end = min(one.below for one in progress.values()), max(one.end for one in progress.values())
         self._lacking = [
             number
             for number in range(first, end)
-            if 0 < sum(stand.has(number) for stand in progress.values()) < len(progress)
+            if 0 < sum(one.has(number) for one in progress.values()) < len(progress)
         ]
 
     def replay(self, timeout: timedelta) -> bool:
         while self._lacking:
             number = self._lacking[0]
             if self._supply is None:
-                giver = min(rank for rank, stand in self._progress.items() if stand.has(number))
+                source = min(rank for rank, progress in self._progress.items() if progress.has(number))
                 mine = self._find(number)
-                data = mine.to_bytes() if mine is not None and giver == self.rank else b""
-                self._supply = ReplayBroadcast(self._handle, self._members.index(giver), data)
+                data = mine.to_bytes() if mine is not None and source == self.rank else b""
+                self._supply = ReplayBroadcast(self._handle, self._members.index(source), data)
             if not self._supply.wait(timeout):
                 return False
             data, self._supply = self._supply.data, None
@@ -197,9 +197,9 @@ class BoundElastic:
         assert self._group is not None, "fabric used after close"
         return self._group
 
-    def _begin(self, tried: RetryableOp) -> ElasticExchange:
+    def _begin(self, operation: RetryableOp) -> ElasticExchange:
         floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
-        exchange = ElasticExchange(self, tried, self._begun, floor)
+        exchange = ElasticExchange(self, operation, self._begun, floor)
         self._begun += 1
         self._exchanges.append(exchange)
         self._most_kept = max(self._most_kept, len(self._exchanges))
@@ -237,12 +237,12 @@ class ElasticExchange:
         floor: all before this one had been waited for when it was begun.
     """
 
-    def __init__(self, fabric: BoundElastic, tried: RetryableOp, number: int, floor: int) -> None:
-        self._fabric, self._tried = fabric, tried
+    def __init__(self, fabric: BoundElastic, operation: RetryableOp, number: int, floor: int) -> None:
+        self._fabric, self._operation = fabric, operation
         self.number, self.floor = number, floor
-        self.sent_bytes = tried.sent_bytes(fabric.rank)
+        self.sent_bytes = operation.sent_bytes(fabric.rank)
         self.is_complete = self.is_taken = False
-        self.implies_begun = tried.implies_begun
+        self.implies_begun = operation.implies_begun
         self._pending: Pending | None = None
         self._since_s = time.monotonic()
 
@@ -256,7 +256,7 @@ class ElasticExchange:
         return self.is_complete or (self._pending is not None and self._pending.done())
 
     def result(self) -> Reply:
-        return self._tried.reply()
+        return self._operation.reply()
 
     # -- called by its fabric ------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class ElasticExchange:
         Raises:
             RuntimeError: if the group is broken.
         """
-        self._pending = self._tried.issue(group, rank, members)
+        self._pending = self._operation.issue(group, rank, members)
 
     def poll(self, timeout: timedelta) -> bool:
         """Whether it is complete.
@@ -292,13 +292,13 @@ class ElasticExchange:
 
     def take(self, data: bytes) -> None:
         """Complete it with what it came to elsewhere."""
-        self._tried.take(data)
+        self._operation.take(data)
         self.is_complete, self._pending = True, None
 
     def to_bytes(self) -> bytes:
         """The result, as bytes."""
-        return self._tried.to_bytes()
+        return self._operation.to_bytes()
 
     def free(self) -> torch.Tensor | None:
         """Give up the memory that it is kept in; nobody can lack it any more."""
-        return self._tried.free()
+        return self._operation.free()

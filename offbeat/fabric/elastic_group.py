@@ -142,7 +142,7 @@ class ElasticGroup:
     Attributes:
         members: ranks that take part, in the order in which they came.
         gone: says who is known to be gone, and why; None as long as that cannot be known.
-        changed: called with who is lost, and why, when the others go on.
+        on_change: called with who is lost, and why, when the others go on.
     """
 
     def __init__(self, store: Store, rank: int, world: int, patience: timedelta = timedelta(seconds=5)) -> None:
@@ -150,7 +150,7 @@ class ElasticGroup:
         self.rank, self.world, self.patience_s = rank, world, patience.total_seconds()
         self.members = tuple(range(world)) if rank < world else ()
         self.gone: Callable[[], Mapping[int, str]] | None = None
-        self.changed: Callable[[Mapping[int, str]], None] = lambda lost: None
+        self.on_change: Callable[[Mapping[int, str]], None] = lambda lost: None
         self._number = 0
         self._clients: list[GroupClient] = []
         self._reconfiguration: _Reconfiguration | None = None
@@ -193,7 +193,7 @@ class ElasticGroup:
         return self._reconfiguration is None and bool(self.members)
 
     @property
-    def is_first(self) -> bool:
+    def is_first_generation(self) -> bool:
         """Whether this is the generation that the job began with: nobody has come or gone."""
         return self._number == 0
 
@@ -343,7 +343,7 @@ class ElasticGroup:
                 )
                 self._rejected |= {rank: lost[rank] for rank in self._admits if rank in lost}
                 if lost or not came:
-                    self.changed(lost)
+                    self.on_change(lost)
             elif time.monotonic() > deadline_s:
                 return False
             else:
@@ -357,9 +357,9 @@ class ElasticGroup:
             self._store.set(f"{self._number}/{key}", "")
 
     def _connect(self, number: int, index: int, members: Sequence[int]) -> dist.ProcessGroup:
-        place = PrefixStore(f"{number}/groups/{index}", self._store)
+        store = PrefixStore(f"{number}/groups/{index}", self._store)
         # By itself, without torch's registry of groups: that knows only the workers of the beginning.
-        group: Any = dist.ProcessGroupGloo(place, members.index(self.rank), len(members), _NEVER)
+        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), _NEVER)
         return cast("dist.ProcessGroup", group)
 
 

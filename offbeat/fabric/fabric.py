@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from offbeat.pending import Pending
     from offbeat.server.launch import ShardSettings
 
+_ASKED_OF_A_SERVER = ("addresses", "block_bytes", "patience_s", "collocated")
+
 
 @dataclass(frozen=True)
 class Offers:
@@ -104,7 +106,7 @@ class Fabric(Protocol):
 
 
 class FabricSpec(Protocol):
-    """The Protocol of a fabric in a plan. All but `ParameterServer` also have `bind(backend=...)`."""
+    """The Protocol of a fabric in a plan; with a server it is also `Served`, else it `Binds`."""
 
     @property
     def offers(self) -> Offers: ...
@@ -122,13 +124,40 @@ class Binds(Protocol):
         """
 
 
+@runtime_checkable
+class Served(Protocol):
+    """A fabric whose shards hold parameters and optimizer; `ParameterServer` says what the values may be."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The "host:port" of each shard that is there already."""
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of the largest block of parameters."""
+
+    @property
+    def patience_s(self) -> float:
+        """The time for which a worker dials a server that is gone."""
+
+    @property
+    def collocated(self) -> bool:
+        """Whether a shard is started beside every worker."""
+
+
 def check_spec(spec: FabricSpec) -> None:
-    """Check that a fabric can be bound, if it has to be.
+    """Check that a fabric can be bound, or its server reached.
 
     Raises:
         PlanError: with what is missing, or has to be changed.
     """
     if spec.offers.holds == "server":
+        if not isinstance(spec, Served):
+            lacking = ", ".join(name for name in _ASKED_OF_A_SERVER if not hasattr(spec, name))
+            raise PlanError(
+                f'Cannot reach the server of {spec!r}: it offers holds="server", but has no {lacking}; give it what '
+                'ParameterServer() has, or have it offer holds="workers" and a bind(context) - at `plan.fabric`.'
+            )
         return
     if not isinstance(spec, Binds):
         raise PlanError(

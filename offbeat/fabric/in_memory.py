@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric.fabric import BindContext, Offers
-from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
+from offbeat.payload import Gather, GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -55,12 +55,12 @@ class InMemory:
 
 
 class InMemoryGroup:
-    """The meeting place of `world` workers: one slot per exchange, numbered by order of issue."""
+    """The exchanges of `world` workers: one slot for each, numbered by order of issue."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.lock = threading.Lock()
-        self.places: dict[int, ExchangeSlot] = {}
+        self.slots: dict[int, ExchangeSlot] = {}
 
 
 class ExchangeSlot:
@@ -76,11 +76,11 @@ class ExchangeSlot:
 class BoundInMemory:
     """One worker's end of a `InMemoryGroup`."""
 
-    def __init__(self, meeting: InMemoryGroup, rank: int) -> None:
-        self._meeting = meeting
+    def __init__(self, group: InMemoryGroup, rank: int) -> None:
+        self._group = group
         self._issued = 0
         self.rank = rank
-        self.world = meeting.world
+        self.world = group.world
         self.offers = Offers()
 
     def start(self, payload: Payload) -> InMemoryPending:
@@ -97,36 +97,36 @@ class BoundInMemory:
 
     def _bring(self, payload: Payload, source: int) -> InMemoryPending:
         number, self._issued = self._issued, self._issued + 1
-        with self._meeting.lock:
-            place = self._meeting.places.setdefault(number, ExchangeSlot(self.world))
-            place.brought[self.rank] = (source, payload)
-            if len(place.brought) == self.world:
-                place.full.set()
-        return InMemoryPending(self._meeting, number, self.rank, payload)
+        with self._group.lock:
+            slot = self._group.slots.setdefault(number, ExchangeSlot(self.world))
+            slot.brought[self.rank] = (source, payload)
+            if len(slot.brought) == self.world:
+                slot.full.set()
+        return InMemoryPending(self._group, number, self.rank, payload)
 
 
 class InMemoryPending:
     """An exchange that this rank has come to."""
 
-    def __init__(self, meeting: InMemoryGroup, number: int, rank: int, payload: Payload) -> None:
-        self._meeting, self._number, self._rank, self._payload = meeting, number, rank, payload
-        self._place = meeting.places[number]
-        self.sent_bytes = payload.size_bytes if meeting.world > 1 else 0
+    def __init__(self, group: InMemoryGroup, number: int, rank: int, payload: Payload) -> None:
+        self._group, self._number, self._rank, self._payload = group, number, rank, payload
+        self._slot = group.slots[number]
+        self.sent_bytes = payload.size_bytes if group.world > 1 else 0
 
     def wait(self, timeout: timedelta) -> bool:
-        return self._place.full.wait(timeout.total_seconds())
+        return self._slot.full.wait(timeout.total_seconds())
 
     def done(self) -> bool:
-        return self._place.full.is_set()
+        return self._slot.full.is_set()
 
     def result(self) -> Reply:
-        with self._meeting.lock:
-            if self._place.reply is None:
-                self._place.reply = _combine(self._place.brought)
-            reply = self._own(self._place.reply)
-            self._place.left -= 1
-            if self._place.left == 0:
-                self._meeting.places.pop(self._number, None)
+        with self._group.lock:
+            if self._slot.reply is None:
+                self._slot.reply = _combine(self._slot.brought)
+            reply = self._own(self._slot.reply)
+            self._slot.left -= 1
+            if self._slot.left == 0:
+                self._group.slots.pop(self._number, None)
         return reply
 
     def _own(self, reply: Reply) -> Reply:
@@ -143,10 +143,11 @@ def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:
     ordered = [brought[rank] for rank in sorted(brought)]
     sources = {source for source, _ in ordered}
     sums = [payload for _, payload in ordered if isinstance(payload, Sum)]
-    if len(sources) > 1 or len(sums) not in (0, len(ordered)):
+    gathers = {rank: payload for rank, (_, payload) in sorted(brought.items()) if isinstance(payload, Gather)}
+    if len(sources) > 1 or (sums and gathers):
         raise DisagreementError(f"The workers issued different operations in one exchange: {ordered}.")
-    if not sums:
-        return [GatheredPart(rank, tuple(t.clone() for t in brought[rank][1].tensors)) for rank in sorted(brought)]  # type: ignore[union-attr]
+    if gathers:
+        return [GatheredPart(rank, tuple(t.clone() for t in gather.tensors)) for rank, gather in gathers.items()]
     (source,) = sources
     if source >= 0:
         return Total(sums[source].tensor.clone())

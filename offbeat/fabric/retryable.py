@@ -19,6 +19,7 @@ import torch.distributed as dist
 from offbeat.errors import PeerError
 from offbeat.fabric.process_group import GatherWorks, Works
 from offbeat.payload import Gather, GatheredPart, Reply, Sum, Total
+from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +95,7 @@ class RetryableOp(ABC):
         return None
 
     @abstractmethod
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Pending: ...
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Pending: ...
 
     @abstractmethod
     def _pack(self) -> tuple[GatherHeader, bytes]: ...
@@ -153,7 +154,7 @@ class RetryableAllReduce(RetryableOp):
             return Total(self._tensor, weight)
         return Total(self._tensor, weight, self._tail.copy_(self._memory[numel:]))
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
         memory = self._memory = self._spare.take(self._numel, self._tensor.dtype)
         memory[: self._tensor.numel()].copy_(self._tensor)
         if self._tail is not None:
@@ -161,7 +162,7 @@ class RetryableAllReduce(RetryableOp):
         return Works([group.allreduce([memory])], lambda: Total(memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
-        return GatherHeader(self._workers), _bytes_of(self._memory)
+        return GatherHeader(self._workers), bytes(bytes_of(self._memory))
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, self._tensor.dtype, (self._numel,))
@@ -186,18 +187,18 @@ class RetryableAllGather(RetryableOp):
     def reply(self) -> list[GatheredPart]:
         return self._found()
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> GatherWorks:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> GatherWorks:
         def all_gather(into: list[torch.Tensor], tensor: torch.Tensor) -> Any:
             return group.allgather([into], [tensor])
 
-        self._works = GatherWorks(all_gather, place, len(self._workers), self._tensors)
+        self._works = GatherWorks(all_gather, group_rank, len(self._workers), self._tensors)
         return self._works
 
     def _found(self) -> list[GatheredPart]:
         if self._works is not None:
-            by_place = self._works.result()
+            by_group_rank = self._works.result()
             self._contributions = [
-                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
+                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_group_rank, strict=True)
             ]
             self._works = None
         return self._contributions
@@ -205,7 +206,7 @@ class RetryableAllGather(RetryableOp):
     def _pack(self) -> tuple[GatherHeader, bytes]:
         found = self._found()
         shapes = tuple(tuple(tuple(tensor.shape) for tensor in one.tensors) for one in found)
-        return GatherHeader(self._workers, shapes), b"".join(_bytes_of(t) for one in found for t in one.tensors)
+        return GatherHeader(self._workers, shapes), b"".join(bytes_of(t) for one in found for t in one.tensors)
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._works, self._contributions = None, []
@@ -245,13 +246,13 @@ class RetryableBroadcast(RetryableOp):
         # As bytes: Gloo has no broadcast for some dtypes, such as int16.
         return self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8)
 
-    def _issue(self, group: dist.ProcessGroup, place: int) -> Works:
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
         source = self._workers.index(self._source) if self._source in self._workers else 0
         memory = self._memory = self._bytes.clone()
         return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
-        return GatherHeader(self._workers), _bytes_of(self._memory)
+        return GatherHeader(self._workers), bytes(bytes_of(self._memory))
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, torch.uint8, self._bytes.shape)
@@ -261,7 +262,7 @@ class ReplayBroadcast:
     """One worker gives another's exchange to those that lack it, as bytes: first how many, then these.
 
     Args:
-        source: place of who gives in the group.
+        source: the group rank of the worker that gives it.
         data: what it gives; elsewhere b"".
     """
 
@@ -291,7 +292,7 @@ class ReplayBroadcast:
 
     @property
     def data(self) -> bytes:
-        return _bytes_of(self._bytes)
+        return bytes(bytes_of(self._bytes))
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> Any:
@@ -299,11 +300,6 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> An
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     return group.broadcast([tensor], options)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _tensor_of(elements: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -201,7 +201,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         tolerance,
         served,
         switched=made.fabric.offers.in_network,
-        elastic=made.outlives,
+        elastic=made.has_elastic_group,
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,
         is_settled=each and not served and made.controller is None,
@@ -210,11 +210,11 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
 
 def _adds_up(policy: Policy) -> bool:
     """Whether parameters move by the plain sum of what all workers computed; nothing else can be checked."""
-    from offbeat.sync import Hybrid, KSync, LocalSGD
+    from offbeat.sync import Hybrid, KSync, StepsLocally
 
     if isinstance(policy, Hybrid):
         return _adds_up(policy.inner) and _adds_up(policy.outer)
-    return not isinstance(policy, KSync) and not (isinstance(policy, LocalSGD) and policy.outer is not None)
+    return not isinstance(policy, KSync) and not (isinstance(policy, StepsLocally) and policy.outer is not None)
 
 
 def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:

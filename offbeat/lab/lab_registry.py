@@ -23,6 +23,7 @@ import msgspec
 
 from offbeat.errors import NetworkError
 from offbeat.lab.namespace import DIRECTORY
+from offbeat.safe_write import write_whole
 
 RUN_DIRECTORY = Path("/run/offbeat")
 """Where claims are kept: emptied by a reboot, as namespaces are."""
@@ -74,9 +75,7 @@ def write(claim: LabRecord, directory: Path = RUN_DIRECTORY) -> Path:
     path = path_of(claim.lab, directory)
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(claim))
-        draft.replace(path)
+        write_whole(path, msgspec.json.encode(claim))
     except OSError as error:
         raise NetworkError(
             f"Cannot build a lab: its record {path} cannot be written ({error.strerror}). Run as root."

@@ -23,6 +23,7 @@ import msgspec
 from offbeat.errors import ScenarioError
 from offbeat.lab.recorder import Begun, MeasuredStep, Metric, Note, RunTotals
 from offbeat.report.formatting import brief
+from offbeat.safe_write import write_whole
 from offbeat.sim import Prediction
 
 if TYPE_CHECKING:
@@ -307,9 +308,7 @@ def write(report: ResultFile, path: Path) -> None:
             fields.append(f' "{name}": [\n  {items}\n ]')
         else:
             fields.append(f' "{name}": {msgspec.json.encode(value).decode()}')
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text("{\n" + ",\n".join(fields) + "\n}\n")
-    draft.replace(path)
+    write_whole(path, ("{\n" + ",\n".join(fields) + "\n}\n").encode())
 
 
 def read(path: Path) -> ResultFile:

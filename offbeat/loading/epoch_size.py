@@ -42,7 +42,13 @@ class EpochSize:
         return cls(length, samples, batch)
 
 
-def course_of(loader: Iterable[Any]) -> EpochSize:
+def dataset_size(loader: DataLoader[Any]) -> int:
+    """The number of samples in the dataset of a loader; it has a length."""
+    dataset: Any = loader.dataset
+    return len(dataset)
+
+
+def epoch_size_of(loader: Iterable[Any]) -> EpochSize:
     """Ask `loader` for the size of its next epoch."""
     if not isinstance(loader, Sized):
         return EpochSize(-1)
@@ -56,14 +62,14 @@ def course_of(loader: Iterable[Any]) -> EpochSize:
     return EpochSize(length, len(batches.sampler), batches.batch_size)
 
 
-def relative_size(courses: list[EpochSize], index: int, rank: int) -> float | None:
+def relative_size(epoch_sizes: list[EpochSize], index: int, rank: int) -> float | None:
     """Samples in batch `index` of `rank`, relative to the mean over the workers that have one; None if not known.
 
     >>> relative_size([EpochSize(3, 10, 4), EpochSize(3, 12, 4)], 2, 0)
     0.6666666666666666
     """
-    if not courses or not all(course.batch for course in courses):
+    if not epoch_sizes or not all(one.batch for one in epoch_sizes):
         return None
-    sizes = [size for course in courses if (size := course.size(index))]
+    sizes = [size for one in epoch_sizes if (size := one.size(index))]
     # Equal sizes give exactly 1: then the mean has the bits of an unweighted one.
-    return courses[rank].size(index) / (sum(sizes) / len(sizes)) if sizes else 0.0
+    return epoch_sizes[rank].size(index) / (sum(sizes) / len(sizes)) if sizes else 0.0

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Sampler
 
 from offbeat.errors import ModelError
+from offbeat.loading.epoch_size import dataset_size
 from offbeat.loading.replicated_source import ReplicatedSource
 from offbeat.loading.sharded_loader import MOST_LEFT, batching_of, rebuilt, sampler_of
 from offbeat.rng import LoopRng
@@ -66,11 +67,11 @@ class LeasedLoader:
     Args:
         loader: a `DataLoader` over a dataset with a length.
         source: decides who computes what.
-        drawn: called with each batch.
-        put_back: called with those in whose middle the loop was left.
+        on_batch: called with each batch.
+        put_back: called with the last batches of a loop that was left early, before the next loop begins.
         world: number of workers.
-        begins: called when a loop begins, before anything is asked for; it may `change_source`.
-        draws: called before each batch is asked for, with this.
+        on_loop: called when a loop begins, before anything is asked for; it may `change_source`.
+        before_draw: called before each batch is asked for, with this.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class LeasedLoader:
         loader: DataLoader[Any],
         *,
         source: BatchSource,
-        drawn: OnBatch,
+        on_batch: OnBatch,
         put_back: PutBack,
         world: int,
-        begins: Callable[[], None] = lambda: None,
-        draws: Callable[[LeasedLoader], None] = lambda loader: None,
+        on_loop: Callable[[], None] = lambda: None,
+        before_draw: Callable[[LeasedLoader], None] = lambda loader: None,
     ) -> None:
-        self._source, self._drawn, self._put_back = source, drawn, put_back
-        self._begins, self._draws = begins, draws
+        self._source, self._on_batch, self._put_back = source, on_batch, put_back
+        self._on_loop, self._before_draw = on_loop, before_draw
         self._loop = 0  # the present one
         self.is_open = False  # it is under way
         self._given: deque[tuple[Batch, DrawnBatch]] = deque(maxlen=MOST_LEFT)  # in it
@@ -106,20 +107,20 @@ class LeasedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._leave()  # there is one loop at a time
         self._give_back_left()
-        self._begins()
+        self._on_loop()
         asked, given = self._batches.asked, self._given
         self._loop += 1
         loop, self.is_open = self._loop, True
         try:
-            self._draws(self)
+            self._before_draw(self)
             self.loop_rng.begin()
             drawing = iter(self.loader)
             self.loop_rng.go_on()
             for data in drawing:
                 batch = asked.popleft()
                 self._source.drawn(batch)
-                count = 0 if batch.lease is None else batch.lease.count
-                draw = self._drawn(real=batch.lease is not None, source=batch.first, samples=count, weight=batch.weight)
+                real, count = batch.lease is not None, 0 if batch.lease is None else batch.lease.count
+                draw = self._on_batch(real=real, source=batch.first, samples=count, weight=batch.weight)
                 given.append((batch, draw))
                 yield data
                 if self._loop != loop:
@@ -127,7 +128,7 @@ class LeasedLoader:
                         f"Cannot continue loop {loop} over this loader: loop {self._loop} has begun since, and "
                         "batches go to one at a time. End one before the next, or use another loader in it."
                     )
-                self._draws(self)
+                self._before_draw(self)
             self._source.ended()
             given.clear()
         finally:
@@ -229,7 +230,7 @@ def drops_last(loader: DataLoader[Any]) -> bool:
         ModelError: if there would be no other.
     """
     size, drops = batching_of(loader)
-    count = len(loader.dataset)  # type: ignore[arg-type]
+    count = dataset_size(loader)
     if drops and size is not None and count < size:
         raise ModelError(
             f"Cannot prepare a loader without batches: {count} samples are fewer than a batch of {size}, and with "

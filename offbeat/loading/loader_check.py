@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from offbeat.loading.epoch_size import dataset_size
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -82,5 +84,5 @@ def _name(loader: Iterable[Any]) -> str:
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__}"
     data = loader.dataset
-    samples = "" if isinstance(data, IterableDataset) else f" of {len(data)} samples"  # type: ignore[arg-type]
+    samples = "" if isinstance(data, IterableDataset) else f" of {dataset_size(loader)} samples"
     return f"the DataLoader over {type(data).__name__}{samples}"

@@ -14,6 +14,7 @@ from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import BatchCounts, DrawnBatch, state_checks
 from offbeat.errors import ModelError
 from offbeat.loading import position
+from offbeat.loading.epoch_size import dataset_size
 from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loading.loader_check import LoaderCheck
 from offbeat.loading.replicated_source import BatchSizes, ReplicatedSource, Timing
@@ -45,7 +46,7 @@ class LoopObserver(Protocol):
     def on_loop(self) -> None:
         """A loop begins."""
 
-    def on_draw(self) -> None:
+    def before_draw(self) -> None:
         """The next batch is about to be drawn, in the outermost loop."""
 
 
@@ -55,7 +56,7 @@ class _NobodyListens:
     def on_loop(self) -> None:
         """Do nothing."""
 
-    def on_draw(self) -> None:
+    def before_draw(self) -> None:
         """Do nothing."""
 
 
@@ -80,7 +81,7 @@ class LoaderManager:
         models: ModelRegistry,
     ) -> None:
         self._plan, self._control, self._waiter, self._metrics = plan, context.control, context.waiter, context.metrics
-        self._began_with, self._seed, self._outlives = context.began_with, context.seed, context.group is not None
+        self._began_with, self._seed, self._is_elastic = context.began_with, context.seed, context.group is not None
         self._models = models
         self.observer: LoopObserver = _NobodyListens()
         self._outermost: LeasedLoader | None = None  # of those with a loop under way, the one whose began first
@@ -106,7 +107,7 @@ class LoaderManager:
         if self._leases(loader):
             prepared = self._lease(loader)
         else:
-            if self._control.compares is not None:
+            if self._control.newcomer_check is not None:
                 raise ModelError(
                     "Cannot join with this loader: each worker has a part of its data for the whole job. Prepare a "
                     "DataLoader over a dataset with a length, or none."
@@ -114,7 +115,7 @@ class LoaderManager:
             prepared = ShardedLoader(
                 loader,
                 control=self._control,
-                drawn=self._on_batch,
+                on_batch=self._on_batch,
                 put_back=self._put_back,
                 seed=self._seed,
                 together=self.server is None,
@@ -283,7 +284,7 @@ class LoaderManager:
         if isinstance(loader, ShardedLoader) and not is_leased:
             return state
         epoch = position.epoch_of(state, number) if is_leased else state_checks.whole(state["epoch"], "epoch")
-        if self._control.is_first:
+        if self._control.is_leader:
             _log.warning("The checkpoint's data was in another order, that of its fabric: epoch %d begins anew.", epoch)
         if isinstance(loader, ShardedLoader):
             return {"epoch": epoch, "batch": 0}
@@ -293,7 +294,7 @@ class LoaderManager:
     def _tell_who_made_it(self, then: Sequence[int]) -> None:
         """Tell, as the first worker, what carries over to other workers than made the checkpoint."""
         present = self._control.members
-        if tuple(then) != tuple(present) and self._control.is_first:
+        if tuple(then) != tuple(present) and self._control.is_leader:
             _log.warning(
                 "The checkpoint was made by rank %s, and this run has rank %s: the position in the data carries over, "
                 "and what other workers had leased is leased again; %s.",
@@ -304,7 +305,7 @@ class LoaderManager:
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
         tuned = self._plan.tuning is not None and self._control.world > 1
-        if not tuned and self.server is None and not self._outlives:
+        if not tuned and self.server is None and not self._is_elastic:
             return False
         can = can_lease(loader)
         if tuned and not can:
@@ -320,7 +321,7 @@ class LoaderManager:
             loader=len(self.loaders),
             plan=self._plan.to_toml(),
             world=self._began_with,
-            samples=len(loader.dataset),  # type: ignore[arg-type]
+            samples=dataset_size(loader),
             seed=self._seed % SEEDS,
             shuffle=isinstance(sampler_of(loader), RandomSampler),
             drop_last=drops_last(loader),
@@ -330,7 +331,8 @@ class LoaderManager:
         )
         described = f"{spec.samples} samples\nshuffle {spec.shuffle}\nseed {spec.seed}\nbatches of {spec.batch}"
         described += f"\nof {spec.least} at least\ndrop_last {spec.drop_last}\n{spec.ahead} batches ahead"
-        self._control.agree("data", described, "Give every worker the same seed, dataset, batch size and num_workers.")
+        advice = "Give every worker the same seed, dataset, batch size and num_workers."
+        self._control.check_equal("data", described, advice)
         server = self.server
         source: BatchSource = (
             self._replicated_source(spec) if server is None else ServerSource(server, self._waiter, spec)
@@ -339,11 +341,11 @@ class LoaderManager:
         return LeasedLoader(
             loader,
             source=source,
-            drawn=self._on_batch,
+            on_batch=self._on_batch,
             put_back=self._put_back,
             world=self._began_with,
-            begins=self.observer.on_loop,
-            draws=self._before_draw,
+            on_loop=self.observer.on_loop,
+            before_draw=self._before_draw,
         )
 
     def _replicated_source(self, spec: RegisterLoader) -> ReplicatedSource:
@@ -358,7 +360,7 @@ class LoaderManager:
             BatchSizes(spec.batch, spec.least, self._keeps),
             control=self._control,
             take_timings=lambda: [Timing(*one) for one in self._metrics.take_recent()],
-            kept=spec.ahead + _MOST_UNTOLD if self._outlives else 0,
+            kept=spec.ahead + _MOST_UNTOLD if self._is_elastic else 0,
         )
 
     # -- from one fabric to the other ----------------------------------------------------------------------------
@@ -391,9 +393,9 @@ class LoaderManager:
         if not places:
             return sources
         server.sum(DEALING, (), self._waiter)
-        if server.is_first:
+        if server.brings_state:
             reply = server.client.set_data_state(position.for_coordinator(places))
-            self._waiter.wait(reply, WaitContext("the server to resume the data", outlives=True))
+            self._waiter.wait(reply, WaitContext("the server to resume the data", through_server=True))
         return sources
 
     def to_server(self, server: ServerSession, sources: Mapping[int, ServerSource]) -> None:
@@ -437,9 +439,9 @@ class LoaderManager:
         lease_state = ""
         while not lease_state:
             said = ""
-            if self._control.is_first:
+            if self._control.is_leader:
                 asked = server.client.data_state()
-                self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
+                self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
                 said = bytes(asked.place).decode()
             reply = self._control.texts("the place in the data", said)
             lease_state = next(filter(None, reply.values()), "")
@@ -454,7 +456,7 @@ class LoaderManager:
         if self._outermost is None or not self._outermost.is_open:
             self._outermost = loader
         if loader is self._outermost:
-            self.observer.on_draw()
+            self.observer.before_draw()
 
     def _on_batch(self, *, real: bool, source: int, samples: int, weight: float) -> DrawnBatch:
         self.has_data = real

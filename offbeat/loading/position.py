@@ -129,7 +129,11 @@ def _kept(leases: Leases, pool: LeasePool) -> dict[str, Any]:
 
 
 def _begun(leases: Leases, plain: Any) -> dict[str, Any]:
-    """The same place, with the epoch begun that workers are in: who enrols is put into the newest one."""
+    """The same place, with the epoch begun in which the workers draw next.
+
+    A coordinator puts whoever enrols into the newest epoch that has begun: where nobody has drawn from the next one
+    yet, that would be the one before.
+    """
     pool = leases.from_plain(plain)
     for worker, epoch in pool.at.items():
         if epoch > pool.epoch:

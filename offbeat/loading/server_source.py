@@ -115,7 +115,7 @@ class ServerSource:
             NetworkError: if the server is gone.
         """
         asked = self._server.client.data_state()
-        self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
+        self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
         return {"place": asked.place, "progress": self.progress}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
@@ -129,13 +129,13 @@ class ServerSource:
         self.progress = state_checks.number(state.get("progress", 0.0), "progress in the data")
         self.leases = dataclasses.replace(self.leases, seed=seed)
         client.reseed(self._hand, self.leases.seed)
-        if self._server.is_first and self._server.is_brought and self._loader == 0:  # it is that of all loaders
+        if self._server.brings_state and self._server.is_brought and self._loader == 0:  # it is that of all loaders
             reply = client.set_data_state(place)
-            self._waiter.wait(reply, WaitContext("the server to resume the data", outlives=True))
+            self._waiter.wait(reply, WaitContext("the server to resume the data", through_server=True))
 
     def _deal(self) -> Lease | EndOfEpoch:
         while True:
             with contextlib.suppress(IndexError):  # what is void is taken away on the event loop, at any time
                 return self._hand.deals.popleft()
             drawn = self._server.client.draw(self._hand)
-            self._waiter.wait(drawn, WaitContext("the next samples from the server", outlives=True))
+            self._waiter.wait(drawn, WaitContext("the next samples from the server", through_server=True))

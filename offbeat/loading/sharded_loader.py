@@ -22,8 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from offbeat.engine import samples_in, state_checks
 from offbeat.errors import ModelError
-from offbeat.loading.epoch_size import EpochSize, course_of, relative_size
+from offbeat.loading.epoch_size import EpochSize, dataset_size, epoch_size_of, relative_size
 from offbeat.rng import LoopRng
+from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,6 @@ _log = logging.getLogger("offbeat")
 _END = object()
 MOST_LEFT = 1 << 12  # batches of a loop that was left early, from which nothing was computed
 _MOST_WORKERS = 1 << 16
-_MOST_BITS = 52  # of an exact integer in float64
 
 
 class OnBatch(Protocol):
@@ -91,8 +91,8 @@ class ShardedLoader:
     Args:
         loader: any iterable of batches.
         control: how the workers agree on the number of batches.
-        drawn: called with each batch.
-        put_back: called with those in whose middle the loop was left.
+        on_batch: called with each batch.
+        put_back: called with the last batches of a loop that was left early, before the next loop begins.
         seed: of the permutation.
         together: whether all workers go through the same number of batches; else each goes by itself, and nothing is
             agreed on after this.
@@ -105,12 +105,12 @@ class ShardedLoader:
         loader: Iterable[Any],
         *,
         control: ControlGroup,
-        drawn: OnBatch,
+        on_batch: OnBatch,
         put_back: PutBack,
         seed: int = 0,
         together: bool = True,
     ) -> None:
-        self._control, self._drawn, self._put_back = control, drawn, put_back
+        self._control, self._on_batch, self._put_back = control, on_batch, put_back
         self._left: tuple[DrawnBatch, ...] = ()  # the last batches of a loop that was left early
         self._apart = control.world == 1
         self._epoch, self._skip = 0, 0  # of the next iteration: which epoch, and how many batches were given out before
@@ -121,12 +121,11 @@ class ShardedLoader:
         self.loader = _deal_out(loader, control.rank, control.world, seed)
         self.loop_rng = LoopRng(self.loader)
         if control.world > 1:
-            control.agree("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
+            control.check_equal("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
-        self._agreed: list[
-            EpochSize
-        ] = []  # each rank's epoch, as it was agreed on last; empty if lengths are not known
-        lengths = [course.length for course in self._courses()]  # compared by all, so that all refuse
+        # Each rank's epoch, as it was agreed on last; empty if lengths are not known.
+        self._agreed: list[EpochSize] = []
+        lengths = [one.length for one in self._epoch_sizes()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
         if 0 in lengths:
             raise ModelError(
@@ -147,9 +146,9 @@ class ShardedLoader:
         if isinstance(sampler, ShardSampler):
             sampler.set_epoch(epoch)
         self._epoch, self._skip = epoch + 1, 0
-        courses = self._courses()
-        self._longest = max((course.length for course in courses), default=0)
-        return self._iterate(courses, epoch, skip)
+        epoch_sizes = self._epoch_sizes()
+        self._longest = max((one.length for one in epoch_sizes), default=0)
+        return self._iterate(epoch_sizes, epoch, skip)
 
     def go_alone(self) -> None:
         """The workers have a server from now on: nothing is agreed on, and loops stay as long as they were."""
@@ -238,20 +237,20 @@ class ShardedLoader:
 
     def _sizes(self) -> list[int]:
         """Samples of a full batch, by worker, as they were agreed on last."""
-        return [course.batch or 1 for course in self._agreed]
+        return [one.batch or 1 for one in self._agreed]
 
     @property
     def progress(self) -> float:
         """Epochs so far, with the part of the present one whose batches were given out, if its length is known."""
         return self._progress
 
-    def _iterate(self, courses: list[EpochSize], epoch: int, skip: int) -> Iterator[Any]:
+    def _iterate(self, epoch_sizes: list[EpochSize], epoch: int, skip: int) -> Iterator[Any]:
         # Only now, and not when it was left: what was drawn may have been computed since.
         self._put_back(self._left)
         self._left = ()
         given: deque[DrawnBatch] = deque(maxlen=MOST_LEFT)
         try:
-            for index, (batch, draw) in enumerate(self._all_batches(courses, skip), skip + 1):
+            for index, (batch, draw) in enumerate(self._all_batches(epoch_sizes, skip), skip + 1):
                 self._at = (epoch, index)
                 self._progress = max(self._progress, self._reached())
                 given.append(draw)
@@ -267,7 +266,7 @@ class ShardedLoader:
         epoch, batch = self._at
         return epoch + min(1.0, batch / length) if (length := self._longest) else float(epoch)
 
-    def _all_batches(self, courses: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
+    def _all_batches(self, epoch_sizes: list[EpochSize], skip: int) -> Iterator[tuple[Any, DrawnBatch]]:
         """Yield this worker's batches behind the first `skip`, and then its last one again while others still have
         data.
         """
@@ -281,8 +280,11 @@ class ShardedLoader:
         while True:
             batch = next(batches, _END)
             real = batch is not _END
-            who = [c.length > index for c in courses] if courses else self._who_has_data(real)
-            if not any(who):
+            if epoch_sizes:
+                who = tuple(place for place, one in enumerate(epoch_sizes) if one.length > index)
+            else:
+                who = self._who_has_data(real)
+            if not who:
                 if real:
                     raise ModelError(
                         f"The loader of rank {self._control.rank} gave more batches than its len() of {index}; "
@@ -295,9 +297,9 @@ class ShardedLoader:
             if self._unchecked and not self._goes_alone:
                 self._unchecked = False
                 self._compare_first(last)
-            weight = self._weight(last, real, relative_size(courses, index, self._place))
+            weight = self._weight(last, real, relative_size(epoch_sizes, index, self._place))
             samples = samples_in(last) if real else 0
-            draw = self._drawn(real=real, source=who.index(True), samples=samples, weight=weight)
+            draw = self._on_batch(real=real, source=min(who), samples=samples, weight=weight)
             index += 1
             yield last, draw
 
@@ -333,27 +335,23 @@ class ShardedLoader:
                 self._control.world,
             )
 
-    def _courses(self) -> list[EpochSize]:
+    def _epoch_sizes(self) -> list[EpochSize]:
         """Each rank's epoch; empty if a rank does not know its length."""
         if self._goes_alone:
             return self._agreed
-        mine = course_of(self.loader)
-        courses = [mine]
+        mine = epoch_size_of(self.loader)
+        epoch_sizes = [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
-            courses = [EpochSize.from_text(text) for text in texts.values()]
-        self._agreed = courses if all(course.length >= 0 for course in courses) else []
+            epoch_sizes = [EpochSize.from_text(text) for text in texts.values()]
+        self._agreed = epoch_sizes if all(one.length >= 0 for one in epoch_sizes) else []
         return self._agreed
 
-    def _who_has_data(self, mine: bool) -> list[bool]:
-        world, question = self._control.world, "the agreement on who has data"
+    def _who_has_data(self, mine: bool) -> tuple[int, ...]:
+        """The ranks of the workers that have a batch; of one that goes alone 0. Collective, unless it does."""
         if self._apart or self._goes_alone:
-            return [mine]
-        if world > _MOST_BITS:
-            texts = self._control.texts(question, str(int(mine)))
-            return [texts.get(rank) == "1" for rank in range(world)]
-        (flags,) = self._control.sum(question, (float(mine << self._control.rank),))
-        return [bool(int(flags) >> rank & 1) for rank in range(world)]
+            return (0,) if mine else ()
+        return self._control.ranks_that("the agreement on who has data", mine)
 
 
 def _listed(sizes: Sequence[int]) -> str:
@@ -364,7 +362,7 @@ def _deal_out(loader: Iterable[Any], rank: int, world: int, seed: int) -> Iterab
     if world == 1 or (own := sampler_of(loader)) is None:
         return loader
     assert isinstance(loader, DataLoader)
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size = dataset_size(loader)
     if size < world:
         raise ModelError(
             f"Cannot split {size} samples among {world} workers: each needs at least one. Use fewer workers."
@@ -401,7 +399,7 @@ def sampler_of(loader: Iterable[Any]) -> RandomSampler | SequentialSampler | Non
             "or none."
         )
     assert isinstance(own, RandomSampler | SequentialSampler)
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size = dataset_size(loader)
     if len(own) != size or getattr(own, "replacement", False):
         how = "with replacement" if getattr(own, "replacement", False) else f"{len(own)} of {size}"
         raise ModelError(
@@ -444,7 +442,7 @@ def _fingerprint(batch: Any) -> str:
     """The fingerprint of the values in a batch; "" if there is no tensor."""
     tensors = [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)
     digest = hashlib.sha256()
-    found = [t.detach().cpu().contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+    found = [t.detach().cpu() for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
     for tensor in found:
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest() if found else ""

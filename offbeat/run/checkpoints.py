@@ -32,6 +32,7 @@ from offbeat.run import run_state
 from offbeat.run.background_writer import BackgroundWriter
 from offbeat.run.replica import Replica
 from offbeat.safe_read import UnreadableError, open_file, read_file
+from offbeat.safe_write import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -206,7 +207,7 @@ class Checkpoints:
             path.with_suffix(".json").unlink(missing_ok=True)  # of one that was saved at this step before
             part.replace(path)
             seal.replace(path.with_suffix(".json"))
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         except (OSError, RuntimeError) as error:  # torch's writer has an error of its own for a full disk
             for left in (part, seal):
                 with suppress(OSError):
@@ -417,12 +418,3 @@ def _size_and_digest(file: BinaryIO) -> tuple[int, str]:
         digest.update(chunk)
         size += len(chunk)
     return size, digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names survive as well."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,8 +8,8 @@ A newcomer's script begins its loop, so the others have to be there, too: whatev
 an evaluation, a learning rate's schedule) is over by then. That is
 
     with leased data    before the next batch is drawn, in the outermost of the loops over such data (`LoaderManager`);
-                        of the next epoch, where this one has no more without             before the next forward pass
-                        that trains, behind a step of the model that steps last in the loop
+                        of the next epoch, where this one has no more
+    without             before the next forward pass that trains, behind a step of the model that steps last in the loop
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import xxhash
 
 from offbeat.diagnosis.explain import END_OF_RUN
 from offbeat.diagnosis.wait import WaitContext
-from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier, distinct, hand_over, ignored_names
+from offbeat.engine import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier, hand_over
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import PeerError
 from offbeat.plan import Plan
 from offbeat.tensors import bytes_of
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -74,7 +75,7 @@ class ElasticJoin:
         self._newcomer, self._control, self._group = newcomer, context.control, context.group
         self._waiter, self._models = context.waiter, models
         self._witness, self._data, self._history = witness, data, history
-        self._plan, self._has_come = Plan(), False
+        self._plan = Plan()
         self._turns: list[int] = []  # the models that have stepped, in the order in which each first did
         self._is_last = False  # the last of them has stepped, so the loop begins again
         self._server = JoinServer(
@@ -94,7 +95,7 @@ class ElasticJoin:
         return self._server.wants_vote(looks=looks)
 
     def reject_pending(self, *, looks: bool) -> None:
-        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `calls`."""
+        """Have nobody wait to come in here, while those that train do so at a server; `looks` as in `wants_vote`."""
         self._server.reject_pending(looks=looks)
 
     def stepped(self, model: int) -> None:
@@ -137,7 +138,7 @@ class ElasticJoin:
         # Data that is not leased is dealt out for the whole job.
         if self._witness is None or len(self._data.leased) < len(self._data.loaders):
             return None
-        claims = tuple(JoinCheck(*one) for one in self._control.compared)
+        claims = tuple(JoinCheck(*one) for one in self._control.checks_made)
         return JobInfo(self._plan.to_toml(), self._witness.watch.hub, self._witness.watch.token, self._history, claims)
 
     def _state(self, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
@@ -176,11 +177,6 @@ class ElasticJoin:
         """Whether this worker is a newcomer that is not in yet."""
         return self._newcomer is not None
 
-    @property
-    def has_come(self) -> bool:
-        """Whether this worker was a newcomer."""
-        return self._has_come
-
     def join(self) -> JoinResult:
         """Take part from now on, with what the others have.
 
@@ -191,7 +187,7 @@ class ElasticJoin:
         """
         assert self._newcomer is not None
         self._newcomer.join(self._group, lambda: {} if self._witness is None else self._witness.ended())
-        self._newcomer, self._control.compares, self._has_come = None, None, True
+        self._newcomer = self._control.newcomer_check = None
         state = self._transfer_state(None)
         plan, ranks = Plan.from_toml(state["plan"]), tuple(int(rank) for rank in state["newcomers"])
         for one, theirs in zip(self._models.together, state["models"], strict=True):
@@ -211,18 +207,10 @@ class ElasticJoin:
         digest = xxhash.xxh3_64()
         for model in self._models.modules:
             for _, tensor in tensors_of(model):
-                digest.update(bytes_of(tensor.contiguous().reshape(-1)))
+                digest.update(bytes_of(tensor))
         # A newcomer tells nothing of its own: only what those that train have counts.
         said = digest.hexdigest()
         texts = self._control.texts("the comparison with new workers", "" if mine is None else said)
         if mine is None and said not in texts.values():
             raise PeerError("Cannot join: this worker's parameters are those of no worker of the job. Start it again.")
         return state
-
-
-def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is the same on all workers, by name: parameters, frozen ones too, and buffers."""
-    ignored = ignored_names(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name not in ignored and tensor.numel():
-            yield name, distinct(tensor.detach())

@@ -186,7 +186,7 @@ class Environment:
         return LauncherInfo(
             servers=tuple(filter(None, self._variables.get("OFFBEAT_SERVERS", "").split(","))),
             settings=settings_from(self._variables, "default", timeout),
-            outlives=self._path("OFFBEAT_OUTLIVES"),
+            survival_file=self._path("OFFBEAT_OUTLIVES"),
             ended=self._path("OFFBEAT_ENDED"),
             switch=self._variables.get("OFFBEAT_SWITCH", ""),
         )

@@ -1,8 +1,8 @@
 """Fabric migration while training: between the workers' own fabric and a parameter server.
 
-    to a server     behind an exchange, in which one worker has called all (`engine.confer`); with leased data where the
-                    next loop over it begins. A server is found or started, and rank 0 brings the parameters, what the
-                    optimizer has gathered, and the place in the data.
+    to a server     behind an exchange in which one worker has requested a vote (`engine.plan_vote`); with leased data
+                    where the next loop over it begins. A server is found or started, and rank 0 brings the parameters,
+                    what the optimizer has gathered, and the place in the data.
     from a server   where in its script no worker has been yet (`engine.sync_point`): all take the newest parameters,
                     and what the server's optimizer has gathered, and work out alike who computes what. The server ends.
 
@@ -89,7 +89,7 @@ class FabricMigration:
         if self.due is None or self.starting is None:
             return False
         if self.starting.beside not in self._control.members:
-            return self._control.is_first
+            return self._control.is_leader
         return self._control.rank == self.starting.beside and self.starting.done()
 
     def is_due(self) -> bool:
@@ -133,21 +133,21 @@ class FabricMigration:
                 for tensor, own in zip(self._models.tensors, kept, strict=True):
                     tensor.copy_(own)
             for synchronizer, own_plan in zip(self._models.synchronizers, before, strict=True):
-                synchronizer.plan = own_plan
+                synchronizer.adopt(own_plan)
             return None, refusal
         place = self._leave_stretch(plan, step, server.job)
         self._data.to_server(server, sources)
         for synchronizer, transport in zip(self._models.synchronizers, transports, strict=True):
             synchronizer.go_by(transport)
             synchronizer.refreshed()
-            synchronizer.plan = plan
+            synchronizer.adopt(plan)
         self._enter_stretch(place, step)
         return server, ""
 
     def _end_own_steps(self) -> None:
         """All step together. Collective."""
         for synchronizer in self._models.synchronizers:
-            synchronizer.plan = dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None)
+            synchronizer.adopt(dataclasses.replace(synchronizer.plan, sync=BSP(), controller=None))
 
     def _bring_to(self, plan: Plan, server: ServerSession) -> tuple[list[Transport], dict[int, ServerSource], str]:
         """Have the server know all that it goes on from; what exchanges with it, or why it cannot. Collective."""
@@ -192,7 +192,7 @@ class FabricMigration:
         for one, synchronizer in self._models.pairs():
             synchronizer.accounting.stamp = max(map(int, stamps.values()))
             self._factory.to_group(one, plan, synchronizer, step)
-            synchronizer.plan = plan
+            synchronizer.adopt(plan)
         self._enter_stretch(place, step)
         self._data.to_group(server)
         self._waiter.ask_server = str

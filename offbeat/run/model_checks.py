@@ -11,6 +11,7 @@ from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
 from offbeat.run.replica import Replica
 from offbeat.run.wrapper_check import is_sharded, wrapper_in
+from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -59,7 +60,7 @@ def inventory(model: torch.nn.Module, sparse: Collection[str]) -> str:
 def _line(name: str, tensor: torch.Tensor, role: str) -> str:
     # A gradient lies in its bucket in the memory order of its parameter.
     order = "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
-    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order} {role}"
+    return f"{name} {list(tensor.shape)} {dtype_name(tensor.dtype)}{order} {role}"
 
 
 def check_modules(model: torch.nn.Module) -> None:

@@ -10,10 +10,10 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from offbeat.control import RoundController
+from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import PlanError
-from offbeat.fabric.parameter_server import ParameterServer
+from offbeat.fabric import Served
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
 from offbeat.sync import ASP
@@ -74,7 +74,7 @@ class PlanManager:
             PlanError: if this worker joins a job that has one, and its plan has none.
         """
         fabric, named = self.plan.fabric, ",".join(self._context.launcher.servers)
-        if not isinstance(fabric, ParameterServer):
+        if not self.plan.is_served:
             if self._context.joins and named:
                 raise PlanError(
                     f"Cannot join the job of the parameter server at {named}: this worker's plan has "
@@ -88,19 +88,21 @@ class PlanManager:
                     "and OFFBEAT_SERVERS.",
                     named, short_name(fabric),
                 )  # fmt: skip
+            return
+        assert isinstance(fabric, Served), "checked when the plan was made"
         # A worker that is alone needs no server, unless one is there.
-        elif self._control.world > 1 or fabric.addresses or named:
+        if self._control.world > 1 or fabric.addresses or named:
             self.server = self._data.server = self._reach(self.plan)
 
     def _reach(self, plan: Plan, **how: Any) -> ServerSession:
-        assert isinstance(plan.fabric, ParameterServer)
+        assert isinstance(plan.fabric, Served), "checked when the plan was made"
         return connect(plan, plan.fabric, self._context, self._stays, **how)
 
     def _stays(self, plan: Plan) -> str:
         """The reason why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
-        if plan.outlives != (self._context.group is not None):
+        if plan.has_elastic_group != (self._context.group is not None):
             here = "ProcessGroup()" if self._context.group is None else "Elastic()"
             return (
                 f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
@@ -143,7 +145,7 @@ class PlanManager:
             self._context.metrics.event("swap", plans.notices.popleft(), self._models.step, plan=plan.to_toml())
 
     def adopt(self, plan: Plan, *, by_controller: bool = False) -> None:
-        """Go by it from now on."""
+        """Go by it from now on. Collective where exchanges are: see `SwitchableSync.adopt`."""
         if plan.controller != self.plan.controller:
             self._controller.replaced()
         if plan.sync != self.plan.sync:
@@ -152,7 +154,7 @@ class PlanManager:
         if self.server is None:
             self._context.history.record_plan(plan)
         for synchronizer in self._models.synchronizers:
-            synchronizer.plan = plan
+            synchronizer.adopt(plan)
 
     def wants_vote(self, *, looks: bool, step_times: Mapping[int, Sequence[float]] | None = None) -> bool:
         """Whether this worker, which has no server, wants all to confer behind their next exchange.
@@ -226,7 +228,7 @@ class PlanManager:
 
     def _expect_server(self, plan: Plan) -> str:
         """All have agreed to go over to a server: see that there is one; what is to be said. Collective."""
-        assert isinstance(plan.fabric, ParameterServer)
+        assert isinstance(plan.fabric, Served), "checked when the plan was made"
         self._migration.due, when = plan, "now"
         if not addresses_of(plan.fabric, self._context, again=self._had_server):
             self._migration.starting = start_beside(self._context)
@@ -262,27 +264,18 @@ class PlanManager:
 
     def _forget_server(self, plan: Plan) -> None:
         """Adopt this plan, which has no server, and leave no trace of one to look for."""
-        if self._context.run_dir is not None and self._control.is_first:
+        if self._context.run_dir is not None and self._control.is_leader:
             (self._context.run_dir / "server.json").unlink(missing_ok=True)
-        if not plan.outlives:
-            self._context.launcher.note_outlives(False)
+        if not plan.has_elastic_group:
+            self._context.launcher.note_survival(False)
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
         self.adopt(plan, by_controller=bool(reason))
         new, old = short_name(plan.fabric), short_name(before.fabric)
         where = "" if plan.fabric == before.fabric else f", on {new}, not {old} any more"
-        policy = "" if plan.sync == before.sync else f", not {short_name(before.sync)} any more"
-        why = f": {reason}" if reason else ""
-        if before.controller is not None and plan.controller != before.controller:
-            why += f"; {short_name(before.controller)} has let go of it"
-        if plan.controller is not None and plan.controller != before.controller:
-            why += f"; {short_name(plan.controller)} swaps it from now on"
-        text = (
-            f"From step {self._models.step} on {short_name(plan.sync)} decides when workers may go on{policy}{where}"
-            f"{why} (plan {plan.digest[:12]}, was {before.digest[:12]}; it took "
-            f"{1000 * (self._clock.now_s() - began_s):.0f} ms)."
-        )
+        since, took_ms = f"From step {self._models.step} on ", 1000 * (self._clock.now_s() - began_s)
+        text = swap_sentence(before, plan, since=since, where=where, reason=reason, took=f"; it took {took_ms:.0f} ms")
         self._tell(text)
         return text
 
@@ -306,7 +299,7 @@ class PlanManager:
             synchronizer.refreshed()
         self.take_plan()
         plan = server.plans.present
-        if plan.is_served or (len(there) < self._control.world and not plan.outlives):
+        if plan.is_served or (len(there) < self._control.world and not plan.has_elastic_group):
             return
         self._go_on_with(there)
         self._migration.to_group(plan, server)

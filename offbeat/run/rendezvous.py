@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from offbeat.diagnosis.startup_barrier import StartupBarrier
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.errors import NetworkError, PlanError
+from offbeat.safe_write import write_whole
 from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def store_of_job(plan: Plan, environment: Environment) -> Store | None:
     prefix = environment.store_prefix
     if not prefix or (environment.store_file is None and environment.store_address is None):
         return None
-    if not plan.outlives:
+    if not plan.has_elastic_group:
         raise PlanError(
             f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
             "plan (`offbeat run --plan`) - at `plan.fabric`."
@@ -167,12 +168,10 @@ def leave_store(folder: Path, plan: Plan, world: int, environment: Environment) 
     """
     prefix = f"offbeat-{_met - 1}" if environment.store_file else f"{environment.agent_prefix}offbeat-{_met - 1}"
     about = {"place": environment.store_for_others, "prefix": prefix, "world": world}
-    part = folder / "store.part"
     try:
-        part.write_text(json.dumps(about))
         if not (folder / "plan.toml").exists():
             (folder / "plan.toml").write_text(plan.to_toml())
-        part.replace(folder / "store.json")
+        write_whole(folder / "store.json", json.dumps(about).encode())
     except OSError as error:  # a full disk is no reason to end the run
         _log.warning("Cannot write %s: %s. No worker can join.", folder / "store.json", error.strerror)
 

@@ -41,7 +41,7 @@ class Replica(torch.nn.Module):
     Args:
         module: the user's model.
         synchronizer: keeps it equal with the other workers' replicas.
-        begins: called with this before each forward pass that trains.
+        before_forward: called with this before each forward pass that trains.
         join: what `join` does, with its arguments.
     """
 
@@ -51,26 +51,26 @@ class Replica(torch.nn.Module):
         self,
         module: torch.nn.Module,
         synchronizer: Synchronizer,
-        begins: Callable[[Replica], None],
+        before_forward: Callable[[Replica], None],
         join: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.module = module
         self._synchronizer: Synchronizer | None = synchronizer
-        self._begins, self._join = begins, join
+        self._before_forward, self._join = before_forward, join
         self._trains_in = True  # the mode of the last forward pass that led to an exchange
         self.train(module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's model, and return what it returns, unchanged."""
-        watched = self._before_forward(args, kwargs)
+        watched = self._begin_forward(args, kwargs)
         output = self.module(*args, **kwargs)
         if watched:
-            self._after_forward(output)
+            self._end_forward(output)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         synchronizer = self._synchronizer
         if synchronizer is None:
             self._tell_alone()
@@ -79,7 +79,7 @@ class Replica(torch.nn.Module):
             synchronizer.accounting.seen()
             return False
         if self.training == self._trains_in:  # else an evaluation that has gradients in vain
-            self._begins(self)
+            self._before_forward(self)
         synchronizer.on_forward((args, kwargs))
         return synchronizer.sync
 
@@ -97,7 +97,7 @@ class Replica(torch.nn.Module):
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, output: Any) -> None:
+    def _end_forward(self, output: Any) -> None:
         synchronizer = self._synchronizer
         assert synchronizer is not None
         mode = self.training
@@ -175,7 +175,7 @@ class Replica(torch.nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_synchronizer": None, "_begins": None, "_join": None, "_told_alone": False}
+        return {**self.__dict__, "_synchronizer": None, "_before_forward": None, "_join": None, "_told_alone": False}
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -153,7 +153,7 @@ class Run:
         parameters = trainable(model)
         check_optimizer(optimizer, model)
         sparse = sparse_names(model) & set(parameters) if session.server is None else set()
-        control.agree(
+        control.check_equal(
             "model",
             inventory(model, sparse),
             "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
@@ -179,7 +179,7 @@ class Run:
         one = PreparedModel(len(models), model, parameters, optimizer, session.fabrics.bind(self.plan, backend))
         if session.membership is None or not session.membership.is_outside:
             factory.broadcast(one)
-        factory.agree_on_optimizer(one, is_served=session.server is not None)
+        factory.check_optimizers_equal(one, is_served=session.server is not None)
         if session.server is not None:
             synchronizer = factory.serve(one, self.plan, session.server)
         else:

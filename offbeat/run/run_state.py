@@ -142,7 +142,7 @@ def _compare_states(session: WorkerSession, state: Mapping[str, Any]) -> None:
     lines += [f"layout {one.layout.digest[:16]} of model {number}" for number, one in enumerate(models.synchronizers)]
     if isinstance(session.plan.sync, BSP):
         lines += [line for one in models.prepared for line in one.digests()]
-    session.context.control.compare(
+    session.context.control.check_equal_now(
         "checkpoint",
         "\n".join(lines),
         "Load the same file on every worker: the model, the optimizer and run.load_state_dict, in this order.",

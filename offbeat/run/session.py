@@ -186,14 +186,14 @@ class WorkerSession:
         self._metrics_file = _open_metrics(settings.run_dir)
         metrics = StepMetrics(rank, clock, self._metrics_file, waiter)
         group = None
-        if plan.outlives and meeting.world > 1:
+        if plan.has_elastic_group and meeting.world > 1:
             group = ElasticGroup(_shared(meeting.store), rank, meeting.world, settings.timeout)
         launcher = self._environment.launcher(settings.timeout)
         self.fabrics = FabricBinding(rank, meeting.world, waiter, group, launcher, settings.timeout)
         members = None if group is None else lambda: group.members
         control = ControlGroup(self.fabrics.bind_control(plan), waiter, members)
         if meeting.newcomer is not None:
-            control.compares = meeting.newcomer.compare
+            control.newcomer_check = meeting.newcomer.compare
         speaks = meeting.joins and self._environment.is_first_here
         self._log = log = RunLog(
             metrics, lambda: self.models.step, lambda: self.context.is_first, speaks_for_newcomers=speaks
@@ -224,7 +224,7 @@ class WorkerSession:
         if job is not None:
             self._watch = join_watch(context.rank, context.world, hub=job.hub, token=job.token)
         elif context.world > 1:
-            self._watch = start_watch(context.control, outlives=group is not None)
+            self._watch = start_watch(context.control, stays_without_worker=group is not None)
             if self._watch is not None and context.rank == 0 and context.run_dir is not None:
                 about = {"address": self._watch.hub, "token": self._watch.token.hex()}
                 leave_file(context.run_dir / "hub.json", about)
@@ -236,8 +236,8 @@ class WorkerSession:
             self._watch, context.rank, context.timeout, members, self._environment.worker_pids
         )
         if group is not None:
-            group.gone, group.changed = self._witness.gone, self._go_on_without
-            context.launcher.note_outlives(True)
+            group.gone, group.on_change = self._witness.gone, self._go_on_without
+            context.launcher.note_survival(True)
 
     def _put_together(self, plan: Plan) -> None:
         """Make the parts, which know of each other by the context."""
@@ -256,9 +256,9 @@ class WorkerSession:
     def _assemble(self, meeting: Meeting) -> None:
         """Agree on the plan, and bring in server, history and newcomers as it says. Collective."""
         context, plan = self.context, meeting.plan
-        context.control.agree("plan", plan.to_toml(), "Start every worker with the same plan.")
+        context.control.check_equal("plan", plan.to_toml(), "Start every worker with the same plan.")
         advice = "Give offbeat.init(seed=...) the same number on every worker."
-        context.control.agree("seed", str(context.seed), advice)
+        context.control.check_equal("seed", str(context.seed), advice)
         plan.check_world(context.world)
         self.plans.connect()
         if self._watch is not None or self.server is not None:
@@ -495,7 +495,7 @@ class WorkerSession:
         if self._meeting is None or not self._meeting.owns_group:
             return
         group = self.context.group if self._has_parts else None
-        if orderly and (group is None or group.is_first):
+        if orderly and (group is None or group.is_first_generation):
             dist.destroy_process_group()
         elif dist.group.WORLD is not None:
             never_destroy(dist.group.WORLD)

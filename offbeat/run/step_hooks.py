@@ -1,7 +1,7 @@
 """The hooks around each step of the script's loop: exchange, then whatever all do together.
 
 Call order, each step: `before_forward` for each forward pass that trains; `before_step` and `after_step` around the
-optimizer's step. Where leased data is drawn the loader calls `on_loop` and `on_draw` instead of the first.
+optimizer's step. Where leased data is drawn the loader calls `on_loop` and `before_draw` instead of the first.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class StepHooks:
         """A loop over leased data begins."""
         self._session.plans.at_sync_point()
 
-    def on_draw(self) -> None:
+    def before_draw(self) -> None:
         """The next batch of leased data is about to be drawn."""
         self.admit(drawing=True)
 

@@ -21,9 +21,9 @@ import torch
 
 from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
+from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.run.elastic_join import tensors_of
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _QUESTION = "who has inputs, within join()"
-_MOST_BITS = 52  # of an exact integer in float64
 
 
 class UnevenInputs:
@@ -51,7 +50,7 @@ class UnevenInputs:
 
     def __init__(self, context: WorkerContext, models: ModelRegistry) -> None:
         self._control, self._history, self._log = context.control, context.history, context.log
-        self._models, self._is_elastic = models, context.group is not None
+        self._models = models
         self.is_open = self._has_told = False
         self._divides_by_all = self._raises = False
         self._present: tuple[int, ...] = ()  # ranks that had a gradient in the last exchange
@@ -75,7 +74,7 @@ class UnevenInputs:
             return
         together = self._models.together
         for one in together:
-            if isinstance(policy := one.plan.sync, LocalSGD):
+            if isinstance(policy := one.plan.sync, StepsLocally):
                 raise PlanError(
                     f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "
                     "cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."
@@ -86,10 +85,10 @@ class UnevenInputs:
         try:
             for number, one in enumerate(together):
                 one.accounting.requests_vote = False
-                one.accounting.asks = lambda model=number: self._ask(model)
+                one.accounting.before_exchange = lambda model=number: self._ask(model)
             yield
             for one in together:
-                one.accounting.asks = None
+                one.accounting.before_exchange = None
                 one.accounting.absent = float(divides_by_all)
             self._follow(together)
             if self._is_uneven:
@@ -97,7 +96,7 @@ class UnevenInputs:
         finally:
             self.is_open = False
             for one in together:
-                one.accounting.asks = one.accounting.absent = None
+                one.accounting.before_exchange = one.accounting.absent = None
                 one.accounting.source = 0
 
     def _follow(self, together: Sequence[SwitchableSync]) -> None:
@@ -126,7 +125,8 @@ class UnevenInputs:
         Args:
             model: of which this worker has one, or None.
         """
-        said = self._said(model)
+        # The models' numbers are the same if all make their steps in the same order.
+        said = self._control.numbers_of(_QUESTION, model)
         if not said:
             return None
         self._present, present = tuple(said), next(iter(said.values()))
@@ -140,17 +140,6 @@ class UnevenInputs:
             self._is_uneven = True
             self._tell_of(done)
         return present
-
-    def _said(self, model: int | None) -> dict[int, int]:
-        control = self._control
-        if self._is_elastic or control.world > _MOST_BITS:
-            texts = control.texts(_QUESTION, "" if model is None else str(model))
-            return {rank: int(text) for rank, text in texts.items() if text}
-        # The models' numbers are added: they are the same if all make their steps in the same order.
-        mine = (0.0, 0.0) if model is None else (float(1 << control.rank), float(model))
-        flags, numbers = control.sum(_QUESTION, mine)
-        ranks = [rank for rank in range(control.world) if int(flags) >> rank & 1]
-        return {rank: int(numbers) // len(ranks) for rank in ranks}
 
     def _tell_of(self, done: Sequence[int]) -> None:
         ranks = f"Rank {', '.join(map(str, done))} {'is' if len(done) == 1 else 'are'} done"
@@ -170,7 +159,7 @@ class UnevenInputs:
         """Have what those have that were there in the last exchange. Collective."""
         has_it = self._control.rank in self._present
         mine = {"models": [_state_of(one) for one in self._models.prepared]} if has_it else None
-        first = next((rank for rank in self._control.members if rank in self._present), self._control.first)
+        first = next((rank for rank in self._control.members if rank in self._present), self._control.leader)
         state = hand_over(self._control, lambda: first, mine)
         if not has_it:
             for one, theirs in zip(self._models.prepared, state["models"], strict=True):

@@ -11,6 +11,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.tensors import dtype_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -75,7 +77,7 @@ def cut(layout: Layout, block_bytes: int) -> tuple[Block, ...]:
         itemsize = bucket.dtype.itemsize
         count = -(-bucket.size_bytes // max(block_bytes, itemsize))
         edges = [bucket.numel * i // count for i in range(count + 1)]
-        dtype = str(bucket.dtype).removeprefix("torch.")
+        dtype = dtype_name(bucket.dtype)
         for start, end in itertools.pairwise(edges):
             pieces = tuple(_pieces(bucket, start, end))
             blocks.append(Block(len(blocks), bucket.index, start, dtype, itemsize, pieces))

@@ -20,6 +20,7 @@ import msgspec
 from offbeat.backoff import Backoff
 from offbeat.diagnosis.process_state import glance
 from offbeat.errors import NetworkError
+from offbeat.safe_write import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -264,7 +265,5 @@ class RestartNote:
     def _put(self, suffix: str, said: bytes) -> None:
         if self._path is None:
             return
-        part = self._path.with_suffix(".part")
         with contextlib.suppress(OSError):  # the folder has gone with `offbeat run`, or the disk is full
-            part.write_bytes(said)  # whoever reads it must see it whole; the token is in it, and the folder private
-            part.replace(self._path.with_suffix(suffix))
+            write_whole(self._path.with_suffix(suffix), said)  # the token is in it, and the folder private

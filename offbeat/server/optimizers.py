@@ -16,6 +16,7 @@ import torch
 
 from offbeat.errors import ModelError, PeerError
 from offbeat.protocol.optimizer_spec import Hyper, Number, OptimizerSpec, Value
+from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -182,10 +183,12 @@ def _check_state(
     for key, value in state.items():
         shape = (parameter.numel(),) if key in kept and kept[key].ndim else ()
         if key not in kept or (value.shape, value.dtype) != (shape, kept[key].dtype):
-            there = ", ".join(f"{one} {'[D]' if kept[one].ndim else '[]'} {_words(kept[one])}" for one in sorted(kept))
+            there = ", ".join(
+                f"{one} {'[D]' if kept[one].ndim else '[]'} {dtype_name(kept[one].dtype)}" for one in sorted(kept)
+            )
             raise PeerError(
-                f"Cannot take over {key} {list(value.shape)} {_words(value)} of {name}: with {kind.__name__} that is "
-                f"{there}; D is {parameter.numel()}. Was that another optimizer's, or another model's?"
+                f"Cannot take over {key} {list(value.shape)} {dtype_name(value.dtype)} of {name}: with {kind.__name__} "
+                f"that is {there}; D is {parameter.numel()}. Was that another optimizer's, or another model's?"
             )
 
 
@@ -199,10 +202,6 @@ def _kept(kind: Any, group: Hyper, like: torch.Tensor) -> dict[str, torch.Tensor
     optimizer = _make(kind, [{"params": [trial], **known}])
     optimizer.step()
     return {key: torch.as_tensor(value) for key, value in optimizer.state[trial].items() if value is not None}
-
-
-def _words(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def lines_of(spec: OptimizerSpec) -> list[str]:

@@ -14,13 +14,12 @@ import torch
 
 from offbeat.errors import PeerError
 from offbeat.protocol.training import CastPayload, DensePayload
+from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
     from offbeat.protocol.training import BlockPayload
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 
 class BlockReader(Protocol):
@@ -85,7 +84,7 @@ class PushedBlock:
 
 def payload_of(part: torch.Tensor, dtype: str) -> BlockPayload:
     """Declare what a worker sends of a block whose parameters have the type `dtype`."""
-    name = str(part.dtype).removeprefix("torch.")
+    name = dtype_name(part.dtype)
     return DensePayload() if name == dtype else CastPayload(name)
 
 

@@ -10,7 +10,7 @@ read. Nothing in it is code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from offbeat.coordinator.progress import TrainingProgress
 from offbeat.errors import PeerError
 from offbeat.protocol.training import ModelInfo
 from offbeat.safe_read import UnreadableError, decode
+from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire.frame import Frame, Reader, head
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _READS = range(2, 6)  # once a file had the wire's of its day; since 2 frames ar
 _MOST_BODY_BYTES = (1 << 32) - 1  # of one frame
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 STATE_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 }
 
@@ -110,7 +111,7 @@ _tensor_of = msgspec.msgpack.Decoder(SnapshotTensor).decode
 
 def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
     """Describe a tensor."""
-    return SnapshotTensor(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return SnapshotTensor(model, block, name, key, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def write(file: BinaryIO, snapshot: Snapshot) -> None:
@@ -122,7 +123,7 @@ def write(file: BinaryIO, snapshot: Snapshot) -> None:
     body = _encode(snapshot.header)
     file.write(head(b"", body, version=_FRAMES) + body)
     for what, tensor in snapshot.tensors:
-        view = _bytes_of(tensor)
+        view = bytes_of(tensor)
         file.write(head(_encode(what), view, version=_FRAMES))
         file.write(view)
     file.write(head(_encode(Last(len(snapshot.tensors))), version=_FRAMES))
@@ -182,8 +183,3 @@ def _tensor(what: SnapshotTensor, frame: Frame) -> torch.Tensor:
         except RuntimeError as error:  # of a shape that torch cannot count through
             raise PeerError(f"an empty tensor says it is of shape {list(what.shape)[:8]}: {error}") from error
     return torch.frombuffer(frame.body, dtype=dtype).reshape(what.shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array) if array.size else memoryview(b"")

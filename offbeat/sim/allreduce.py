@@ -62,7 +62,7 @@ def switch_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) 
 
 
 def play(
-    courses: Sequence[ComputeTimes],
+    compute_times: Sequence[ComputeTimes],
     links: Links,
     *,
     buckets: Sequence[BucketSize],
@@ -83,7 +83,7 @@ def play(
         controller: has another policy than `policy` decide.
         in_network: gradients are summed by a switch, not around a ring.
     """
-    world = len(courses)
+    world = len(compute_times)
     driver = SimulatedController(policy, controller)
     played, group = (
         SimResult.of(world),
@@ -108,7 +108,7 @@ def play(
                             tuning = tune.observe(tuning, rank, count, compute_s, least_s, wait_s - least_s)
                 untold.clear()
             tuning, counts = tune.plan(tuning, step)
-        took = {rank: courses[rank].next_s(counts[rank] if tune is not None else None) for rank in group.here}
+        took = {rank: compute_times[rank].next_s(counts[rank] if tune is not None else None) for rank in group.here}
         begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
         what = driver.contributes(step)
         # Bad luck strikes behind the backward pass. Gradients are exchanged by then, changes are not yet.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.control import RoundController
-from offbeat.sync import LocalSGD
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +65,7 @@ class SimulatedController:
         """Adopt the swap from this step on."""
         self._driver.swapped(self.policy, at_s, by_controller=True)
         self.policy = swap.sync
-        self._ahead = swap.sync.step_of(step) - step if isinstance(swap.sync, LocalSGD) else 0
+        self._ahead = swap.sync.step_of(step) - step if isinstance(swap.sync, StepsLocally) else 0
 
     def ask(self) -> None:
         """Ask the controller behind a step."""

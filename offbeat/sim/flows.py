@@ -1,9 +1,9 @@
 """Flows: data on its way, as fluids that share links fairly.
 
-Flows of one class (`fair.Way`) all move at the same speed, so the class keeps one count of the bytes that each of its
-flows has moved since the beginning of time, and a flow is done when that count has grown by its size. Starting and
-ending a flow therefore costs a logarithm, however many there are, and speeds are worked out once per moment, for all
-that begins and ends in it.
+Flows of one class (`max_min_fair.FlowPath`) all move at the same speed, so the class keeps one count of the bytes that
+each of its flows has moved since the beginning of time, and a flow is done when that count has grown by its size.
+Starting and ending a flow therefore costs a logarithm, however many there are, and speeds are worked out once per
+moment, for all that begins and ends in it.
 """
 
 from __future__ import annotations

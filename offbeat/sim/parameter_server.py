@@ -63,7 +63,7 @@ from offbeat.sim.sim_plan import SimPlan
 from offbeat.sim.timeline import Timeline
 from offbeat.sim.transfers import SimulatedTransfers
 from offbeat.sim.worker import SimWorker
-from offbeat.sync import Apply, LocalSGD, Pushed, PushEnding
+from offbeat.sync import Apply, Pushed, PushEnding, StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ class SimulatedServer:
 
     Args:
         plan: of the row.
-        courses: of the workers.
+        compute_times: of the workers.
         links: of the scenario.
         size_bytes: of a contribution on the wire; `pull_bytes` of the parameters.
         steps: of each worker.
@@ -96,7 +96,7 @@ class SimulatedServer:
     def __init__(
         self,
         plan: Plan,
-        courses: Sequence[ComputeTimes],
+        compute_times: Sequence[ComputeTimes],
         links: Links,
         *,
         size_bytes: float,
@@ -112,14 +112,14 @@ class SimulatedServer:
         self._transfers = SimulatedTransfers(
             self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes
         )
-        self._workers = [SimWorker(rank, rank, course, plan.sync, steps) for rank, course in enumerate(courses)]
-        self._steps, self._world = steps, len(courses)
+        self._workers = [SimWorker(rank, rank, own, plan.sync, steps) for rank, own in enumerate(compute_times)]
+        self._steps, self._world = steps, len(compute_times)
         self._life = 0
         self._coordinator = self._new_coordinator()
         self._timers: dict[Timer, int] = {}  # how often each was set in this life
-        samples = 2 * steps * batch * len(courses)
-        self._data = LeasedData(plan.tuning is not None, world=len(courses), batch=batch, samples=samples)
-        self.played = SimResult.of(len(courses))
+        samples = 2 * steps * batch * len(compute_times)
+        self._data = LeasedData(plan.tuning is not None, world=len(compute_times), batch=batch, samples=samples)
+        self.played = SimResult.of(len(compute_times))
 
     def play(self) -> SimResult:
         """All steps of all workers.
@@ -151,7 +151,7 @@ class SimulatedServer:
             self._say(worker, ask)
         tuned = self._data.samples(worker)
         worker.begun_s, worker.samples = self._timeline.now_s, self._data.batch if tuned is None else tuned
-        computing_s, lost_s = worker.course.next_s(tuned)
+        computing_s, lost_s = worker.compute_times.next_s(tuned)
         worker.computed_s = computing_s + lost_s
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
         self._timeline.at(done_s, lambda: self._computed(worker))
@@ -161,11 +161,11 @@ class SimulatedServer:
         if not worker.left:
             return
         before, policy = worker.policy, self._policy
-        if before != policy and not isinstance(before, LocalSGD):
+        if before != policy and not isinstance(before, StepsLocally):
             self._goes_over(worker, policy)
         what = worker.policy.contributes(worker.own_step)
         worker.own_step, worker.alone = worker.own_step + 1, worker.alone + 1
-        if before != policy and isinstance(before, LocalSGD):
+        if before != policy and isinstance(before, StepsLocally):
             what = what or "change"  # it brings what it has
             self._goes_over(worker, policy, brings=1)
         if what is None:
@@ -182,7 +182,7 @@ class SimulatedServer:
         member = self._members.get(worker.rank)
         number = brings if member is None else member.step + brings
         worker.policy = policy
-        worker.own_step = policy.step_of(number) if isinstance(policy, LocalSGD) else number
+        worker.own_step = policy.step_of(number) if isinstance(policy, StepsLocally) else number
 
     def _bring(self, worker: SimWorker) -> None:
         back_s = max(self._troubles.back_s(rank, self.now_s) for rank in (worker.rank, SERVER))
@@ -442,8 +442,8 @@ class SimulatedServer:
 
         def come() -> None:
             rank = len(self._workers)
-            course = self._workers[host].course.of_another(rank)
-            self._workers.append(SimWorker(rank, host, course, self._policy, self._steps))
+            compute_times = self._workers[host].compute_times.of_another(rank)
+            self._workers.append(SimWorker(rank, host, compute_times, self._policy, self._steps))
             self._open(self._workers[rank])
 
         self._timeline.after(after_s, lambda: self._when_up(come))

@@ -129,7 +129,7 @@ def predict(
         )
     struck = scenario.fault if faults is None else faults
     for fault in struck:
-        check(fault, elastic=plan is not None and plan.outlives)
+        check(fault, elastic=plan is not None and plan.has_elastic_group)
     dropped = scenario.run.warmup_steps
     count = dropped + (scenario.run.steps if steps is None else steps)
     played = _played(scenario, row, plan, known, count, struck)
@@ -154,7 +154,7 @@ def predict(
 def _played(
     scenario: Scenario, row: Row, plan: Plan | None, known: Known, steps: int, struck: Sequence[Fault]
 ) -> SimResult:
-    courses = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+    compute_times = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
     links = Links.of(scenario)
     faults = Faults(
         struck,
@@ -164,7 +164,7 @@ def _played(
     if plan is not None and plan.is_served:
         return SimulatedServer(
             plan,
-            courses,
+            compute_times,
             links,
             size_bytes=narrowing(plan) * known.gradient_bytes,
             pull_bytes=known.gradient_bytes,
@@ -173,7 +173,7 @@ def _played(
             faults=faults,
         ).play()
     return allreduce.play(
-        courses,
+        compute_times,
         links,
         buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
         policy=BSP() if plan is None else plan.sync,

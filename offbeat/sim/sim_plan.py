@@ -24,7 +24,7 @@ class SimPlan:
     keeps: Keeps
     controller: Controller | None
     is_served = True
-    outlives = False
+    has_elastic_group = False
 
     @classmethod
     def of(cls, plan: Plan) -> SimPlan:

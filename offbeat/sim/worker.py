@@ -95,7 +95,7 @@ class SimWorker:
 
     rank: int
     host: int
-    course: ComputeTimes
+    compute_times: ComputeTimes
     policy: Policy
     left: int
     entry: int = 0

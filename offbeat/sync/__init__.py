@@ -9,7 +9,7 @@
 * `dssp` - the same, the number chosen anew where it helps
 * `ksync` - the first k make the update: backup workers
 * `round_robin` - workers take turns on the link
-* `local_sgd` - workers step by themselves, and average now and then
+* `local_sgd` - workers step by themselves, and average now and then; `outer_sgd` - how the average is applied
 * `hybrid` - one policy within groups of workers, another between groups; `hybrid_group` - one of those
 * `transition` - contributions that belong to no round any more after a swap
 """
@@ -21,8 +21,19 @@ from offbeat.sync.dssp import DSSP
 from offbeat.sync.events import Adopted, Deadline, Event, Joined, Left, Pulled, Pushed, PushEnding, Ready, TakesEveryNth
 from offbeat.sync.hybrid import Hybrid
 from offbeat.sync.ksync import KSync
-from offbeat.sync.local_sgd import LocalSGD, OuterSGD
-from offbeat.sync.policy import Contributes, CountsWorkers, Policy, TakesTurns, adoption, check_workers, on, settle
+from offbeat.sync.local_sgd import LocalSGD
+from offbeat.sync.outer_sgd import OuterSGD
+from offbeat.sync.policy import (
+    Contributes,
+    CountsWorkers,
+    Policy,
+    StepsLocally,
+    TakesTurns,
+    adoption,
+    check_workers,
+    on,
+    settle,
+)
 from offbeat.sync.round_robin import RoundRobin
 from offbeat.sync.ssp import SSP
 from offbeat.sync.state import InvalidDecision, Member, State
@@ -62,6 +73,7 @@ __all__ = [
     "Remember",
     "RoundRobin",
     "State",
+    "StepsLocally",
     "TakesEveryNth",
     "TakesTurns",
     "Wake",

@@ -14,8 +14,7 @@ from offbeat.float_sum import add_up
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
 from offbeat.sync.hybrid_group import HybridGroup, begun, blamed, inner_member, still_true, stuck_in, told, without
-from offbeat.sync.local_sgd import LocalSGD
-from offbeat.sync.policy import Policy, TakesTurns, check_workers, settle
+from offbeat.sync.policy import Policy, StepsLocally, TakesTurns, check_workers, settle
 from offbeat.sync.state import State, changed, observe
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Hybrid:
                 raise PlanError(
                     f"Cannot use {part!r} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
                 )
-        if isinstance(self.outer, LocalSGD):
+        if isinstance(self.outer, StepsLocally):
             raise PlanError(
                 "Cannot use LocalSGD between groups: groups that step by themselves need parameters of their own, and "
                 "a server holds one set. Use LocalSGD() for all workers, or BSP() as outer - at `plan.sync.outer`."

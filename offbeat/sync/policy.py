@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from offbeat.sync.actions import Action
     from offbeat.sync.events import Event
+    from offbeat.sync.outer_sgd import OuterSGD
 
 
 # "gradient": of this step. "change": of the parameters since the last contribution; the worker steps by itself in
@@ -77,6 +78,22 @@ class TakesTurns(Protocol):
         """Count the workers that may push at once over parameters on so many hosts; None if any number."""
 
 
+@runtime_checkable
+class StepsLocally(Protocol):
+    """A policy with which workers step by themselves, and contribute how far they came: local SGD."""
+
+    @property
+    def every(self) -> int:
+        """The number of a worker's own steps in a contribution, once it makes any."""
+
+    @property
+    def outer(self) -> OuterSGD | None:
+        """The optimizer that applies the mean change; None for a plain average."""
+
+    def step_of(self, number: int) -> int:
+        """The worker's own step in which its contribution `number`, from 0, begins."""
+
+
 def check_workers(policy: Policy, groups: Sequence[Sequence[int]], path: str, what: str = "workers") -> None:
     """Check that a policy does not count on more workers than there are.
 
@@ -113,8 +130,7 @@ def own_steps(policy: Policy) -> int:
     >>> own_steps(LocalSGD(every=8, after=100)), own_steps(BSP())
     (8, 0)
     """
-    every = getattr(policy, "every", 0)
-    return every if isinstance(every, int) else 0
+    return policy.every if isinstance(policy, StepsLocally) else 0
 
 
 def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

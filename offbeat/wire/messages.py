@@ -186,7 +186,7 @@ class Bye(msgspec.Struct, tag=True, frozen=True):
 class Config(msgspec.Struct, tag=True, frozen=True):
     """Worker to its sentinel; `hub` is None where the hub is to be opened at `bind`.
 
-    `outlives`: the others go on without this worker, so the hub stays as long as one of them is connected.
+    `stays_without_worker`: the others go on without this worker, so the hub stays as long as one of them is connected.
     """
 
     rank: Rank
@@ -196,7 +196,7 @@ class Config(msgspec.Struct, tag=True, frozen=True):
     token: bytes
     hub: Name | None
     bind: Name
-    outlives: bool = False
+    stays_without_worker: bool = msgspec.field(default=False, name="outlives")
 
 
 class SentinelReady(msgspec.Struct, tag=True, frozen=True):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import msgspec
 
 from offbeat.errors import NetworkError, PeerError
+from offbeat.safe_write import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,13 +108,7 @@ def claim(folder: Path) -> SwapRequest | None:
 def answer(folder: Path, reply: SwapReply) -> None:
     """Write the reply to a request; nothing if that cannot be written: the job continues."""
     with contextlib.suppress(OSError):
-        _put(folder / "answer.json", reply)
-
-
-def _put(path: Path, what: SwapRequest | SwapReply) -> None:
-    new = path.with_suffix(f".{os.getpid()}.new")
-    new.write_bytes(msgspec.json.encode(what))
-    new.replace(path)
+        write_whole(folder / "answer.json", msgspec.json.encode(reply))
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -26,10 +26,10 @@ from tests.workers import run_workers
 
 
 def check_in_threads(world: int, kind: type[BoundInMemory] = BoundInMemory) -> None:
-    meeting = InMemoryGroup(world)
+    group = InMemoryGroup(world)
     with ThreadPoolExecutor(world) as pool:
         for future in [
-            pool.submit(check_fabric, kind(meeting, rank), timeout=timedelta(seconds=2)) for rank in range(world)
+            pool.submit(check_fabric, kind(group, rank), timeout=timedelta(seconds=2)) for rank in range(world)
         ]:
             future.result()
 
@@ -128,8 +128,8 @@ def test_an_end_just_when_the_time_is_up_is_no_broken_connection() -> None:
 
 
 def test_workers_that_bring_different_things() -> None:
-    meeting = InMemoryGroup(2)
-    ends = [BoundInMemory(meeting, rank) for rank in range(2)]
+    group = InMemoryGroup(2)
+    ends = [BoundInMemory(group, rank) for rank in range(2)]
     pending = [ends[0].start(Sum(torch.ones(2))), ends[1].start(Gather((torch.ones(2),)))]
     assert all(p.wait(timedelta(seconds=1)) for p in pending)
     with pytest.raises(DisagreementError, match="different operations"):

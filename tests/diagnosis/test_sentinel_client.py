@@ -55,7 +55,8 @@ def test_it_ends_with_its_worker(end: str) -> None:
 
 def test_the_hub_stays_until_the_others_have_gone_if_they_go_on() -> None:
     text = WORKER.format(end="began_s = time.monotonic(); watch.close(); print(time.monotonic() - began_s, flush=True)")
-    text = text.replace("hub=None)", "hub=None, outlives=True)").replace('"ready"', "watch.hub, watch._process.pid")
+    text = text.replace("hub=None)", "hub=None, stays_without_worker=True)")
+    text = text.replace('"ready"', "watch.hub, watch._process.pid")
     command, pipe = [sys.executable, "-c", text], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as worker:
         assert worker.stdout is not None

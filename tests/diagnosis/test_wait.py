@@ -77,7 +77,7 @@ class Late:
 def test_at_a_server_one_goes_on_waiting_when_another_worker_is_lost() -> None:
     told: list[str] = []
     waiter = BlockingWait(clock=WallClock(), timeout=timedelta(seconds=0.1), witness=Knows(), tell=told.append)
-    waiter.wait(Late(told), WaitContext("push", step=3, outlives=True))
+    waiter.wait(Late(told), WaitContext("push", step=3, through_server=True))
     assert told == ["Rank 1 died."]
     told.clear()
     with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):

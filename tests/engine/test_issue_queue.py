@@ -6,13 +6,13 @@ import random
 
 import torch
 
-from offbeat.engine.issue_queue import FirstInFirstOut, IssueQueue
+from offbeat.engine.issue_queue import IssueQueue, first_in_first_out
 from offbeat.layout import arrange
 
 
 def test_first_in_first_out_is_the_order_of_the_layout() -> None:
     layout = arrange({str(i): torch.zeros(64) for i in range(5)}, bucket_bytes=64 * 4)
-    assert list(FirstInFirstOut().order(layout)) == [bucket.index for bucket in layout.buckets]
+    assert list(first_in_first_out(layout)) == [bucket.index for bucket in layout.buckets]
 
 
 def test_the_order_is_the_same_whatever_is_complete_first() -> None:

@@ -65,6 +65,6 @@ def many_exchanges() -> tuple[bool, int]:
 
 
 def test_twenty_exchanges_work_in_the_memory_of_two() -> None:
-    for right, places in run_workers(2, many_exchanges):
+    for right, addresses in run_workers(2, many_exchanges):
         assert right
-        assert places <= 3
+        assert addresses <= 3

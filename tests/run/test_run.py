@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ from offbeat.errors import DisagreementError, ModelError, NumericsError, PlanErr
 from offbeat.fabric import BindContext, Fabric, InMemory, Offers, ProcessGroup
 from tests.parity import jobs
 from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from offbeat.sync import Policy
 
 # -- what a DDP user's evaluation and checkpoint code expects ------------------------------------------------------
 
@@ -302,6 +305,31 @@ class BoundByBackend:
         return ProcessGroup().bind(BindContext(backend=backend))
 
 
+@dataclass(frozen=True)
+class NowhereServed:
+    """One that offers a server, and does not say where that is."""
+
+    block_bytes: int = 1 << 20
+
+    @property
+    def offers(self) -> Offers:
+        return offbeat.ParameterServer().offers
+
+
+@dataclass(frozen=True)
+class TheirServer:
+    """A description of a server that is not offbeat's own."""
+
+    addresses: tuple[str, ...] = ()
+    block_bytes: int = 1 << 20
+    patience_s: float = 60.0
+    collocated: bool = False
+
+    @property
+    def offers(self) -> Offers:
+        return offbeat.ParameterServer().offers
+
+
 def with_their_fabric() -> list[float]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -325,6 +353,41 @@ def test_a_fabric_that_cannot_be_bound_is_refused() -> None:
         "Cannot run over BoundByBackend(): its bind takes backend, but a fabric is given one BindContext now; write "
         "bind(self, context), and read context.backend - at `plan.fabric`."
     )
+
+
+@pytest.mark.parametrize("sync", [offbeat.BSP(), offbeat.ASP()], ids=repr)
+def test_a_fabric_whose_server_cannot_be_reached_is_refused(sync: Policy) -> None:
+    with pytest.raises(PlanError) as refused:
+        offbeat.Plan(sync=sync, fabric=NowhereServed())
+    assert str(refused.value) == (
+        f'Cannot reach the server of {NowhereServed()!r}: it offers holds="server", but has no addresses, patience_s, '
+        'collocated; give it what ParameterServer() has, or have it offer holds="workers" and a bind(context) - at '
+        "`plan.fabric`."
+    )
+
+
+def with_their_server() -> tuple[bool, list[float]]:
+    # A shard reads the plan as TOML, in which kinds have offbeat's own names.
+    fabric = type("ParameterServer", (TheirServer,), {})()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with offbeat.init(offbeat.Plan(fabric=fabric)) as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        replica(torch.tensor([[float(run.rank)]])).sum().backward()
+        optimizer.step()
+        is_served = run._session.server is not None
+    return is_served, model.weight.flatten().tolist()
+
+
+def test_a_server_of_somebody_else() -> None:
+    assert run_workers(2, with_their_server) == [(True, [-0.5]), (True, [-0.5])]
+
+
+def test_collocated_shards_of_somebody_else_are_no_place_for_single_turns() -> None:
+    turns = offbeat.RoundRobin(slots=1)
+    offbeat.Plan(sync=turns, fabric=TheirServer())
+    with pytest.raises(PlanError, match=r"would be idle"):
+        offbeat.Plan(sync=turns, fabric=TheirServer(collocated=True))
 
 
 def test_a_fabric_for_threads_is_refused_in_one_of_several_processes() -> None:

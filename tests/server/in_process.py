@@ -104,7 +104,7 @@ class Parts:
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
     is_served = True
-    outlives = False
+    has_elastic_group = False
 
     @property
     def digest(self) -> str:

@@ -37,10 +37,16 @@ def served(policy: Policy, **changes: object) -> Plan:
 def test_every_worker_takes_every_step_with_every_policy(policy: Policy) -> None:
     scenario = world(workload="jitter = 0.3", extra="[straggle]\nprobability = 0.2")
     known = Known.of(scenario)
-    courses = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
+    compute_times = [ComputeTimes(scenario, rank, compute_s) for rank, compute_s in enumerate(known.compute_s)]
     size_bytes = known.gradient_bytes
     game = SimulatedServer(
-        served(policy), courses, Links.of(scenario), size_bytes=size_bytes, pull_bytes=size_bytes, steps=30, batch=32
+        served(policy),
+        compute_times,
+        Links.of(scenario),
+        size_bytes=size_bytes,
+        pull_bytes=size_bytes,
+        steps=30,
+        batch=32,
     )
     result = game.play()
     assert [len(steps) for steps in result.step_s] == [30] * 8

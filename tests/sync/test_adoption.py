@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from offbeat.sync import (
@@ -17,6 +19,7 @@ from offbeat.sync import (
     Release,
     RoundRobin,
     State,
+    StepsLocally,
     adoption,
 )
 from offbeat.sync.policy import own_steps
@@ -84,3 +87,17 @@ def test_a_contribution_weighs_the_steps_that_are_in_it(old: Policy, new: Policy
     state = changed(state, members={0: changed(state.members[0], weight=32.0)}, away={1: 8.0})
     after, _ = take_over(old, new, state, adoption(old, new, 1.0))
     assert (after.members[0].weight, after.away) == (32.0 * more, {1: 8.0 * more})
+
+
+@dataclass(frozen=True)
+class Sometimes(ASP):
+    """A policy of somebody else, with a field of that name for something else."""
+
+    every: int = 5
+
+
+def test_a_field_called_every_is_no_step_of_the_workers_own() -> None:
+    assert own_steps(Sometimes()) == 0
+    assert not isinstance(Sometimes(), StepsLocally)
+    assert isinstance(LocalSGD(every=4), StepsLocally)
+    assert adoption(Sometimes(), ASP(), 1.0) == adoption(ASP(), ASP(), 1.0)

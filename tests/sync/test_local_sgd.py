@@ -9,7 +9,7 @@ import torch
 
 from offbeat.errors import PlanError
 from offbeat.sync import BSP, Joined, LocalSGD, OuterSGD, Ready, State, on
-from offbeat.sync.local_sgd import apply_change_
+from offbeat.sync.outer_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Callable

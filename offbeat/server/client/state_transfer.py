@@ -12,7 +12,7 @@ from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.messages import pack
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.snapshot import STATE_DTYPES
-from offbeat.tensors import bytes_of
+from offbeat.tensors import bytes_of, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class StateTransfers:
             link.send(pack(PutState(place.model, block.index)), bytes_of(values[block.index]))
         for it in portions:
             tensor = it.tensor.contiguous()
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             put = PutState(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
             self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
         for link in self._links:

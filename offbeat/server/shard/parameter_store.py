@@ -10,7 +10,7 @@ import torch
 from offbeat.errors import PeerError
 from offbeat.server.optimizers import OUTER, BlockOptimizer, hold
 from offbeat.server.pushed_block import DTYPES
-from offbeat.sync.local_sgd import apply_change_
+from offbeat.sync.outer_sgd import apply_change_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set

@@ -70,7 +70,7 @@ from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.peer import CoordinatorPeer, Peer
 from offbeat.server.shard.snapshot_barrier import SnapshotBarrier
 from offbeat.server.snapshot import SnapshotId
-from offbeat.tensors import bytes_of
+from offbeat.tensors import bytes_of, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -389,7 +389,7 @@ class Shard:
         def pieces() -> Iterator[tuple[StatePart, memoryview]]:
             for it in table.state():
                 tensor = it.tensor.clone()
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = dtype_name(tensor.dtype)
                 piece = StatePart(
                     message.model, message.number, it.block, index[it.name], it.key, dtype, tensor.ndim == 0
                 )

@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.safe_read import UnreadableError, open_file, read_file
+from offbeat.safe_write import write_whole
 from offbeat.server.snapshot import Snapshot, SnapshotHeader, SnapshotId, read, write
 
 if TYPE_CHECKING:
@@ -101,17 +102,9 @@ class SnapshotStore:
         A full disk is no reason to end the job: it is said once.
         """
         identity = snapshot.header.identity
-        path = self._path(identity)
-        part = path.with_suffix(".part")
         try:
-            with part.open("wb") as file:
-                write(file, snapshot)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            self._sync()
+            write_whole(self._path(identity), lambda file: write(file, snapshot), sync=True)
         except OSError as error:
-            self._remove(part)
             if not self._failed:
                 _log.warning(
                     "Cannot write a snapshot to %s: %s. The job continues; if this server is killed now, more is lost.",
@@ -222,11 +215,3 @@ class SnapshotStore:
             if path not in self._stuck:
                 _log.warning("Cannot remove %s: %s. It is of no use any more; remove it by hand.", path, error.strerror)
             self._stuck.add(path)
-
-    def _sync(self) -> None:
-        """Have the file's name survive as well."""
-        fd = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
